@@ -73,32 +73,31 @@ class _BlockwiseAttention(torch.autograd.Function):
         make_exchange: Callable[[Axis], Exchange],
         scoring: Scoring,
     ) -> Tensor:
-        # No block yet: a weight of zero in the merge.
+        # Without any block: a weight of zero in the merge.
         out = torch.zeros_like(query, dtype=torch.float32)  # [b, heads, s/cp, d]
         lse_shape = query.shape[:3]  # [b, heads, s/cp]
         lse = query.new_full(lse_shape, -torch.inf, dtype=torch.float32)
+
+        # Merge the blocks of one rank after the other.
         exchange = make_exchange(cp)
-        blocks_of: dict[int, list[Block]] = {}  # for the backward pass, too
+        blocks_of: dict[int, list[Block]] = {}  # by rank, also for the backward pass
         for source, (key, value) in exchange.fetch(key_value):
             blocks_of[source] = _list_blocks(query, source, mask, documents, cp, scoring)
             for block in blocks_of[source]:
                 samples = block.samples
+                rows = block.rows
+                columns = block.columns
                 block_out, block_lse = attend(
-                    query[samples, :, block.rows],
-                    key[samples, :, block.columns],
-                    value[samples, :, block.columns],
+                    query[samples, :, rows],
+                    key[samples, :, columns],
+                    value[samples, :, columns],
                     block,
                     scoring,
                 )
-                # Both outputs are weighted by their share of the sum of the exponentials:
-                # exp(block_lse) / (exp(lse) + exp(block_lse)) = sigmoid(block_lse - lse).
-                merged_out = out[samples, :, block.rows]
-                merged_lse = lse[samples, :, block.rows]
-                share = torch.sigmoid(block_lse - merged_lse).unsqueeze(-1)  # [b, heads, rows, 1]
-                merged_out.lerp_(block_out.float(), share)
-                lse[samples, :, block.rows] = torch.logaddexp(merged_lse, block_lse)
+                _merge_block(out[samples, :, rows], lse[samples, :, rows], block_out, block_lse)
         if sink is not None:
             out, lse = add_sink(out, lse, sink)
+
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key_value, sink, out, lse)
         ctx.blocks_of = blocks_of
@@ -116,7 +115,7 @@ class _BlockwiseAttention(torch.autograd.Function):
         for source, (key, value) in exchange.fetch(key_value):
             # The gradient of the keys and values of `source`: zero where no query sees them. The
             # exchange needs it even without any visible key, since it is collective.
-            gradient = torch.zeros_like(key_value)
+            dkey_value_of_source = torch.zeros_like(key_value)
             for block in ctx.blocks_of[source]:
                 samples = block.samples
                 rows = block.rows
@@ -132,9 +131,10 @@ class _BlockwiseAttention(torch.autograd.Function):
                     ctx.scoring,
                 )
                 dquery[samples, :, rows] += dq
-                gradient[0, samples, :, columns] += dk
-                gradient[1, samples, :, columns] += dv
-            exchange.add_gradient(source, gradient)
+                dkey_value_of_source[0, samples, :, columns] += dk
+                dkey_value_of_source[1, samples, :, columns] += dv
+            exchange.add_gradient(source, dkey_value_of_source)
+
         dsink = None
         if sink is not None:
             dsink = compute_sink_gradient(sink, dout, out, lse)
@@ -142,6 +142,17 @@ class _BlockwiseAttention(torch.autograd.Function):
         # Last, because it waits for gradients in transit.
         dkey_value = exchange.finish()
         return dquery, dkey_value, dsink, None, None, None, None, None
+
+
+def _merge_block(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
+    """Merge a block into `out` `[b, heads, rows, d]` and `lse` `[b, heads, rows]`, in place.
+
+    Both outputs are weighted by their share of the sum of the exponentials:
+    exp(block_lse) / (exp(lse) + exp(block_lse)) = sigmoid(block_lse - lse).
+    """
+    share_of_block = torch.sigmoid(block_lse - lse).unsqueeze(-1)  # [b, heads, rows, 1]
+    out.lerp_(block_out.float(), share_of_block)
+    lse.copy_(torch.logaddexp(lse, block_lse))
 
 
 def _list_blocks(
@@ -170,23 +181,27 @@ def _list_blocks(
         return [Block(chunks[1], all_positions)]
 
     # Windows, ALiBi and documents: at most one block per pair of chunks and sample.
-    last_chunk = 2 * cp.size - 1
     numbers = None
     if documents is not None:
         # [b, chunks, positions]; `cpu()` does not copy in a training run.
         numbers = documents.cpu().unflatten(1, (-1, chunk_length))
+    last_chunk = 2 * cp.size - 1
+    query_chunks = (cp.rank, last_chunk - cp.rank)
+    key_chunks = (source, last_chunk - source)
     blocks = []
-    for rows, query_chunk in zip(chunks, (cp.rank, last_chunk - cp.rank), strict=True):
-        for columns, key_chunk in zip(chunks, (source, last_chunk - source), strict=True):
+    for rows, query_chunk in zip(chunks, query_chunks, strict=True):
+        for columns, key_chunk in zip(chunks, key_chunks, strict=True):
             if key_chunk == query_chunk:
-                of_chunk = None
+                # A chunk of queries and its own keys
+                documents_of_chunk = None
                 if numbers is not None:
-                    of_chunk = find_documents(numbers[:, query_chunk], query.device)
-                block = make_causal_block(query[:, :, rows], mask, of_chunk, scoring)
+                    documents_of_chunk = find_documents(numbers[:, query_chunk], query.device)
+                block = make_causal_block(query[:, :, rows], mask, documents_of_chunk, scoring)
                 blocks.append(block._replace(rows=rows, columns=columns))
             elif key_chunk < query_chunk:
+                # The keys of an earlier chunk
+                distance = query_chunk - key_chunk
                 for part in _list_visible_parts(query_chunk, key_chunk, numbers, chunk_length):
-                    distance = query_chunk - key_chunk
                     block_of_part = _make_part(query, part, distance, mask, scoring)
                     if block_of_part is not None:
                         blocks.append(block_of_part.shift(rows.start, columns.start))
@@ -197,8 +212,8 @@ class _VisiblePart(NamedTuple):
     """Queries of a chunk that see keys of an earlier chunk: the first ones see the last ones."""
 
     samples: slice
-    num_rows: int
-    first_column: int
+    num_rows: int  # queries, from the first of their chunk on
+    first_column: int  # first key; all after it in their chunk are visible
 
 
 def _list_visible_parts(
@@ -211,15 +226,16 @@ def _list_visible_parts(
     if numbers is None:
         return [_VisiblePart(slice(None), chunk_length, 0)]
     queries = numbers[:, query_chunk]  # [b, positions]
-    keys = numbers[:, key_chunk]
-    first_document = queries[:, :1]
-    last_document = keys[:, -1:]
+    keys = numbers[:, key_chunk]  # [b, positions]
+    first_document = queries[:, :1]  # [b, 1]
+    last_document = keys[:, -1:]  # [b, 1]
     num_rows = (queries == first_document).sum(1).tolist()
     num_columns = (keys == last_document).sum(1).tolist()
     is_same = (first_document == last_document).flatten().tolist()
+
     parts = []
-    for sample, reaches_here in enumerate(is_same):
-        if reaches_here:
+    for sample, continues in enumerate(is_same):
+        if continues:
             samples = slice(sample, sample + 1)
             first_column = chunk_length - num_columns[sample]
             parts.append(_VisiblePart(samples, num_rows[sample], first_column))
@@ -233,26 +249,32 @@ def _make_part(
 
     The keys are `num_chunks` chunks before the queries.
     """
-    length = query.shape[2] // 2
+    length = query.shape[2] // 2  # positions of a chunk
     distance = num_chunks * length
     samples, num_rows, first_column = part
-    is_partial = False
+
+    # Row i sees column j if distance + i - j is at most the size of the window: leave out rows and
+    # columns without any visible score.
+    has_invisible_scores = False
     if mask.window is not None:
-        # Row i sees column j if distance + i - j is at most the size of the window.
         window = mask.window[0]
         num_rows = min(num_rows, window - distance + length)
         first_column = max(first_column, distance - window)
         if num_rows <= 0 or first_column >= length:
             return None
-        is_partial = distance + num_rows - 1 - first_column > window
+        largest_distance = distance + num_rows - 1 - first_column
+        has_invisible_scores = largest_distance > window
+
+    # No mask if everything is visible, else the window of flash attention, else a mask
     rows = slice(0, num_rows)
     columns = slice(first_column, length)
-    if mask.slopes is None and not is_partial:
+    if mask.slopes is None and not has_invisible_scores:
         return Block(rows, columns, samples=samples)
     if has_flash_window(query, mask, scoring):
         assert mask.window is not None
-        # From the last row and column, as flash attention counts it
-        window = mask.window[0] - distance + length - num_rows
-        return Block(rows, columns, window=window, samples=samples)
+        # Flash attention counts from the last row and column.
+        flash_window = mask.window[0] - distance + length - num_rows
+        return Block(rows, columns, window=flash_window, samples=samples)
     chunk_mask = mask.make_chunk_mask(length, num_chunks, query.dtype, query.device)
-    return Block(rows, columns, mask=chunk_mask[..., rows, columns], samples=samples)
+    own_mask = chunk_mask[..., rows, columns]
+    return Block(rows, columns, mask=own_mask, samples=samples)

@@ -111,9 +111,11 @@ def attend(
     block: Block,
     scoring: Scoring,
 ) -> tuple[Tensor, Tensor]:
-    """Return the output `[b, heads, rows, d]` and the log-sum-exp of the scores `[b, heads, rows]`
-    fp32.
+    """Return the output `[b, heads, rows, d]` and the log-sum-exp `[b, heads, rows]` of the scores.
+
+    The output has the dtype of the query, and the log-sum-exp is fp32.
     """
+    # Cases that are reduced to others, or that no fused kernel computes
     if _needs_padding(query, scoring):
         head_dim = query.shape[3]
         scoring = Scoring(scoring.get_scale(head_dim))
@@ -123,11 +125,12 @@ def attend(
         return _attend_to_documents(query, key, value, block.documents, block, scoring)
     if scoring.softcap is not None:
         return _attend_with_softcap(query, key, value, block, scoring)
+
+    # Fused kernels, via private operators: the public function does not return the log-sum-exp.
     if not _supports_groups(query, block):
         key = _repeat_heads(key, query)
         value = _repeat_heads(value, query)
     scale = scoring.scale
-    # The private operators, because the public function does not return the log-sum-exp.
     if query.device.type != "cuda":
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
             query.float(),
@@ -141,7 +144,8 @@ def attend(
         return out.to(query.dtype), lse
     if _uses_flash(query, block):
         return _run_flash(query, key, value, block, scale)
-    # Masks and fp32: the memory-efficient kernel.
+
+    # The memory-efficient kernel, for masks and fp32
     mask = _align_mask(block.mask, query, key)
     returns_lse = True
     out, padded_lse, _, _ = _aten._scaled_dot_product_efficient_attention(
@@ -165,6 +169,7 @@ def attend_backward(
 
     `out` and `lse` are the merged ones of all blocks.
     """
+    # Cases that are reduced to others, or that no fused kernel computes
     if _needs_padding(query, scoring):
         head_dim = query.shape[3]
         scoring = Scoring(scoring.get_scale(head_dim))
@@ -186,6 +191,8 @@ def attend_backward(
         )
     if scoring.softcap is not None:
         return _attend_with_softcap_backward(dout, query, key, value, out, lse, block, scoring)
+
+    # Fused kernels
     groups = key.shape[1]
     if not _supports_groups(query, block):
         key = _repeat_heads(key, query)
@@ -405,11 +412,12 @@ def _attend_to_documents(
     lse_shape = query.shape[:3]  # [b, heads, rows]
     lse = query.new_empty(lse_shape, dtype=torch.float32)
     for document in documents.slices:
+        own_block = block.select_document(document)
         out[document], lse[document] = attend(
             query[document],
             key[document],
             value[document],
-            block.select_document(document),
+            own_block,
             scoring,
         )
     return out, lse
@@ -431,6 +439,7 @@ def _attend_to_documents_backward(
     dkey = torch.empty_like(key)
     dvalue = torch.empty_like(value)
     for document in documents.slices:
+        own_block = block.select_document(document)
         dquery[document], dkey[document], dvalue[document] = attend_backward(
             dout[document],
             query[document],
@@ -438,7 +447,7 @@ def _attend_to_documents_backward(
             value[document],
             out[document],
             lse[document],
-            block.select_document(document),
+            own_block,
             scoring,
         )
     return dquery, dkey, dvalue
@@ -472,9 +481,11 @@ def _run_fused_backward(
         return dq.to(dtype), dk.to(dtype), dv.to(dtype)
     if _uses_flash(query, block):
         return _run_flash_backward(dout, query, key, value, out, lse, block, scale)
+
+    # The memory-efficient kernel, for masks and fp32. In the forward pass it has padded the rows to
+    # a multiple of 32.
     rng_state = _make_unused_rng_state(query.device)
     num_rows = query.shape[2]
-    # Rows are padded to a multiple of 32, as the kernel does in the forward pass.
     padding = -num_rows % 32
     padded_lse = F.pad(lse, (0, padding), value=torch.inf)
     needs_gradient = [True, True, True, False]  # query, key, value, mask
@@ -562,8 +573,7 @@ def _compute_capped_scores(
     num_keys = key.shape[2]
     scale = scoring.get_scale(head_dim)
     scores_per_row = batch * heads * num_keys
-    rows_at_once = SCORES_AT_ONCE // scores_per_row
-    step = max(1, rows_at_once)
+    step = max(1, SCORES_AT_ONCE // scores_per_row)
     for start in range(0, num_queries, step):
         stop = min(start + step, num_queries)
         rows = slice(start, stop)
@@ -571,7 +581,7 @@ def _compute_capped_scores(
         num_columns = stop if block.causal else num_keys
         columns = slice(0, num_columns)
 
-        # Capped scores, [b, g, q/g, rows, columns] for g groups
+        # The capped scores, [b, g, q/g, rows, columns] for g groups
         row_query = query[:, :, rows]
         group_query = _split_groups(row_query, key)  # [b, g, q/g, rows, d]
         group_key = key[:, :, None, columns]  # [b, g, 1, columns, d]
@@ -613,10 +623,11 @@ def _attend_with_softcap(
     lse_shape = query.shape[:3]  # [b, heads, rows]
     lse = query.new_empty(lse_shape, dtype=torch.float32)
     for rows, columns, scores, _ in _compute_capped_scores(query, key, block, scoring):
+        # Softmax in place: scores are the largest tensors here.
         row_lse = scores.logsumexp(-1)  # [b, groups, queries per group, rows]
-        # In place: scores are the largest tensors here.
         scores.sub_(row_lse.unsqueeze(-1)).exp_()
         probabilities = scores.to(value.dtype)
+
         group_value = value[:, :, None, columns]  # [b, groups, 1, columns, d]
         group_out = probabilities @ group_value  # [b, groups, queries per group, rows, d]
         out[:, :, rows] = group_out.flatten(1, 2)
@@ -638,6 +649,7 @@ def _attend_with_softcap_backward(
 
     The gradient of a softmax is p * (dp - sum(p * dp)), and that of tanh is 1 - tanh^2.
     """
+    # In fp32, since the gradients of keys and values are sums over the queries.
     dquery = torch.empty_like(query)
     dkey = torch.zeros_like(key, dtype=torch.float32)
     dvalue = torch.zeros_like(value, dtype=torch.float32)
@@ -645,13 +657,13 @@ def _attend_with_softcap_backward(
     # sum(p * dp) of each query, [b, heads, s]
     expected = (dout.float() * out).sum(-1)
     for rows, columns, scores, tanh in _compute_capped_scores(query, key, block, scoring):
-        # [b, groups, queries per group, rows, ...]
+        # Parts of these rows, [b, groups, queries per group, rows, ...]
         row_query = _split_groups(query[:, :, rows], key)
         row_dout = _split_groups(dout[:, :, rows], key)
         row_lse = _split_groups(lse[:, :, rows], key)
         row_expected = _split_groups(expected[:, :, rows], key)
         group_key = key[:, :, None, columns]  # [b, groups, 1, columns, d]
-        group_value = value[:, :, None, columns]
+        group_value = value[:, :, None, columns]  # [b, groups, 1, columns, d]
 
         # Through the product of probabilities and values. A key serves all queries of its group:
         # its gradient is their sum (dimension 2).
@@ -659,12 +671,13 @@ def _attend_with_softcap_backward(
         dvalue[:, :, columns] += (probabilities.to(row_dout.dtype).mT @ row_dout).sum(2)
         dprobabilities = (row_dout @ group_value.mT).float()
 
-        # Through softmax and softcap, in place: these are the largest tensors
+        # Through softmax and softcap, in place and without names for temporary tensors, which would
+        # stay allocated: these are the largest tensors.
         dscores = dprobabilities.sub_(row_expected.unsqueeze(-1)).mul_(probabilities)
         dcapped = dscores.mul_(1 - tanh.square_())
         dproduct = dcapped.mul_(scale).to(query.dtype)
 
-        # Through the product of queries and keys
+        # Through the product of queries and keys.
         dquery[:, :, rows] = (dproduct @ group_key).flatten(1, 2)
         dkey[:, :, columns] += (dproduct.mT @ row_query).sum(2)
     return dquery, dkey.to(key.dtype), dvalue.to(value.dtype)

@@ -18,11 +18,12 @@ def compute_alibi_slopes(num_heads: int) -> Tensor:
     They are powers of 2^(-8/n) for n heads. If n is not a power of 2, the slopes of the next
     smaller power are followed by every other slope of the next larger one.
     """
-    # The largest power of 2 up to n
+    # Slopes of the largest power of 2 up to n
     power = 2 ** math.floor(math.log2(num_heads))
     exponents = torch.arange(1, power + 1, dtype=torch.float64)
     ratio = -8.0 / power
     slopes = 2.0 ** (ratio * exponents)
+
     # Every other slope of twice as many heads, for the remaining heads
     num_extra = num_heads - power
     extra_exponents = torch.arange(1, 2 * num_extra + 1, 2, dtype=torch.float64)
@@ -54,6 +55,7 @@ class AttentionMask:
             if config.scale_alibi:
                 all_slopes = all_slopes * config.score_scale
             self.slopes = all_slopes[start:stop]
+
         # By length, dtype and device; those of chunks also by their distance
         self._static_masks: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
         self._chunk_masks: dict[tuple[int, int, torch.dtype, torch.device], Tensor] = {}
@@ -91,7 +93,8 @@ class AttentionMask:
         """
         if documents is None and self.is_causal:
             return None
-        # The mask without documents is made once per length and kept.
+
+        # The mask without documents, which is made once per length and kept
         key = (length, dtype, device)
         if key not in self._static_masks:
             positions = torch.arange(length)
@@ -100,7 +103,8 @@ class AttentionMask:
         mask = self._static_masks[key]
         if documents is None:
             return mask
-        # Documents differ in every batch: hide the positions of other documents.
+
+        # Documents, which differ in every batch: hide the positions of other ones.
         documents = documents.to(device, non_blocking=True)
         is_foreign = _compare_documents(documents, documents)
         if mask.dtype == torch.bool:
@@ -120,8 +124,8 @@ class AttentionMask:
             rows = columns + num_chunks * length
             mask = self._make_static_mask(rows, columns, dtype)
             if mask.dtype == torch.bool:
-                zeros = torch.zeros(1, 1, *mask.shape, dtype=dtype)
-                mask = zeros.masked_fill(~mask, -torch.inf)
+                visible_scores = torch.zeros(1, 1, *mask.shape, dtype=dtype)
+                mask = visible_scores.masked_fill(~mask, -torch.inf)
             # Finite, so that a row without any visible key has no weight instead of NaN.
             smallest = torch.finfo(dtype).min / 2
             self._chunk_masks[key] = mask.clamp(min=smallest).to(device)
@@ -146,7 +150,7 @@ class AttentionMask:
 
 
 def find_documents(numbers: Tensor, device: torch.device) -> Documents:
-    """Return all documents: consecutive positions with the same number."""
+    """Return all documents of `[b, s]` numbers: consecutive positions with the same number."""
     slices: list[Document] = []
     offsets = [0]
     max_length = 0
@@ -155,7 +159,7 @@ def find_documents(numbers: Tensor, device: torch.device) -> Documents:
     for index, row in enumerate(numbers.cpu()):
         sample = slice(index, index + 1)
         _, lengths = torch.unique_consecutive(row, return_counts=True)
-        start = 0
+        start = 0  # of the document in its sample
         for length in lengths.tolist():
             stop = start + length
             positions = slice(start, stop)
@@ -163,8 +167,12 @@ def find_documents(numbers: Tensor, device: torch.device) -> Documents:
             offsets.append(offsets[-1] + length)
             max_length = max(max_length, length)
             start = stop
-    host_offsets = torch.tensor(offsets, dtype=torch.int32, pin_memory=device.type == "cuda")
-    return Documents(tuple(slices), host_offsets.to(device, non_blocking=True), max_length)
+
+    # Pinned memory, so that the copy does not wait for the device.
+    is_cuda = device.type == "cuda"
+    host_offsets = torch.tensor(offsets, dtype=torch.int32, pin_memory=is_cuda)
+    device_offsets = host_offsets.to(device, non_blocking=True)
+    return Documents(tuple(slices), device_offsets, max_length)
 
 
 def _compare_documents(queries: Tensor, keys: Tensor) -> Tensor:

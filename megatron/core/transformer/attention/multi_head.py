@@ -108,6 +108,7 @@ class SelfAttention(Attention):
         return norm
 
     def _make_norm_of_heads(self, heads: int, place: Placement) -> Norm:
+        """Make a norm of queries or keys, of each head or across the `heads` of the model."""
         config = self.config
         if self.normalizes_across_heads:
             return NormAcrossHeads(config, heads, place.tp, place.device)

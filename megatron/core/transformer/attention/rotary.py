@@ -34,9 +34,10 @@ def compute_rotary_frequencies(
     exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
     if base is not None:
         return 1.0 / base**exponents
-    # Positions divided by the stretch: linear interpolation to a longer context.
-    unscaled = 1.0 / config.rotary_base**exponents
-    frequencies = unscaled / config.rotary_stretch
+    frequencies = 1.0 / config.rotary_base**exponents
+
+    # Scaling to a longer context. Linear interpolation divides the positions by the stretch.
+    frequencies = frequencies / config.rotary_stretch
     if config.rope_type == "yarn":
         return _scale_by_yarn(frequencies, rotated, config)
     if config.rope_type == "longrope":
@@ -96,7 +97,9 @@ def _compute_longrope_factor(config: TransformerConfig) -> float:
     factor = config.rotary_scaling_factor
     if factor <= 1:
         return 1.0
-    return math.sqrt(1 + math.log(factor) / math.log(config.original_max_position_embeddings))
+    original_length = config.original_max_position_embeddings
+    ratio = math.log(factor) / math.log(original_length)
+    return math.sqrt(1 + ratio)
 
 
 def _scale_as_llama3(frequencies: Tensor, config: TransformerConfig) -> Tensor:
@@ -185,15 +188,18 @@ class RotaryTables:
         return self._tables[key]
 
     def _make_rotary(self, length: int, dtype: torch.dtype, device: torch.device) -> Rotary:
+        """Compute the rotation of this rank's `length` positions."""
         cp = self._cp
         whole_length = length * cp.size
         positions = compute_local_positions(whole_length, cp.rank, cp.size)  # [s]
         frequencies = self._make_frequencies(whole_length)  # [pairs]
         angles = torch.outer(positions.float(), frequencies)
         angles = angles.view(length, 1, 1, 1, -1)  # [s, 1, 1, 1, pairs]
+
         # In fp32, rounded to `dtype` last: angles of long sequences do not fit into bf16.
         cos = self._factor * angles.cos()
         sin = self._factor * angles.sin()
+
         kernel = None
         if self._kernel is not None:
             kernel_angles = angles.squeeze(1).to(device)  # [s, 1, 1, pairs]
@@ -227,10 +233,13 @@ class QueryScales:
         key = (length, dtype, device)
         if key not in self._tables:
             cp = self._cp
-            positions = compute_local_positions(length * cp.size, cp.rank, cp.size)  # [s]
+            whole_length = length * cp.size
+            positions = compute_local_positions(whole_length, cp.rank, cp.size)  # [s]
+            # The factor grows with the number of original contexts before a position.
             contexts = torch.floor(positions / self._original_length)
             scales = 1 + self._rate * torch.log1p(contexts)
-            self._tables[key] = scales.view(length, 1, 1, 1, 1).to(device, dtype)
+            scales = scales.view(length, 1, 1, 1, 1)
+            self._tables[key] = scales.to(device, dtype)
         return self._tables[key]
 
 
@@ -242,12 +251,14 @@ def split_qkv(
     """Split the heads of each group, and rotate queries and keys unless `rotary` is None.
 
     q is `num_query_heads`, the queries per group. Returns queries `[s, b, g, q, d]`, keys and
-    values `[s, b, g, 1, d]`. Both passes touch the memory once: the
-    gradients are written directly into one tensor.
+    values `[s, b, g, 1, d]`. Both passes touch the memory once: the gradients are written directly
+    into one tensor.
     """
     has_kernel = rotary is not None and rotary.kernel is not None
     if not torch.compiler.is_compiling() and not has_kernel:
         return _SplitQKV.apply(mixed, num_query_heads, rotary)
+
+    # Plain operations, which the compiler fuses, or the kernel
     query, key, value = _split_heads(mixed, num_query_heads)
     if rotary is None:
         return query, key, value
@@ -270,14 +281,16 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
         return rotary.kernel(x)
     if not torch.compiler.is_compiling():
         return _Rotate.apply(x, rotary)
-    # Plain operations, which the compiler fuses.
+
+    # Plain operations, which the compiler fuses
     cos = rotary.cos
     sin = rotary.sin
     first, second = rotary.split_pairs(x)  # [s, b, g, heads, pairs]
     first_out = first * cos - second * sin
     second_out = second * cos + first * sin
     if rotary.interleaved:
-        rotated = torch.stack((first_out, second_out), -1).flatten(-2)
+        pairs = torch.stack((first_out, second_out), -1)  # [s, b, g, heads, pairs, 2]
+        rotated = pairs.flatten(-2)
     else:
         rotated = torch.cat((first_out, second_out), -1)
     num_rotated = 2 * cos.shape[-1]
@@ -358,9 +371,12 @@ def _rotate_into(
     sign = -1 if inverse else 1
     first, second = rotary.split_pairs(x)  # [s, b, g, heads, pairs]
     first_out, second_out = rotary.split_pairs(out)
+
     # first * cos - second * sin, and second * cos + first * sin, without temporary tensors
     torch.mul(first, cos, out=first_out).addcmul_(second, sin, value=-sign)
     torch.mul(second, cos, out=second_out).addcmul_(first, sin, value=sign)
+
+    # The elements that are not rotated
     num_rotated = 2 * cos.shape[-1]
     if num_rotated < x.shape[-1]:
         out[..., num_rotated:] = x[..., num_rotated:]

@@ -46,9 +46,10 @@ def dispatch_by_all_to_all(
     # Exchange the numbers of rows first, because the receivers allocate the memory for the rows.
     received_counts = torch.empty_like(sent.counts)
     dist.all_to_all_single(received_counts, sent.counts.contiguous(), group=axes.all.group)
+    sent_counts = sent.counts.view(num_ranks, num_local)
     received_counts = received_counts.view(num_ranks, num_local)
-    rows_from_rank = received_counts.sum(1)
-    rows_to_rank = sent.counts.view(num_ranks, num_local).sum(1)
+    rows_to_rank = sent_counts.sum(1)  # [ranks]
+    rows_from_rank = received_counts.sum(1)  # [ranks]
     # A single copy to the host for both, because every copy waits for the device.
     outgoing, incoming = torch.stack([rows_to_rank, rows_from_rank]).tolist()
 
@@ -98,7 +99,9 @@ def _apply_local_experts(experts: Experts, rows: Tensor, probs: Tensor, counts: 
     # [n]; without the size, the operator would wait for the device to count the rows.
     expert_of_row = local_experts.repeat_interleave(counts.view(-1), output_size=len(rows))
     by_expert = Permutation(expert_of_row.unsqueeze(-1), num_local)
-    outputs = experts(by_expert.gather(rows), by_expert.gather(probs), by_expert.counts)
+    sorted_rows = by_expert.gather(rows)
+    sorted_probs = by_expert.gather(probs)
+    outputs = experts(sorted_rows, sorted_probs, by_expert.counts)
     return by_expert.combine(outputs, len(rows))
 
 
@@ -193,6 +196,7 @@ class Permutation:
     def __init__(self, keys: Tensor, num_keys: int, complete: bool = True) -> None:
         flat = keys.reshape(-1)  # [n * c]
         self.complete = complete
+
         # Number of rows per key. The additional counter of copies that are left out is cut off.
         counts = torch.zeros(num_keys + 1, dtype=flat.dtype, device=flat.device)
         counts.scatter_add_(0, flat, torch.ones_like(flat))
@@ -222,11 +226,13 @@ class Permutation:
         return _Combine.apply(copies, self, num_rows)
 
     def _gather_rows(self, rows: Tensor) -> Tensor:
+        """Return the sorted copies `[m, h]`."""
         copies_per_row = self._count_copies_per_row(len(rows))
         row_of_copy = self._order // copies_per_row  # [m]
         return rows.index_select(0, row_of_copy)
 
     def _sum_copies(self, copies: Tensor, num_rows: int) -> Tensor:
+        """Return the sums over the copies of each row `[n, h]`."""
         if not self.complete:
             # The last row is the contribution of copies that are left out.
             zero_row = copies.new_zeros(1, copies.shape[1])

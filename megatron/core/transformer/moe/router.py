@@ -182,8 +182,10 @@ class TopKRouter(MegatronModule):
         config = self.config
         losses: list[Tensor] = []
         coefficients: dict[str, float] = {}
+
+        # Load balancing. All kinds have the same probabilities, and the same choices, which are
+        # top-k without groups, bias or capacity.
         if config.load_balancing:
-            # The same for all kinds: probabilities, and top-k without groups, bias or capacity.
             scores = compute_loss_scores(logits, config)  # [t, experts]
             choices = torch.topk(scores, config.moe_router_topk, dim=1).indices  # [t, k]
             counts = _count_choices(choices, self.num_experts, batch)  # [b, experts]
@@ -191,6 +193,8 @@ class TopKRouter(MegatronModule):
             loss = self._compute_balancing_loss(kind, scores, counts, batch)
             losses.append(coefficient * loss)
             coefficients[LOSS_NAMES[kind]] = coefficient
+
+        # z-loss
         if config.moe_z_loss_coeff:
             log_sums = torch.logsumexp(logits.float(), dim=-1)  # [t]
             # Each rank adds its part of the mean over the tokens of the micro-batch.
@@ -225,7 +229,8 @@ class TopKRouter(MegatronModule):
             # The mean of the losses of the sequences.
             total = _sum_over_axes(counts, *axes.tokens)  # [b, experts]
             num_tokens = num_tokens // batch
-            score_sums = scores.view(-1, batch, self.num_experts).sum(0)  # [b, experts]
+            by_sequence = scores.view(-1, batch, self.num_experts)  # [s, b, experts]
+            score_sums = by_sequence.sum(0)  # [b, experts]
             products = (score_sums * total).sum() / batch
         elif kind == "global_aux_loss":
             total = _sum_over_axes(counts.sum(0), *axes.everyone)  # [experts]
@@ -236,7 +241,8 @@ class TopKRouter(MegatronModule):
         else:
             total = _sum_over_axes(counts.sum(0), *axes.tokens)  # [experts]
             products = (scores.sum(0) * total).sum()
-        return products * (self.num_experts / (self.config.moe_router_topk * num_tokens**2))
+        factor = self.num_experts / (self.config.moe_router_topk * num_tokens**2)
+        return products * factor
 
     def _compute_mean_over_microbatches(self, counts: Tensor) -> Tensor:
         """Return the mean of the `counts` of this step so far."""
@@ -256,8 +262,9 @@ class TopKRouter(MegatronModule):
 def choose(
     logits: Tensor, config: TransformerConfig, expert_bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the k experts of each row of `logits` `[t, experts]` and their weights, both
-    `[t, k]`.
+    """Return the k experts of each token and their weights, both `[t, k]`.
+
+    `logits` are `[t, experts]`.
     """
     if config.moe_router_score_function == "softmax":
         experts, probs = _choose_by_softmax(logits, config, expert_bias)
@@ -276,6 +283,7 @@ def _choose_by_softmax(
     The softmax over all experts (--moe-router-pre-softmax) leaves weights with a sum below 1. An
     expert bias is added to that softmax, for the selection only (ERNIE 4.5).
     """
+    # Select the experts.
     scores = logits
     if config.moe_router_pre_softmax or expert_bias is not None:
         scores = _softmax_in_fp32(logits)
@@ -284,14 +292,18 @@ def _choose_by_softmax(
         candidates = scores + expert_bias
     candidates = _mask_other_groups(candidates, config)  # [t, experts]
     experts = torch.topk(candidates, config.moe_router_topk, dim=1).indices  # [t, k]
+
+    # Compute their weights.
     if config.moe_router_pre_softmax:
         return experts, scores.gather(1, experts)
-    return experts, _softmax_in_fp32(logits.gather(1, experts))  # [t, k]
+    chosen_logits = logits.gather(1, experts)
+    return experts, _softmax_in_fp32(chosen_logits)  # [t, k]
 
 
 def _softmax_in_fp32(logits: Tensor) -> Tensor:
     """Return the softmax over the last dimension, computed in fp32, in the dtype of `logits`."""
-    return torch.softmax(logits, dim=-1, dtype=torch.float32).to(logits.dtype)
+    probs = torch.softmax(logits, dim=-1, dtype=torch.float32)
+    return probs.to(logits.dtype)
 
 
 def _choose_by_sigmoid(
@@ -308,9 +320,10 @@ def _choose_by_sigmoid(
     experts = torch.topk(candidates, topk, dim=1).indices  # [t, k]
     probs = scores.gather(1, experts)  # [t, k]
     if topk > 1:
-        # Sigmoids do not add up to 1. A single weight remains, since it would become a constant
-        # without a gradient.
-        probs = probs / (probs.sum(dim=-1, keepdim=True) + 1e-20)
+        # Sigmoids do not add up to 1. A single weight is not normalized, since it would become a
+        # constant without a gradient.
+        total = probs.sum(dim=-1, keepdim=True)  # [t, 1]
+        probs = probs / (total + 1e-20)
     return experts, probs
 
 
@@ -331,6 +344,7 @@ def choose_by_sinkhorn(
 
 
 def _compute_sinkhorn_scores(logits: Tensor, config: TransformerConfig) -> Tensor:
+    """Return the scores `[t, experts]` that are the weights of the experts."""
     if config.moe_router_topk == 1:
         # As in Megatron-LM: the weight of a single expert does not depend on the others.
         return torch.sigmoid(logits)
@@ -369,14 +383,19 @@ def _mask_other_groups(scores: Tensor, config: TransformerConfig) -> Tensor:
     group_topk = config.moe_router_group_topk
     if not groups or not group_topk:
         return scores
+
+    # Choose the groups.
     by_group = scores.view(len(scores), groups, -1)  # [t, groups, experts per group]
     best_scores = by_group.topk(config.group_score_topk, dim=-1).values
     group_scores = best_scores.sum(dim=-1)  # [t, groups]
-    best_groups = group_scores.topk(group_topk, dim=-1, sorted=False).indices
+    best_groups = group_scores.topk(group_topk, dim=-1, sorted=False).indices  # [t, chosen groups]
+
+    # Mask the others.
     is_allowed = torch.zeros_like(group_scores, dtype=torch.bool)
     is_allowed.scatter_(1, best_groups, True)
     is_masked = ~is_allowed.unsqueeze(-1)  # [t, groups, 1]
-    return by_group.masked_fill(is_masked, float("-inf")).view_as(scores)
+    masked = by_group.masked_fill(is_masked, float("-inf"))
+    return masked.view_as(scores)
 
 
 def compute_loss_scores(logits: Tensor, config: TransformerConfig) -> Tensor:
@@ -438,8 +457,10 @@ class _AttachLosses(torch.autograd.Function):
         router.record(_TOKENS_PER_EXPERT, loads)
         loss_grads = []
         for (name, coefficient), loss in zip(report.coefficients.items(), losses, strict=True):
+            # Logs report the losses without their coefficients.
             router.record(name, loss / coefficient)
-            loss_grads.append(torch.ones_like(loss) * report.scale)
+            loss_grad = torch.ones_like(loss) * report.scale
+            loss_grads.append(loss_grad)
         return grad, None, None, *loss_grads
 
 
@@ -462,8 +483,10 @@ def finish_step(routers: Sequence[TopKRouter]) -> None:
     if not routers:
         return
     # One reduction for all layers: [layers, experts].
-    loads = torch.stack([router.recorded[_TOKENS_PER_EXPERT] for router in routers])
-    loads = _sum_over_axes(loads, *routers[0].axes.everyone)
+    recorded = [router.recorded[_TOKENS_PER_EXPERT] for router in routers]
+    everyone = routers[0].axes.everyone
+    loads = _sum_over_axes(torch.stack(recorded), *everyone)
+
     for router, load in zip(routers, loads.float(), strict=True):
         router.recorded[_TOKENS_PER_EXPERT] = load
         if router.expert_bias is not None:
