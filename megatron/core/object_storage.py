@@ -1,7 +1,7 @@
 """Object storage: `s3://bucket/prefix`, `gs://` and `az://` as paths, via `obstore`.
 
 `obstore` is installed by the extra `object-storage`. An object appears whole when its upload ends,
-so there are no renames and no flushes. Conditional requests decide between writers: `create`
+so renames and flushes are not needed. Conditional requests decide between writers: `create`
 succeeds for one of them, `replace` only for a writer that has seen the last version. Credentials
 and endpoints come from the environment variables of the clouds' own tools (docs/storage.md).
 """

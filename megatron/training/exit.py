@@ -187,12 +187,11 @@ class NotFiniteError(ValueError):
 
 
 class NanCheck:
-    """Check of losses and gradients one iteration later, so that the host never waits for the
-    device.
+    """Check of losses and gradients one iteration later, so that the host never waits.
 
-    The optimizer skips every update whose gradient norm is not finite, so nothing is damaged
-    in the meantime. With a dynamic loss scale an overflow of the gradient is expected; a loss that
-    is not finite is not.
+    The optimizer skips every update whose gradient norm is not finite, so the parameters stay
+    finite in the meantime. With a dynamic loss scale, an overflow of the gradient is expected; a
+    loss that is not finite is not.
     """
 
     def __init__(self, ps: ParallelState, wanted: bool, dynamic_loss_scale: bool) -> None:

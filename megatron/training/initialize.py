@@ -161,9 +161,9 @@ def keep_freed_memory() -> bool:
     kernel clears the pages of the logits in every step, which takes some percent of a step of a
     small bf16 model on a CPU. The price is that the process stays at its peak size.
 
-    Returns whether the allocator accepted. Nothing is changed if the environment configures the
-    allocator (MALLOC_*, GLIBC_TUNABLES, or another allocator in LD_PRELOAD), or if it is not
-    glibc's.
+    Returns whether the allocator accepted. Its options are not changed if the environment
+    configures the allocator (MALLOC_*, GLIBC_TUNABLES, or another allocator in LD_PRELOAD), or if
+    it is not glibc's.
     """
     configured = any(name.startswith("MALLOC_") for name in os.environ)
     if configured or "GLIBC_TUNABLES" in os.environ or "LD_PRELOAD" in os.environ:

@@ -207,7 +207,7 @@ def interrupts_explained(run: Run) -> Iterator[None]:
         if generation is not None and run.ps.rank == 0:
             saved = find_saved(generation.root)
         if save is None:
-            message += "; nothing is saved without --save"
+            message += "; without --save no checkpoint is saved"
         elif saved is None:
             message += f"; {save} contains no checkpoint yet"
         elif is_restart_idiom(run.config.checkpoint):

@@ -273,7 +273,7 @@ def test_save_directory_must_be_shared_by_all_ranks(pool, tmp_path):
     for rank in range(3):
         (tmp_path / str(rank)).mkdir()
     message = (
-        r"is not shared by all ranks: what rank 0 on (\S+) writes there is not visible on \1 "
+        r"is not shared by all ranks: files that rank 0 on (\S+) writes there are not visible on \1 "
         r"\(rank 1, 2\)"
     )
     with pytest.raises(ValueError, match=message):

@@ -39,7 +39,7 @@ def test_ctrl_c_without_save_says_so(launcher):
     job.until(job.iterations, "an iteration")
     job.signal(0, signal.SIGINT)
     assert job.wait() == [130]
-    assert job.output().strip().endswith("nothing is saved without --save")
+    assert job.output().strip().endswith("without --save no checkpoint is saved")
 
 
 def test_model_that_does_not_fit_into_memory_is_one_message(launcher):

@@ -279,4 +279,4 @@ def test_damaged_blocks_are_read_from_replicas(killed, undisturbed):
     for node in "ab":
         (file,) = killed.files(node, 6, "__3_1.distcp")
         file.write_bytes(file.read_bytes()[:-1])
-    resumed("no node has what rank 3 of 4 wrote", "at iteration 5")
+    resumed("no node has the files of rank 3 of 4", "at iteration 5")

@@ -28,7 +28,7 @@ COMMANDS = {
     "show": "print contents: iteration, layout that wrote it, tensors, files",
     "verify": "check whether the checkpoint is complete and undamaged",
     "diff": "compare two checkpoints, across formats and layouts",
-    "plan": "check whether a layout can load it, and list what each rank reads",
+    "plan": "check whether a layout can load it, and list the parts that each rank reads",
     "digest": "print a digest per tensor that is independent of layout and format",
     "repair": "write a copy with the optimizer state that Megatron-core stored shifted put back",
 }

@@ -54,7 +54,7 @@ class GPTDataset:
             **asdict(self.plan),
             "sequence_lengths": compute_array_digest(indexed.lengths),
         }
-        # The fingerprint also covers what changes samples but not the index.
+        # The fingerprint also covers options that change samples but not the index.
         self.fingerprint = compute_digest(
             {**description, **config.fim_options(), "prefix": Path(indexed.prefix).name}
         )

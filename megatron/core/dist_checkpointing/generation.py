@@ -158,8 +158,7 @@ class Generation:
         return SupersededError(
             f"{self.root}: another start has taken over this directory (generation "
             f"{successor.number}: {escape_control_chars(who)}). This run (generation "
-            f"{self.number}) changes "
-            "nothing in it any more; give it another --save to go on"
+            f"{self.number}) no longer writes to it; continue it with another --save"
         )
 
     def restore(self) -> None:
@@ -180,7 +179,7 @@ class Generation:
             raise SupersededError(
                 f"{self.root}: this directory was replaced by that of another run: it contains "
                 f"checkpoints of generation {numbers}, which this run (generation {self.number}) "
-                "has not seen. It changes nothing in it any more; give it another --save to go on"
+                "has not seen. It no longer writes to it; continue it with another --save"
             )
         # Claim again, then look for starts that claimed in the meantime, as `take` does.
         self._claim()

@@ -343,7 +343,7 @@ class ShardedObject:
     key: str
     value: Any
     in_list: bool = True
-    # Whether nothing changes the value, so that a save may encode it in the background.
+    # Whether the value stays the same, so that a save may encode it in the background.
     is_constant: bool = False
     # Whether `value` is a function that returns the value, which is called in the background.
     is_deferred: bool = False

@@ -181,7 +181,7 @@ def _check_shared(root: Path, seen: list[tuple[str, bool]]) -> None:
     hosts = list(blind.items())[:_SHOWN_HOSTS]
     places = [f"{host} (rank {', '.join(map(str, ranks[:8]))})" for host, ranks in hosts]
     raise ValueError(
-        f"{root} is not shared by all ranks: what rank 0 on {seen[0][0]} writes there is "
+        f"{root} is not shared by all ranks: files that rank 0 on {seen[0][0]} writes there are "
         f"not visible on {'; '.join(places)}. Give a directory on a file system that all nodes "
         "share"
     )

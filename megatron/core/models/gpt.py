@@ -306,7 +306,7 @@ class GPTModel(MegatronModule):
         # of the same matrix each, whose gradients are summed (see `shared_embedding`).
         is_tied = not config.untie_embeddings_and_output_weights
         has_mtp = post_process and config.num_mtp_layers > 0
-        # One chunk with both ends has one matrix, so there is nothing to sum.
+        # A chunk with both ends has a single matrix, whose gradients are not summed.
         is_split = not (pre_process and post_process)
         is_shared = is_split and (is_tied or config.num_mtp_layers > 0)
         rows = compute_padded_vocab_size(config.vocab_size, make_vocab_size_divisible_by, tp.size)
@@ -340,8 +340,8 @@ class GPTModel(MegatronModule):
     def _mark_hidden_matrices(self) -> None:
         """Give all parameters the properties by which muP scales learning rates.
 
-        The embeddings and the output layer are no hidden matrices: the size of their vocabulary
-        does not grow with the width. Neither do vectors and biases.
+        The embeddings and the output layer are not hidden matrices: the size of their vocabulary
+        does not grow with the width. Vectors and biases are not hidden matrices either.
         """
         for name, param in self.named_parameters():
             is_matrix = param.dim() > 1 and not name.endswith(".bias")

@@ -25,7 +25,7 @@ def dry_run(argv: Sequence[str], model_provider: ModelProvider) -> str:
     The run has $WORLD_SIZE processes; by default as many as one replica of the model. Raises
     ValueError if the run would.
     """
-    # The number of ranks affects the plan, but nothing is launched.
+    # The number of ranks affects the plan, but no process is launched.
     is_launched = "WORLD_SIZE" in os.environ
     world_size = environment_world_size() if is_launched else compute_replica_size(argv)
     # A dry run has no process group, so that this process reads the checkpoint.

@@ -150,7 +150,7 @@ def failed_launch_recorded(
 ) -> Iterator[None]:
     """Record an exception in the block, e.g., for wrong flags, unless a `RunRecord` has begun.
 
-    Nothing is written without a directory of records from an earlier launch under `save`.
+    No file is written without a directory of records from an earlier launch under `save`.
     """
     began = _format_file_time(clock())
     try:

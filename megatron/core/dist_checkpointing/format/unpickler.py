@@ -357,7 +357,7 @@ class _Unpickler:
         if package in _GUARDED and not is_inert:
             raise UnsafePickleError(
                 f"its pickle names {full_name}, which no checkpoint needs. "
-                "Nothing was executed. "
+                "No code was executed. "
                 "If you trust the file, load it with torch.load(weights_only=False) "
                 "and save its plain values again."
             )

@@ -163,8 +163,8 @@ def _warn_of_missing_writers(name: str, missing: list[int], count: int) -> None:
     ranks = "rank" if len(missing) == 1 else "ranks"
     first_missing = ", ".join(map(str, missing[:8]))
     logger.warning(
-        f"local checkpoint {name} cannot be used: no node has what "
-        f"{ranks} {first_missing} of {count} wrote"
+        f"local checkpoint {name} cannot be used: no node has the files of "
+        f"{ranks} {first_missing} of {count}"
     )
 
 

@@ -196,7 +196,7 @@ def pack(spec: LocalSpec) -> PackedSpec:
             extents.append((padded_offset, padded_shape))
 
     boxes = np.array(extents, dtype=np.int64)
-    boxes = boxes.reshape(len(extents), 2, dims)  # also where there are no boxes
+    boxes = boxes.reshape(len(extents), 2, dims)  # also for zero boxes
     fits_32_bits = boxes.max(initial=0) < 1 << 31
     if fits_32_bits:
         # Half the bytes to send: ranks send millions of boxes to rank 0.

@@ -274,7 +274,7 @@ class Checkpointer:
     def read_object(self, name: str) -> Any:
         """Return the state of an object in the checkpoint that `load` would load.
 
-        Returns None if the directory contains no checkpoint. Collective. Changes nothing.
+        Returns None if the directory contains no checkpoint. Collective. Does not write files.
         """
         newest = self._find_newest()
         local = self._open_newest_local(newest)
