@@ -400,7 +400,7 @@ def test_interrupted_run_leaves_no_files_and_no_processes(tmp_path, number):
         process.send_signal(number)
         assert (
             process.wait(timeout=300)
-            == {signal.SIGTERM: 143, signal.SIGINT: 1, signal.SIGKILL: -9}[number]
+            == {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGKILL: -9}[number]
         )
     left = [path for path in tmp_path.iterdir() if path.name.startswith("out")]
     assert not [path for path in left if path.suffix in (".bin", ".idx")]
