@@ -35,7 +35,7 @@ from megatron.core.dist_checkpointing import (
     read_metadata,
     read_tracker,
 )
-from megatron.core.dist_checkpointing.files import COMMON, METADATA, METADATA_JSON
+from megatron.core.dist_checkpointing.files import COMMON, METADATA, METADATA_JSON, TRACKER
 from megatron.core.dist_checkpointing.format.checksums import find_checksums
 from megatron.core.dist_checkpointing.format.links import confine_links
 from megatron.core.dist_checkpointing.format.schema import file_name, read_json, read_regular
@@ -202,6 +202,29 @@ def read_latest(root: Path) -> str | None:
     return file_name(name, f"{path}: the name in it")
 
 
+def is_checkpoint_itself(root: Path, loader: str = "auto") -> bool:
+    """Return whether `root` is a checkpoint itself, and not a directory of checkpoints.
+
+    A run may save to the directory of the model that it began with, or a model may be copied to the
+    directory of a run: such a directory is that of a run, unless `loader` names the model's format.
+    """
+    formats = list_formats(root)
+    if loader in formats:
+        return True
+    return bool(formats) and not _contains_run(root)
+
+
+def _contains_run(root: Path) -> bool:
+    """Return whether training has saved checkpoints to `root`."""
+    return (root / TRACKER).is_file() or _contains_iterations(root)
+
+
+def _contains_iterations(root: Path) -> bool:
+    checkpoints = CheckpointDirectory(root)
+    paths = [checkpoints.path(iteration) for iteration in checkpoints.list_iterations()]
+    return any(not is_unfinished(path) for path in paths)
+
+
 def find_named_checkpoint(root: Path, step: int | None) -> tuple[Path | None, str | None]:
     """Return the checkpoint that `step`, if given, or the tracker names, and a description of that.
 
@@ -213,14 +236,20 @@ def find_named_checkpoint(root: Path, step: int | None) -> tuple[Path | None, st
         return checkpoint_directory(root, step), f"--ckpt-step {step}"
     try:
         tag = read_latest(root)
-        if tag is not None:
-            return root / tag, f"{LATEST} names {tag}"
         named = read_tracker(root)
     except CheckpointError as error:
         return None, str(error)
-    if named is None:
+    if named is not None:
+        directory = checkpoint_directory(root, named)
+        # A run that began with DeepSpeed's checkpoint may save to the same directory, and moves the
+        # tracker. The tracker of Megatron-DeepSpeed can name a checkpoint that is not universal.
+        if tag is None or directory.is_dir() or _contains_iterations(root):
+            return directory, f"the tracker names {named}"
+    if tag is None:
         return None, None
-    return checkpoint_directory(root, named), f"the tracker names {named}"
+    if _contains_iterations(root):
+        return None, "there is no tracker file"
+    return root / tag, f"{LATEST} names {tag}"
 
 
 def list_newest_first(root: Path, head: Path | None = None) -> list[Path]:
@@ -260,16 +289,16 @@ def find_checkpoint(
 ) -> CheckpointRef | None:
     """Return the checkpoint that `root` means, or None if it contains none.
 
-    This is `root` itself if it is a checkpoint, otherwise iteration `step` if given, otherwise the
-    checkpoint that the tracker names, otherwise (that one or the tracker is lost or damaged) the
-    newest complete one. Raises NoCheckpointError if `step` is missing or damaged, or if no
-    checkpoint is complete: training from scratch would overwrite them. `loader` names the format of
-    a directory that looks like several.
+    This is `root` itself if it is a checkpoint (see `is_checkpoint_itself`), otherwise iteration
+    `step` if given, otherwise the checkpoint that the tracker names, otherwise (that one or the
+    tracker is lost or damaged) the newest complete one. Raises NoCheckpointError if `step` is
+    missing or damaged, or if no checkpoint is complete: training from scratch would overwrite them.
+    `loader` names the format of a directory that looks like several.
     """
     root = path_of(root)
     confine_links(root)
     if step is None:
-        if list_formats(root):
+        if is_checkpoint_itself(root, loader):
             return CheckpointRef(root, detect_format(root, loader))
         if isinstance(root, ObjectPath):
             return _find_in_object_storage(root, loader)
@@ -279,7 +308,8 @@ def find_checkpoint(
     if named is not None:
         problem = find_problem(named)
         if problem is None:
-            return CheckpointRef(named, detect_format(named, loader))
+            note = None if step is not None else _describe_alternative(root, named)
+            return CheckpointRef(named, detect_format(named, loader), note)
         if step is not None:
             raise NoCheckpointError(
                 f"{reason}: {named} cannot be loaded, {problem}; {_describe_contents(root)}"
@@ -298,12 +328,30 @@ def find_checkpoint(
     raise NoCheckpointError(f"{root}: {reason}; {_describe_contents(root)}")
 
 
+def _describe_alternative(root: Path, named: Path) -> str | None:
+    """Return a note if `root` contains a checkpoint of another program next to the run."""
+    other = None
+    if list_formats(root):
+        other = f"{root} is also a checkpoint itself ({' and '.join(list_formats(root))})"
+    else:
+        tag = read_latest(root)
+        if tag not in (None, named.name):
+            other = f"{LATEST} names {tag}"
+    if other is None:
+        return None
+    return (
+        f"{other}: taking {named}, which training has saved. To use the other one, move it to a "
+        "directory of its own"
+    )
+
+
 def _find_in_object_storage(root: ObjectPath, loader: str) -> CheckpointRef | None:
     """Return the newest committed checkpoint; the tracker is only a hint there."""
     directories = list_newest_first(root)
     for directory in directories:
         if find_problem(directory) is None:
-            return CheckpointRef(directory, detect_format(directory, loader))
+            note = _describe_alternative(root, directory)
+            return CheckpointRef(directory, detect_format(directory, loader), note)
     if not directories:
         return None
     raise NoCheckpointError(f"{root}: there is no tracker file; {_describe_contents(root)}")

@@ -14,7 +14,7 @@ from megatron.conversion.formats import (
     NoCheckpointError,
     find_named_checkpoint,
     find_problem,
-    list_formats,
+    is_checkpoint_itself,
     list_newest_first,
 )
 from megatron.conversion.model_space.foreign import list_foreign
@@ -145,7 +145,7 @@ def find_last_checkpoints(root: Path, count: int, step: int | None = None) -> li
     They end with iteration `step`, by default with the checkpoint that the tracker names. Raises
     NoCheckpointError if there are fewer.
     """
-    if list_formats(root):
+    if is_checkpoint_itself(root):
         raise NoCheckpointError(
             f"--average-last {count}: {root} is one checkpoint, not the directory of a run"
         )

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.conversion.convert import convert
 from tests.support.crash_harness import stored_tensors
 from tests.support.training_harness import COMMON, LLAMA
 
@@ -143,6 +144,23 @@ def test_second_start_continues_the_branch_that_its_flags_began(launcher, tmp_pa
     assert fourth.resumed_at() == 6 and "iter_0000008, iter_0000010" in fourth.output()
     fifth = launcher.run(1, f"{back} --train-iters 9")
     assert fifth.resumed_at() == 7 and tracker(run) == 9
+
+
+@pytest.mark.parametrize("form", ["hf", "universal"])
+def test_run_in_the_directory_of_its_first_checkpoint_is_continued(launcher, tmp_path, form):
+    """The model that --load names on the first start is not loaded again by later ones."""
+    base = tmp_path / "base"
+    run = tmp_path / "run"
+    launcher.run(1, f"{FLAGS} --save {base} --train-iters 4 --save-interval 4")
+    convert(base, run, form)
+    flags = f"{FLAGS} --load {run} --save {run} --save-interval 2 --lr-decay-iters 40"
+    flags += " --override-opt_param-scheduler"
+    begin = {"hf": 0, "universal": 4}[form]
+    assert launcher.run(1, f"{flags} --train-iters 6").resumed_at() == begin
+    second = launcher.run(1, f"{flags} --train-iters 8")
+    assert second.resumed_at() == 6 and "To use the other one, move it" in second.output()
+    assert launcher.run(1, f"{flags} --train-iters 10").resumed_at() == 8
+    assert checkpoints(run) == list(range(begin + 2, 11, 2))
 
 
 def test_edited_tracker_is_followed_with_a_warning(launcher, tmp_path):

@@ -180,3 +180,46 @@ def test_non_ascii_digits_are_not_iterations(tmp_path):
     for name in ("iter_0000003", "iter_\u00b2", "iter_\u0663"):
         (tmp_path / name).mkdir()
     assert CheckpointDirectory(tmp_path).list_iterations() == [3]
+
+
+@pytest.mark.parametrize("lost", [None, "tracker"])
+def test_run_in_the_directory_of_its_first_model_is_continued(runs, tmp_path, caplog, lost):
+    """`--load model --save model` begins with the model, and must continue from the run's saves."""
+    root = tmp_path / "model"
+    source = random_source({**GPT_ARGS, "num_layers": 1}, seed=1)
+    WRITERS["hf"](source, root, WriteOptions(), no_progress)
+    assert find_checkpoint(root) == CheckpointRef(root, "hf")
+    shutil.copytree(runs["torch_dist"], root, dirs_exist_ok=True)
+    if lost == "tracker":
+        (root / TRACKERS[0]).unlink()
+
+    found = find_checkpoint(root)
+    assert found[:2] == (root / "iter_0000010", "torch_dist")
+    wanted = "no tracker file" if lost else f"{root} is also a checkpoint itself (hf)"
+    assert wanted in found.note
+    assert find_checkpoint(root, 5).directory == root / "iter_0000005"
+    assert find_checkpoint(root, loader="hf") == CheckpointRef(root, "hf")
+    # A damaged run must not begin again with the model.
+    for path in root.glob("iter_*/.metadata"):
+        path.unlink()
+    with pytest.raises(ValueError, match="no complete checkpoint"):
+        find_checkpoint(root)
+
+
+@pytest.mark.parametrize("lost", [None, "tracker"])
+def test_run_in_the_directory_of_its_first_deepspeed_checkpoint_is_continued(runs, tmp_path, lost):
+    root = tmp_path / "run"
+    shutil.copytree(runs["universal"], root)
+    (root / TRACKERS[0]).unlink(missing_ok=True)
+    old = (root / TRACKERS[1]).read_text()
+    shutil.copytree(runs["torch_dist"] / "iter_0000010", root / "iter_0000012")
+    if lost is None:
+        write_tracker(root, 12)
+    found = find_checkpoint(root)
+    assert found[:2] == (root / "iter_0000012", "torch_dist")
+    assert ("no tracker file" if lost else f"{TRACKERS[1]} names {old}") in found.note
+    write_tracker(root, 20)
+    assert find_checkpoint(root)[:2] == (root / "iter_0000012", "torch_dist")
+    # The tracker of Megatron-DeepSpeed also names checkpoints that are not universal.
+    shutil.rmtree(root / "iter_0000012")
+    assert find_checkpoint(root)[:2] == (root / old, "universal")
