@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 _REQUIRED = {
     "apply_residual_connection_post_layernorm": (False, None),
     "glu_activation": (None,),
-    "num_experts": ([1], None),
+    "num_experts": ([1], 1, 0, None),  # without experts; numbers in files of this program
     "onnx_safe": (None,),
 }
 # The change of Megatron-DeepSpeed that brought blocks of q, k and v also brought this option.
@@ -59,7 +59,7 @@ def read_args(namespace: Mapping[str, Any], description: str) -> dict[str, Any]:
     """Return their arguments under our names, without values that are not plain data."""
     refuse_other_models(namespace, _REQUIRED, description)
     args = _rename(plain_args(namespace), _RENAMED)
-    args["num_experts"] = None  # their [1] is Megatron-LM's None
+    args["num_experts"] = None  # the other accepted values mean the same
     args["position_embedding_type"] = _read_position_type(namespace)
     normalization = args.get("normalization", "layernorm")
     args["normalization"] = _NORMS.get(normalization, normalization)
@@ -120,6 +120,7 @@ def build_args(
         "normalization": norms[config.normalization],
         "layernorm_epsilon": config.norm_epsilon,
         "embed_layernorm": config.embedding_layernorm,
+        "num_experts": [1],  # models with experts are refused
         "tensor_model_parallel_size": blocks or 1,
         "pipeline_model_parallel_size": 1,
         "iteration": training.iteration,

@@ -36,6 +36,8 @@ def normalize_stored_args(args: Mapping[str, Any]) -> dict[str, Any]:
     uses_groups = known.get("group_query_attention", True)
     if not uses_groups and "num_attention_heads" in known:
         known["num_query_groups"] = known["num_attention_heads"]  # stored is an unused 1
+    if known.get("num_experts") in (0, 1):
+        known["num_experts"] = None  # these are other spellings of a model without experts
     if known.get("add_bias_linear"):
         known["add_qkv_bias"] = False  # implied; stored is True
     if known.get("rope_type", "") is None:  # Megatron-LM stores the default as None

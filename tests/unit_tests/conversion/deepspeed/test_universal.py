@@ -254,6 +254,23 @@ def test_round_trip_keeps_tensors_and_training_state(
     )
 
 
+@pytest.mark.parametrize("number", [0, 1, None])
+def test_dense_model_in_any_spelling_is_read_back(number: int | None, tmp_path: Path) -> None:
+    """--num-experts 0 and 1 are stored in checkpoints of dense models."""
+    source = random_source(GPT_ARGS | {"num_experts": number})
+    write_universal(source, tmp_path, WriteOptions())
+    back = opened(tmp_path)
+    assert back.args["num_experts"] is None and back.tensors == source.tensors
+    # Megatron-DeepSpeed has a list with the experts of each layer.
+    (path,) = tmp_path.glob("*_universal/mp_rank_00_model_states.pt")
+    state = torch.load(path, weights_only=False)
+    assert state["args"].num_experts == [1]
+    # Earlier versions of this program stored the number.
+    state["args"].num_experts = number
+    torch.save(state, path)
+    assert opened(tmp_path).args["num_experts"] is None
+
+
 @pytest.mark.parametrize("style", ["pipeline", "bigscience"])
 def test_schedule_is_kept_completely(tmp_path: Path, style: str) -> None:
     """Including the fields that the schedules of DeepSpeed's programs do not have."""

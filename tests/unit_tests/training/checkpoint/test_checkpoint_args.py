@@ -83,6 +83,13 @@ def test_same_model():
     assert check_same_model(flags(), {}, "an old checkpoint that says nothing") == []
 
 
+@pytest.mark.parametrize("number", [0, 1, None])
+def test_dense_models_are_the_same_in_every_spelling(number):
+    for more in ("", " --num-experts 1", " --num-experts 0"):
+        stored = normalize_stored_args(flags() | {"num_experts": number})
+        assert check_same_model(flags(more), stored, "here") == []
+
+
 def test_another_model_names_every_difference():
     stored = flags() | {"num_layers": 8, "swiglu": False}
     with pytest.raises(
