@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -205,6 +205,20 @@ def _has_effect(name: str, state: Mapping[str, Any]) -> bool:
     return True
 
 
+_DECOUPLED = "--decoupled-lr and --decoupled-min-lr"
+
+
+def _find_decoupled_limits(groups: Sequence[Mapping[str, Any]]) -> tuple[Any, Any] | None:
+    """Return the maximum and minimum of the separate learning rate; None if there is none.
+
+    They are None where another program has not stored them.
+    """
+    for group in groups:
+        if group.get("is_decoupled_lr"):
+            return group.get("max_lr"), group.get("min_lr")
+    return None
+
+
 class OptimizerParamScheduler:
     """Writes `lr` and `weight_decay` into the `param_groups` of an optimizer.
 
@@ -258,11 +272,14 @@ class OptimizerParamScheduler:
         """Return the state in the form of Megatron-LM's `opt_param_scheduler`."""
         return {"num_steps": self.num_steps, **self._collect_fields()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(
+        self, state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
         """Restore the position, and resolve differences between the stored and the given schedule.
 
-        Raises ValueError naming all of them unless one of the schedules has precedence. A field
-        that has no effect may differ: a constant learning rate, for example, may go on longer.
+        `groups` are the stored parameter groups, with the limits of --decoupled-lr. Raises
+        ValueError naming all differences unless one of the schedules has precedence. A field that
+        has no effect may differ: a constant learning rate, for example, may go on longer.
         """
         # Compare the schedules.
         current = self._collect_fields()
@@ -270,13 +287,23 @@ class OptimizerParamScheduler:
         for name in _STORED:
             if name in state and state[name] != current[name]:
                 different[name] = state[name]
+        if groups:
+            stored_limits = _find_decoupled_limits(groups)
+            current[_DECOUPLED] = _find_decoupled_limits(self.param_groups)
+            is_known = stored_limits is None or None not in stored_limits
+            if is_known and stored_limits != current[_DECOUPLED]:
+                different[_DECOUPLED] = stored_limits
 
         # Select one of them.
         if self._use_checkpoint:
-            self.schedule = replace(self.schedule, **different)
+            if _DECOUPLED in different:
+                self._use_decoupled_limits(different[_DECOUPLED])
+            fields = {name: value for name, value in different.items() if name != _DECOUPLED}
+            self.schedule = replace(self.schedule, **fields)
         elif not self._override:
             for name in list(different):
-                if not (_has_effect(name, state) or _has_effect(name, current)):
+                has_effect = _has_effect(name, state) or _has_effect(name, current)
+                if not has_effect and name != _DECOUPLED:
                     del different[name]
         if different:
             self._report_differences(different, current)
@@ -288,6 +315,21 @@ class OptimizerParamScheduler:
             )
         self.num_steps = state["num_steps"]
         self._apply()
+
+    def _use_decoupled_limits(self, limits: tuple[Any, Any] | None) -> None:
+        """Set the limits of the learning rate of the embedding and the output layer."""
+        decoupled = [group for group in self.param_groups if group["is_decoupled_lr"]]
+        # The flag creates a parameter group of its own, which the optimizer of this run has or not.
+        if limits is None or not decoupled:
+            fix = "remove --decoupled-lr"
+            if limits is not None:
+                fix = f"give --decoupled-lr {limits[0]} --decoupled-min-lr {limits[1]}"
+            raise ValueError(
+                "--use-checkpoint-opt_param-scheduler: the checkpoint has another separate "
+                f"learning rate of the embedding and the output layer: {fix}"
+            )
+        for group in decoupled:
+            group["max_lr"], group["min_lr"] = limits
 
     def _collect_fields(self) -> dict[str, Any]:
         """Return the fields of the schedule that checkpoints store."""

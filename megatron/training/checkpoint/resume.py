@@ -229,7 +229,7 @@ def _restore_position(
     )
     run.train_data_fingerprint = fingerprint
     if with_optimizer and training.scheduler is not None:
-        run.scheduler.load_state_dict(training.scheduler)
+        run.scheduler.load_state_dict(training.scheduler, training.param_groups or ())
     else:
         # Learning rate and weight decay follow from the flags and the position alone.
         run.scheduler.step(run.state.consumed_train_samples)

@@ -236,6 +236,40 @@ def test_different_schedule_is_an_error():
     assert "min_lr" not in str(error.value) and "--override-opt_param-scheduler" in str(error.value)
 
 
+def make_decoupled_group(max_lr, min_lr):
+    return {"lr_mult": 1.0, "wd_mult": 1.0, "is_decoupled_lr": True} | {
+        "max_lr": max_lr,
+        "min_lr": min_lr,
+    }
+
+
+def test_other_decoupled_learning_rate_is_another_schedule():
+    """The separate learning rate is stored in the parameter groups, not in the schedule."""
+    same = make_schedule_of("cosine", start_wd=0.1, end_wd=0.1, wd_incr_steps=80)
+    stored = make_groups(make_decoupled_group(0.02, 0.001))
+
+    def resume(*decoupled, **options):
+        groups = make_groups(*decoupled)
+        OptimizerParamScheduler(groups, same, **options).load_state_dict(save_at_40(), stored)
+        return groups[-1]
+
+    unchanged = resume(make_decoupled_group(0.02, 0.001))
+    other = make_decoupled_group(0.04, 0.0)
+    with pytest.raises(
+        ValueError, match=r"--decoupled-lr.*: \(0.02, 0.001\) \(now \(0.04, 0.0\)\)"
+    ):
+        resume(other)
+    with pytest.raises(ValueError, match=r"--decoupled-lr.*: \(0.02, 0.001\) \(now None\)"):
+        resume()
+    assert resume(dict(other), override=True)["max_lr"] == 0.04
+    assert resume(dict(other), use_checkpoint=True) == unchanged
+    with pytest.raises(ValueError, match=r"give --decoupled-lr 0.02 --decoupled-min-lr 0.001"):
+        resume(use_checkpoint=True)
+    # Another program may not store the limits.
+    stored[-1].pop("max_lr")
+    assert resume(dict(other))["max_lr"] == 0.04
+
+
 def test_constant_schedule_may_be_extended():
     same = {"max_lr": MAX, "min_lr": MIN, "lr_warmup_steps": 16}
     wd = {"start_wd": 0.1, "end_wd": 0.1}
