@@ -72,7 +72,7 @@ def open_weights(directory: Path) -> dict[str, Stored]:
     """Return the tensors of a model by name.
 
     Raises ValueError where a shard is missing or truncated, lacks a tensor of the index, or has one
-    that the index does not list.
+    that the index does not list, and for an index next to a file of the whole model.
     """
     for name, open_file in _OPENERS.items():
         index = directory / f"{name}.index.json"
@@ -106,6 +106,13 @@ def _open_shards(
             f"{directory} lacks {len(missing)} of {len(paths)} shards: {', '.join(missing)}"
         )
     _check_shards_listed(directory, index, paths)
+    # Programs disagree about which of the two has precedence: transformers ignores the index.
+    whole = index.name.removesuffix(".index.json")
+    if whole not in paths and (directory / whole).exists():
+        raise ValueError(
+            f"{directory} contains two models, {whole} and the shards of {index.name}: remove the "
+            "files of one of them"
+        )
     # Open every file once, then look up each tensor in its file.
     shards = {name: open_file(path) for name, path in paths.items()}
     tensors: dict[str, Stored] = {}

@@ -1,6 +1,7 @@
 """Imports of directories as found on the hub, and of directories that must be refused."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -295,6 +296,20 @@ def test_tensors_that_the_index_does_not_list_are_refused(llama: Path, tmp_path:
     path.write_text(json.dumps(index))
     with pytest.raises(ValueError, match=f"does not list 1 tensors of its shards, e.g. {name}"):
         HuggingFaceSource(tmp_path / "shards")
+
+
+def test_index_next_to_a_whole_model_is_refused(llama: Path, tmp_path: Path) -> None:
+    """transformers reads the whole model, and ignores the index."""
+    shards = tmp_path / "shards"
+    write_huggingface(HuggingFaceSource(llama), shards, WriteOptions(max_shard_size=10_000))
+    shutil.copy(llama / "model.safetensors", shards)
+    with pytest.raises(ValueError, match="contains two models, model.safetensors and the shards"):
+        HuggingFaceSource(shards)
+    # Other programs write an index of one file.
+    names = json.loads((shards / "model.safetensors.index.json").read_text())["weight_map"]
+    index = {"weight_map": dict.fromkeys(names, "model.safetensors")}
+    (shards / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert HuggingFaceSource(shards).tensors == HuggingFaceSource(llama).tensors
 
 
 def test_damaged_directories(llama: Path, tmp_path: Path) -> None:
