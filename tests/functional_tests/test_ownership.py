@@ -22,6 +22,11 @@ def tracker(root):
     return int((root / "latest_checkpointed_iteration.txt").read_text())
 
 
+def tracker_or_zero(root):
+    path = root / "latest_checkpointed_iteration.txt"
+    return int(path.read_text()) if path.exists() else 0
+
+
 def tensors(root):
     return {path.name: stored_tensors(path) for path in root.glob("iter_*")}
 
@@ -177,6 +182,26 @@ def test_edited_tracker_is_followed_with_a_warning(launcher, tmp_path):
     third = launcher.run(1, f"{flags} --train-iters 7")
     assert third.resumed_at() == 6 and "newer ones" not in third.output()
     assert checkpoints(tmp_path) == [2, 4, 6, 7, 8]
+
+
+def test_edited_tracker_is_followed_although_nodes_have_newer_checkpoints(launcher, tmp_path):
+    run = tmp_path / "run"
+    flags = (
+        f"{FLAGS} --save {run} --load {run} --save-interval 2 --async-save --lr-decay-style constant "
+        "--non-persistent-ckpt-type local --non-persistent-save-interval 1 "
+        f"--non-persistent-local-ckpt-dir {tmp_path / 'disk'}"
+    )
+    first = launcher.start(1, f"{flags} {ENDLESS}")
+    first.until(lambda: tracker_or_zero(run) >= 6, "three saves")
+    first.kill()
+    first.wait()
+    newest = tracker(run)
+    # Unedited, the run continues from its newest checkpoint, wherever that is.
+    assert launcher.run(1, f"{flags} --train-iters 1").resumed_at() >= newest
+    (run / "latest_checkpointed_iteration.txt").write_text("2")
+    second = launcher.run(1, f"{flags} --train-iters 4")
+    assert second.resumed_at() == 2
+    assert "is not used: the tracker has been edited to return to" in second.output()
 
 
 @pytest.mark.parametrize("load", ["", "--load {other} --finetune"])

@@ -266,7 +266,7 @@ class _Chooser:
                 raise
             logger.warning(str(error))
             found = None
-        if self._held and (found is None or self._held[0].order > _order(found)):
+        if self._held and (found is None or not self._returns_to(found)):
             return _Choice(self._held[0], extends_branch=True)
         if found is not None:
             if found.note is not None:
@@ -279,6 +279,23 @@ class _Chooser:
             return None
         origin = Origin(identify_checkpoint(named.directory), weights_only)
         return _Choice(named, weights_only, origin=origin)
+
+    def _returns_to(self, found: CheckpointRef) -> bool:
+        """Return whether `found` is used although the nodes have checkpoints.
+
+        They are older, or the tracker has been edited to return to `found`.
+        """
+        newest = self._held[0]
+        if newest.order <= _order(found):
+            return True
+        # After a crash between a commit and the move of the tracker, one checkpoint is newer.
+        if len(_list_newer(found)) <= 1:
+            return False
+        logger.warning(
+            f"{_describe(newest)} is not used: the tracker has been edited to return to "
+            f"{found.directory}"
+        )
+        return True
 
     def _continue_branch(self, saved: CheckpointRef, named: CheckpointRef) -> _Choice:
         """Return the newest checkpoint of the branch that began with `named`."""
@@ -349,8 +366,8 @@ def _order(found: CheckpointRef) -> tuple[int, int]:
     return lineage.generation, lineage.iteration
 
 
-def _warn_of_newer(named: CheckpointRef) -> None:
-    """Warn if the tracker names `named` although newer checkpoints exist: it has been edited."""
+def _list_newer(named: CheckpointRef) -> list[str]:
+    """Return the names of the checkpoints that are newer than `named`, in the same directory."""
     root = named.directory.parent
     checkpoints = CheckpointDirectory(root)
     newer = []
@@ -359,6 +376,12 @@ def _warn_of_newer(named: CheckpointRef) -> None:
         # Those of an abandoned branch are older: this run has returned before.
         if _order(CheckpointRef(path, named.format)) > _order(named):
             newer.append(path.name)
+    return newer
+
+
+def _warn_of_newer(named: CheckpointRef) -> None:
+    """Warn if the tracker names `named` although newer checkpoints exist: it has been edited."""
+    newer = _list_newer(named)
     if newer:
         logger.warning(
             f"continuing from {named.directory}, which the tracker names, although there are newer "
