@@ -51,7 +51,7 @@ from megatron.training.checkpoint.export import (
 from megatron.training.checkpoint.resume import load_checkpoint, may_leave_weights
 from megatron.training.checkpoint.save_directory import (
     find_saved,
-    newest_saved,
+    identify_newest,
     open_local_tier,
     saves_to,
 )
@@ -145,7 +145,7 @@ def pretrain(
     tier = open_local_tier(config.checkpoint, save)
 
     # Find the checkpoint before building the model: it may determine the vocabulary size.
-    newest = newest_saved(save)
+    newest = identify_newest(save)
     find = partial(find_start, config.checkpoint, save, tier, job)
     start = find()
     if adopt_end_of_document(config, start):
@@ -175,7 +175,7 @@ def pretrain(
         if save is not None:
             # As late as possible, because it ends a run that is still saving to the directory.
             generation = take_directory(save, job, tier)
-            if newest_saved(save) != newest:
+            if identify_newest(save) != newest:
                 # The run that has lost the directory has committed a checkpoint in the meantime.
                 start = load_checkpoint(run, find(), find)
                 data.close()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatron.conversion.formats import CheckpointRef, NoCheckpointError, find_checkpoint
 from megatron.core.dist_checkpointing.files import run_name
+from megatron.core.dist_checkpointing.lineage import identify_checkpoint
 from megatron.core.dist_checkpointing.local_tier import LocalTier
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.object_storage import path_of
@@ -40,17 +41,19 @@ def find_saved(root: Path) -> CheckpointRef | None:
     return found
 
 
-def newest_saved(root: Path | None) -> str | None:
-    """Return the name of the newest complete checkpoint in `root`, None if there is none.
+def identify_newest(root: Path | None) -> tuple[str, str] | None:
+    """Return the name and the identity of the newest complete checkpoint in `root`, if any.
 
-    Collective.
+    Two runs can save checkpoints of the same name. Collective.
     """
 
-    def find() -> str | None:
+    def find() -> tuple[str, str] | None:
         if root is None:
             return None
         found = find_saved(root)
-        return None if found is None else found.directory.name
+        if found is None:
+            return None
+        return found.directory.name, identify_checkpoint(found.directory)
 
     return Coordination.of(None).run_on_rank0(find)
 
