@@ -28,6 +28,32 @@ from megatron.training.run import Run, TrainState
 
 logger = logging.getLogger(__name__)
 
+# Flags that change the training of a run, besides its model, data and schedule. Learning rate,
+# weight decay and the hyperparameters in parameter groups are compared where they are restored.
+_TRAINING_FLAGS = (
+    "bf16",
+    "fp16",
+    "hidden_dropout",
+    "attention_dropout",
+    "calculate_per_token_loss",
+    "clip_grad",
+    "ema_decay",
+    "apply_wd_to_qk_layernorm",
+    "mtp_loss_scaling_factor",
+)
+_EXPERT_FLAGS = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_load_balancing_type")
+_OPTIMIZER_FLAGS = {
+    "ademamix": ("ademamix_alpha", "ademamix_alpha_warmup", "ademamix_beta3_warmup"),
+    "muon": (
+        "muon_nesterov",
+        "muon_split_qkv",
+        "muon_scale_mode",
+        "muon_extra_scale_factor",
+        "muon_num_ns_steps",
+        "muon_coefficient_type",
+    ),
+}
+
 
 def may_leave_weights(config: CheckpointConfig) -> bool:
     """Return whether weights that the checkpoint lacks may keep their initial values."""
@@ -78,6 +104,12 @@ def _load(run: Run, start: Start) -> None:
     with_optimizer = training is not None and not skips_optimizer
     if with_optimizer:
         _check_optimizer(run.config.optimizer, source)
+        differences = list_training_differences(run.config.flags(), stored_args)
+        if differences:
+            logger.warning(
+                f"{source.description} was trained with other flags: {'; '.join(differences)}. The "
+                "run continues with the flags of this start"
+            )
 
     # Read into the live tensors. With an optimizer the weights follow from its main parameters,
     # which are more precise.
@@ -174,6 +206,31 @@ def _list_differences(kind: str, flags: Mapping[str, Any], stored: Mapping[str, 
             value = escape_control_chars(str(stored[name]))
             lines.append(f"{name}: {value} in the checkpoint, {flags[name]} now")
     return lines
+
+
+def list_training_differences(flags: Mapping[str, Any], stored: Mapping[str, Any]) -> list[str]:
+    """Return a text for each flag that changes the training and differs from the stored one."""
+    names = _TRAINING_FLAGS + _OPTIMIZER_FLAGS.get(flags["optimizer"], ())
+    if (flags["num_experts"] or 0) > 1:
+        names += _EXPERT_FLAGS
+    texts = []
+    for name in names:
+        # Megatron-LM stores a list of one value as the value.
+        if name not in stored or stored[name] in (flags[name], _unpack_single(flags[name])):
+            continue
+        # An average that begins or ends is reported where it is loaded.
+        if name == "ema_decay" and None in (stored[name], flags[name]):
+            continue
+        value = escape_control_chars(str(stored[name]))
+        texts.append(f"{name}: {value} in the checkpoint, {flags[name]} now")
+    return texts
+
+
+def _unpack_single(value: Any) -> Any:
+    """Return the only element of a list of one, any other value unchanged."""
+    if isinstance(value, list) and len(value) == 1:
+        return value[0]
+    return value
 
 
 def _check_optimizer(config: OptimizerConfig, source: Source) -> None:

@@ -5,7 +5,7 @@ import shlex
 import pytest
 
 from megatron.training.checkpoint.contents import make_namespace
-from megatron.training.checkpoint.resume import check_same_model
+from megatron.training.checkpoint.resume import check_same_model, list_training_differences
 from megatron.training.config.parsing import make_config, parse_args
 from megatron.training.config.stored_args import merge_stored_args, normalize_stored_args
 from megatron.training.data.tokenizer import build_tokenizer
@@ -96,6 +96,39 @@ def test_another_model_names_every_difference():
         ValueError, match=r"(?s)here holds another model.*num_layers: 8 in .*, 4 now.*swiglu: False"
     ):
         check_same_model(flags(), stored, "here")
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "differences"),
+    [
+        ("--bf16", "", ["bf16: True in the checkpoint, False now"]),
+        ("", "--clip-grad 0.1", ["clip_grad: 1.0 in the checkpoint, 0.1 now"]),
+        ("--ema-decay 0.9", "--ema-decay 0.5", ["ema_decay: 0.9 in the checkpoint, 0.5 now"]),
+        ("", "--ema-decay 0.5", []),
+        ("", "--muon-nesterov", []),
+        (
+            "--optimizer muon",
+            "--optimizer muon --muon-nesterov",
+            ["muon_nesterov: False in the checkpoint, True now"],
+        ),
+        ("", "--log-interval 7", []),
+    ],
+)
+def test_flags_that_change_the_training_are_listed(before, now, differences):
+    stored = normalize_stored_args(vars(make_namespace(flags(before), {})))
+    assert list_training_differences(flags(now), stored) == differences
+    assert list_training_differences(flags(now), {}) == []
+
+
+def test_one_auxiliary_loss_may_be_stored_without_a_list():
+    experts = flags() | {"num_experts": 4, "moe_aux_loss_coeff": [0.01]}
+    for value in (0.01, [0.01]):
+        assert list_training_differences(experts, {"moe_aux_loss_coeff": value}) == []
+    other = {"moe_aux_loss_coeff": 0.1}
+    assert list_training_differences(experts, other) == [
+        "moe_aux_loss_coeff: 0.1 in the checkpoint, [0.01] now"
+    ]
+    assert list_training_differences(flags(), other) == []
 
 
 def test_positions_matter_only_when_they_are_learned():
