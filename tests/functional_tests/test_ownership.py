@@ -184,6 +184,17 @@ def test_edited_tracker_is_followed_with_a_warning(launcher, tmp_path):
     assert checkpoints(tmp_path) == [2, 4, 6, 7, 8]
 
 
+def test_damaged_checkpoints_do_not_look_like_an_edited_tracker(launcher, tmp_path):
+    flags = f"{FLAGS} --save {tmp_path} --load {tmp_path} --save-interval 2"
+    launcher.run(1, f"{flags} --train-iters 6 --lr-decay-style constant")
+    for iteration in (4, 6):
+        (tmp_path / f"iter_{iteration:07d}/.metadata").unlink()
+    second = launcher.run(1, f"{flags} --train-iters 4 --lr-decay-style constant")
+    assert second.resumed_at() == 2
+    assert "it is not complete: taking" in second.output()
+    assert "which the tracker names, although" not in second.output()
+
+
 def test_edited_tracker_is_followed_although_nodes_have_newer_checkpoints(launcher, tmp_path):
     run = tmp_path / "run"
     flags = (

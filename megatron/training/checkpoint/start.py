@@ -24,6 +24,7 @@ from megatron.conversion.formats import (
     CheckpointRef,
     NoCheckpointError,
     find_checkpoint,
+    find_problem,
 )
 from megatron.conversion.model_space.source import WORD_EMBEDDINGS, Source
 from megatron.conversion.options import ReadOptions
@@ -367,14 +368,15 @@ def _order(found: CheckpointRef) -> tuple[int, int]:
 
 
 def _list_newer(named: CheckpointRef) -> list[str]:
-    """Return the names of the checkpoints that are newer than `named`, in the same directory."""
+    """Return the complete checkpoints that are newer than `named`, in the same directory."""
     root = named.directory.parent
     checkpoints = CheckpointDirectory(root)
     newer = []
     for iteration in _list_later(root, read_lineage(named.directory).iteration):
         path = checkpoints.path(iteration)
         # Those of an abandoned branch are older: this run has returned before.
-        if _order(CheckpointRef(path, named.format)) > _order(named):
+        is_newer = _order(CheckpointRef(path, named.format)) > _order(named)
+        if is_newer and find_problem(path) is None:
             newer.append(path.name)
     return newer
 
