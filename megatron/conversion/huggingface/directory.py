@@ -326,6 +326,9 @@ def write_huggingface(
 
         fields = get_foreign_fields(source.args) | fields
         lost = write_small_files(small_files, source.args, fields, options)
+    # A sidecar keeps the full precision.
+    if options.dtype is None and not optimizer:
+        lost = [*lost, *_list_rounded(source, parts, config.params_dtype)]
     if options.quantization is not None:
         _note_partial_blocks(weights, options)
     return lost + _list_left_out(source, bool(optimizer))
@@ -509,6 +512,26 @@ def _leave_out_biases(
         else:
             parts = [part for part in parts if part not in biases]
     return parts
+
+
+def _list_rounded(
+    source: Source, parts: Sequence[StoredParameter], dtype: torch.dtype
+) -> list[str]:
+    """Return a note about weights with more precision than the model's dtype, such as fp32 norms.
+
+    Weights of an export have one dtype, in which transformers loads all of them by default.
+    """
+    rounded: dict[str, None] = {}  # several rows may be parts of one key
+    for part in parts:
+        info = source.tensors.get(part.key)
+        if info is not None and is_trained(part.key) and info.dtype.itemsize > dtype.itemsize:
+            rounded[part.key] = None
+    if not rounded:
+        return []
+    return [
+        f"fp32 precision of {len(rounded)} weights, which are rounded to the dtype of the others, "
+        f"e.g. {next(iter(rounded))}: --dtype fp32 keeps it"
+    ]
 
 
 def _prepare_weight(

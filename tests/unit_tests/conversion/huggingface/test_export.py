@@ -127,6 +127,21 @@ def test_main_parameters_are_cast_once(tmp_path: Path) -> None:
     assert model.dtype == torch.float32
 
 
+def test_rounded_weights_are_reported(tmp_path: Path) -> None:
+    """Some models have fp32 norms and bf16 matrices; an export has one dtype."""
+    source = random_source(LLAMA_ARGS | {"bf16": True}, optimizer=False)
+    for key, value in source.values.items():
+        is_norm = "norm" in key
+        source.values[key] = value.float() if is_norm else value.bfloat16()
+    notes = write_huggingface(source, tmp_path / "bf16")
+    assert [note for note in notes if note.startswith("fp32 precision of 5 weights")]
+    notes = write_huggingface(source, tmp_path / "fp32", WriteOptions(dtype=torch.float32))
+    assert not [note for note in notes if "fp32 precision" in note]
+    back = HuggingFaceSource(tmp_path / "fp32")
+    for key, value in source.values.items():
+        assert torch.equal(read_whole(back, key), value.float()), key
+
+
 def test_vocabulary_is_cropped(tmp_path: Path) -> None:
     source = random_source(LLAMA_ARGS, vocab_size=96, optimizer=False)
     write_huggingface(source, tmp_path / "hf", WriteOptions(vocab_size=67))
