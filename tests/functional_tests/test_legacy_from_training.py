@@ -72,6 +72,18 @@ def test_legacy_checkpoints_resume(pool, tmp_path, layout):
     assert_same(whole(second), whole(straight))
 
 
+@pytest.mark.parametrize(
+    ("world_size", "layout"), [(1, ""), (2, "--pipeline-model-parallel-size 2")]
+)
+def test_dropout_continues_after_a_resume(pool, tmp_path, world_size, layout):
+    """The generators are those of the run, whatever the device, unless there are replicas."""
+    flags = f"--mock-data --train-iters 4 {LLAMA} {layout} --hidden-dropout 0.2 --ckpt-format torch"
+    straight = pool.run(train, world_size, flags)
+    pool.run(train, world_size, f"{flags} --save {tmp_path} --exit-interval 2")
+    resumed = pool.run(train, world_size, f"{flags} --load {tmp_path}")
+    assert_same(whole(resumed), whole(straight))
+
+
 @pytest.mark.parametrize("precision", ["", "--bf16"])
 def test_legacy_without_the_distributed_optimizer_resumes(pool, tmp_path, precision):
     """Keys are those of Megatron-core's local modules, without Transformer Engine."""

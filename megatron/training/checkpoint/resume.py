@@ -19,7 +19,7 @@ from megatron.core.terminal import escape_control_chars
 from megatron.core.transformer.transformer_config import is_used, select_architecture_fields
 from megatron.training.checkpoint.contents import get_model_state
 from megatron.training.checkpoint.fp8_state import fp8_state_to_load, restore_fp8_state
-from megatron.training.checkpoint.rng_state import rng_key, set_rng_state
+from megatron.training.checkpoint.rng_state import find_rng_key, set_rng_state, unpack_own_state
 from megatron.training.checkpoint.start import Start
 from megatron.training.config.options import CheckpointConfig
 from megatron.training.config.stored_args import normalize_stored_args
@@ -125,8 +125,10 @@ def _load(run: Run, start: Start) -> None:
     if continues_average:
         wanted |= run.optimizer.average_state(model)
     # Request objects only where the checkpoint has them: other layouts and programs do not.
-    generators = rng_key(run.ps)
-    if training is not None and not config.no_load_rng and generators in training.rng:
+    generators = None
+    if training is not None and not config.no_load_rng:
+        generators = find_rng_key(run.ps, run.config.parallel, training.rng)
+    if generators is not None:
         wanted[generators] = ShardedObject(generators, None)
     has_fp8 = run.config.model.fp8 is not None
     if has_fp8 and training is not None and isinstance(source, RunCheckpoint):
@@ -165,7 +167,8 @@ def _load(run: Run, start: Start) -> None:
     if training is not None:
         fingerprint = source.args.get("train_data_fingerprint")
         _restore_position(run, training, fingerprint, with_optimizer)
-        _restore_generators(run, report.objects.get(generators))
+        stored_state = None if generators is None else report.objects.get(generators)
+        _restore_generators(run, unpack_own_state(stored_state, run.ps))
         _restore_fp8(run, model, report.objects, had_fp8=bool(source.args.get("fp8")))
 
     run.loaded = source.description
@@ -299,9 +302,6 @@ def _restore_generators(run: Run, state: Any) -> None:
     """
     # Seed in any case: of the stored states only some may fit.
     seed_everything(run.config.training.seed, run.ps, run.rng, run.state.iteration)
-    # Megatron-LM stores a list with the state of each data-parallel rank that shares the key.
-    while isinstance(state, list) and len(state) == 1:
-        state = state[0]
     unfit = ["of this layout"] if state is None else set_rng_state(state, run.rng)
     if unfit and not run.config.checkpoint.no_load_rng:
         logger.info(

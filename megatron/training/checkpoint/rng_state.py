@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from megatron.conversion.megatron_lm.generators import build_initial_cuda_state
+from megatron.conversion.megatron_lm.generators import rng_key as megatron_rng_key
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.dist_checkpointing.format import schema
 from megatron.core.dist_checkpointing.generators import (
@@ -20,10 +21,15 @@ from megatron.core.dist_checkpointing.generators import (
     check_torch_state,
     get_generator_states,
 )
+from megatron.core.parallel_config import ParallelConfig
 from megatron.core.parallel_state import ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng
 
 _TRACKER_STATE = "model-parallel-rng"
+_OWN_STATE = "state_of_run"
+"""Key of the state of this program's generators, by `rng_key`, in Megatron-LM's form of them, which
+Megatron-LM ignores.
+"""
 
 
 def rng_key(ps: ParallelState) -> str:
@@ -51,7 +57,34 @@ def megatron_rng_state(ours: dict[str, Any], ps: ParallelState, seed: int) -> li
     if ours["cuda_rng_state"] is not None:
         state["cuda_rng_state"] = ours["cuda_rng_state"]
         state["rng_tracker_states"] |= ours["rng_tracker_states"]
+    state[_OWN_STATE] = {rng_key(ps): ours}
     return [state]
+
+
+def find_rng_key(
+    ps: ParallelState, parallel: ParallelConfig, stored: Mapping[str, Any]
+) -> str | None:
+    """Return the key in `stored` of the generators of this rank, None if they are not there.
+
+    Legacy files have those of one data-parallel rank, which several ranks do not restore.
+    """
+    key = rng_key(ps)
+    if key not in stored and ps.dp_cp.size == 1:
+        key = megatron_rng_key((ps.tp.rank, ps.pp.rank), parallel)
+    return key if key in stored else None
+
+
+def unpack_own_state(state: Any, ps: ParallelState) -> Any:
+    """Return the state of this rank's generators from `state` or Megatron-LM's form of it.
+
+    None if it is of another layout or program: other programs draw other numbers with it.
+    """
+    if not isinstance(state, list):
+        return state
+    if len(state) != 1 or not isinstance(state[0], Mapping):
+        return None
+    own = state[0].get(_OWN_STATE)
+    return own.get(rng_key(ps)) if isinstance(own, Mapping) else None
 
 
 def set_rng_state(state: Any, rng: TensorParallelRng) -> list[str]:
