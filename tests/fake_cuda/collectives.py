@@ -83,6 +83,27 @@ def batched_messages(rank: int, size: int) -> None:
     assert received.tolist() == [1.0 - rank] * 4
 
 
+def two_streams(rank: int, size: int) -> None:
+    """Reduce on a stream with a late copy, then on another stream that does not wait for it.
+
+    The second operation uses the same communicator, so that it follows the first one.
+    """
+    late = torch.zeros(4, device="cuda")
+    other = torch.full((4,), float(rank), device="cuda")
+    torch.cuda.synchronize()
+    late.copy_(torch.ones(4).pin_memory(), non_blocking=True)
+    dist.all_reduce(late)
+    reduced = torch.cuda.Event()
+    reduced.record()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        dist.all_reduce(other)
+        assert not reduced.query()
+        torch.cuda.current_stream().synchronize()
+        assert reduced.query()
+    assert late.tolist() == [float(size)] * 4
+    assert other.tolist() == [1.0] * 4
+
+
 def groups_after_axes(rank: int, size: int) -> None:
     """Create a group of an end and a middle stage of a pipeline, after the groups of its axes."""
     ParallelState.create(ParallelConfig(pipeline_model_parallel_size=size))
@@ -102,6 +123,7 @@ SCENARIOS = {
         other_order,
         send_before_receive,
         batched_messages,
+        two_streams,
         groups_after_axes,
     )
 }

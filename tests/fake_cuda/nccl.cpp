@@ -5,6 +5,9 @@
 // starts with a description of the operation. A rank that finds another description than its own
 // stops its process with MISMATCH; one that waits longer than FAKE_NCCL_TIMEOUT seconds, with HANGS.
 //
+// As in NCCL, a launch on a communicator starts when its previous launch has ended, also if they are
+// on different streams.
+//
 // Operations of an aborted communicator end at once, with NaN as their results. With
 // FAKE_NCCL_REPORTS_LOSS=1 a communicator has an error once the process of a rank has ended, as with
 // networks; otherwise its operations wait, as with memory that the processes of a node share.
@@ -19,12 +22,16 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <condition_variable>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <map>
+#include <mutex>
 #include <random>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -41,6 +48,36 @@ struct UniqueId {
   char bytes[128];
 };
 
+// The order of launches on a communicator. A launch has a task on each of its streams.
+class LaunchOrder {
+ public:
+  // Return the number of a new launch.
+  long add(int tasks) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    unfinished_[launched_] = tasks;
+    return launched_++;
+  }
+
+  // Wait until all earlier launches have ended. Return false after `seconds`.
+  bool wait(long launch, double seconds) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    return changed_.wait_for(lock, std::chrono::duration<double>(seconds),
+                             [&] { return unfinished_.begin()->first == launch; });
+  }
+
+  void finish(long launch) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (--unfinished_[launch] == 0) unfinished_.erase(launch);
+    changed_.notify_all();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  long launched_ = 0;
+  std::map<long, int> unfinished_;  // tasks that have not ended, by launch
+};
+
 struct Communicator {
   string path;  // prefix of its files
   int size;
@@ -51,6 +88,7 @@ struct Communicator {
   std::vector<long> received;
   std::vector<pid_t> processes;  // by rank
   std::atomic<bool> aborted{false};
+  LaunchOrder order;
 
   Communicator(string path, std::vector<pid_t> processes, int rank)
       : path(std::move(path)),
@@ -332,9 +370,9 @@ bool run_collective(const Operation& op) {
   return true;
 }
 
-// Run operations that were launched as one group: all messages are sent before any is received.
-void run_operations(void* argument) {
-  auto* operations = static_cast<std::vector<Operation>*>(argument);
+// Run operations of one stream that were launched together: all messages are sent before any is
+// received.
+void run_operations(const std::vector<Operation>& operations) {
   auto get_path = [](const Operation& op) {
     const int source = op.kind == kSend ? op.comm->rank : op.peer;
     const int target = op.kind == kSend ? op.peer : op.comm->rank;
@@ -343,41 +381,61 @@ void run_operations(void* argument) {
   };
   auto get_header = [](const Operation& op) { return to_string(op.bytes()) + " bytes"; };
 
-  for (const Operation& op : *operations) {
+  for (const Operation& op : operations) {
     if (op.kind == kSend) write_message(get_path(op), get_header(op), op.source, op.bytes());
   }
-  for (const Operation& op : *operations) {
+  for (const Operation& op : operations) {
     if (op.kind != kReceive) continue;
     const bool complete = read_message(*op.comm, get_path(op), get_header(op), op.target,
                                        op.bytes(), op.describe_place());
     if (!complete) op.spoil();
     unlink(get_path(op).c_str());
   }
-  for (const Operation& op : *operations) {
+  for (const Operation& op : operations) {
     // A message is sent when it is received.
     if (op.kind == kSend) wait_for_file(*op.comm, get_path(op), op.describe_place(), false);
   }
-  for (const Operation& op : *operations) {
+  for (const Operation& op : operations) {
     if (op.kind == kSend || op.kind == kReceive) continue;
     if (op.comm->aborted || !run_collective(op)) op.spoil();
   }
-  delete operations;
+}
+
+// Task of a stream: its part of a launch.
+struct Task {
+  std::vector<Operation> operations;
+  std::map<Communicator*, long> launches;  // of the group, by communicator
+};
+
+void run_task(void* argument) {
+  auto* task = static_cast<Task*>(argument);
+  for (const auto& [comm, launch] : task->launches) {
+    if (!comm->order.wait(launch, get_timeout())) {
+      stop("HANGS before " + task->operations[0].describe_place() +
+           ": an earlier operation of the communicator has not ended");
+    }
+  }
+  run_operations(task->operations);
+  for (const auto& [comm, launch] : task->launches) comm->order.finish(launch);
+  delete task;
 }
 
 thread_local int group_depth = 0;
 thread_local std::vector<Operation> group;
 
-// Launch one kernel on each stream.
-void launch(std::vector<Operation> operations) {
-  while (!operations.empty()) {
-    const cudaStream_t stream = operations[0].stream;
-    auto* same_stream = new std::vector<Operation>;
-    std::vector<Operation> others;
-    for (const Operation& op : operations) {
-      (op.stream == stream ? *same_stream : others).push_back(op);
-    }
-    fake_cuda_push_message(stream, run_operations, same_stream);
-    operations = others;
+// Launch a task on each stream.
+void launch(const std::vector<Operation>& operations) {
+  std::map<cudaStream_t, std::vector<Operation>> by_stream;
+  std::set<Communicator*> comms;
+  for (const Operation& op : operations) {
+    by_stream[op.stream].push_back(op);
+    comms.insert(op.comm);
+  }
+  // A group is one launch on every communicator, which ends on all streams together.
+  std::map<Communicator*, long> launches;
+  for (Communicator* comm : comms) launches[comm] = comm->order.add(by_stream.size());
+  for (const auto& [stream, own] : by_stream) {
+    fake_cuda_push_message(stream, run_task, new Task{own, launches});
   }
 }
 

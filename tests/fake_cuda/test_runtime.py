@@ -148,6 +148,12 @@ def test_batched_messages_do_not_hang():
     assert result.returncode == 0, result.stderr
 
 
+def test_operations_of_a_communicator_run_one_after_another():
+    """Also on different streams: NCCL makes the later stream wait."""
+    result = launch(["-m", COLLECTIVES, "two_streams"], 2, FAKE_CUDA_COPY_US="300000")
+    assert result.returncode == 0, result.stderr
+
+
 @pytest.mark.parametrize(
     ("scenario", "message"),
     [
