@@ -8,7 +8,8 @@
 MFU is relative to the matmul ceiling measured in the same run and to the data sheet. Every result
 is printed, and with --output stored, as soon as it is known; after a measurement that fails, the
 next one runs, and the program ends with status 1. With --call and --time-limit, it ends in time:
-the running measurement is stopped, the rest is reported as not run. Add the results to docs/gpu.md
+each part, and each measurement in it, is stopped at a limit of its own, so that one that takes too
+long does not keep others from running. What did not run is reported. Add the results to docs/gpu.md
 with date, GPU, torch version and commit.
 """
 
@@ -16,6 +17,7 @@ import argparse
 import faulthandler
 import importlib.util
 import json
+import math
 import os
 import re
 import shutil
@@ -184,40 +186,80 @@ NEEDS = {
     "fp8": "transformer_engine_torch",
 }
 GRACE = 20.0  # seconds from the time limit to the end of the program
+# Largest share of the remaining time that one of several measurements may take.
+MEASUREMENT_SHARE = 0.6
 DATA_SHEET = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense bf16 FLOP/s
 
 
 class TimeLimitError(Exception):
-    """The time limit of the program was reached."""
+    """A time limit was reached."""
+
+
+@dataclass(frozen=True)
+class TimeLimit:
+    """Length of a limit in seconds, and its end on the monotonic clock."""
+
+    seconds: float
+    end: float
+
+    @property
+    def remaining(self) -> float:
+        """Return the seconds until the end; negative after it."""
+        return self.end - time.monotonic()
 
 
 class Report:
-    """Lines of results, each printed and stored at once, until an optional time limit.
+    """Lines of results, each printed and stored at once, and optional time limits.
 
-    At the limit, a signal raises TimeLimitError in the measurement that is running.
+    Limits are nested: of the program, of a part, of a measurement. At the first of them, a signal
+    raises TimeLimitError in the measurement that is running.
     """
 
     def __init__(self, output: Path | None, seconds: float | None = None) -> None:
         self.output = output
         self.num_failures = 0
-        self._seconds = seconds
-        self._begin = time.monotonic()
+        self._limits: list[TimeLimit] = []  # the innermost one last
         if seconds is not None:
+            self._limits.append(TimeLimit(seconds, time.monotonic() + seconds))
             signal.signal(signal.SIGALRM, self._stop)
-            signal.setitimer(signal.ITIMER_REAL, seconds)
+            self._set_timer()
             # Ends the program while it waits for the device, which signals do not interrupt.
             faulthandler.dump_traceback_later(seconds + GRACE, exit=True)
 
+    def _set_timer(self) -> None:
+        """Let the signal arrive at the next limit, unless that is over, see `check_time`."""
+        remaining = min(limit.remaining for limit in self._limits)
+        signal.setitimer(signal.ITIMER_REAL, max(0.0, remaining))
+
     def _stop(self, number: int, frame: FrameType | None) -> None:
-        raise TimeLimitError(f"stopped by the time limit of {self._seconds:g} s")
+        reached = min(self._limits, key=lambda limit: limit.end)
+        raise TimeLimitError(f"stopped by the time limit of {reached.seconds:.3g} s")
 
     def check_time(self) -> None:
-        """Raise an error if the time limit was reached."""
-        if self._seconds is None:
+        """Raise an error if a time limit was reached."""
+        for limit in self._limits:
+            if limit.remaining <= 0:
+                raise TimeLimitError(
+                    f"not run: the time limit of {limit.seconds:.3g} s was reached"
+                )
+
+    @contextmanager
+    def limit(self, seconds: float) -> Iterator[None]:
+        """Stop what runs in this block after `seconds`, if the program has a time limit."""
+        if not self._limits:
+            yield
             return
-        elapsed = time.monotonic() - self._begin
-        if elapsed >= self._seconds:
-            raise TimeLimitError(f"not run: the time limit of {self._seconds:g} s was reached")
+        self._limits.append(TimeLimit(seconds, time.monotonic() + seconds))
+        self._set_timer()
+        try:
+            yield
+        finally:
+            # The signal may arrive here, too.
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            finally:
+                self._limits.pop()
+                self._set_timer()
 
     def add(self, line: str) -> None:
         """Print one line, and append it to the output file."""
@@ -227,10 +269,15 @@ class Report:
                 file.write(f"{line}\n")
 
     @contextmanager
-    def measuring(self, subject: str) -> Iterator[None]:
-        """Report an error in this block as the result of `subject`, and go on."""
+    def measuring(self, subject: str, share: float = MEASUREMENT_SHARE) -> Iterator[None]:
+        """Report an error in this block as the result of `subject`, and go on.
+
+        The block gets at most `share` of the time that is left.
+        """
+        remaining = min((limit.remaining for limit in self._limits), default=0.0)
         try:
-            yield
+            with self.limit(share * remaining):
+                yield
         except TimeLimitError as error:
             self.num_failures += 1
             self.add(f"  {subject}: {error}")
@@ -239,6 +286,15 @@ class Report:
             traceback.print_exc()
             lines = str(error).strip().splitlines() or [type(error).__name__]
             self.add(f"  {subject}: FAILED: {lines[-1]}")
+
+
+def exit_on_termination() -> None:
+    """Let SIGTERM end the program like an error, which stops what it has started."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, stop)
 
 
 def list_available_variants() -> list[str]:
@@ -293,7 +349,7 @@ def follow(
         ) as process,
     ):
         assert process.stdout is not None
-        # Stop the process on any error, also on the time limit or Ctrl-C.
+        # Stop the process on any error, also on the time limit, Ctrl-C or SIGTERM.
         try:
             for line in process.stdout:
                 use_line(line)
@@ -364,6 +420,16 @@ def measure_best_time(function: Callable[[], object], device: str) -> float:
         seconds = time.perf_counter() - start
         best = min(best, seconds)
     return best
+
+
+def measure_peak_memory(function: Callable[[], object], device: str) -> int:
+    """Return the bytes of tensors on the device that a call needs at most; on a CPU 0."""
+    if device != "cuda":
+        return 0
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    function()
+    return torch.cuda.max_memory_allocated() - before
 
 
 def count_launches(function: Callable[[], object], device: str) -> Counter[str]:
@@ -486,20 +552,30 @@ def measure_experts(models: dict[str, Shape], options: argparse.Namespace, repor
 
 @dataclass(frozen=True)
 class PeakSpeed:
-    """FLOP/s of the device: of a matrix product here, and of the data sheet if it is known."""
+    """FLOP/s of the device: of a matrix product here, if it could be measured, and of the data
+    sheet, if it is known.
+    """
 
-    matmul: float
+    matmul: float | None
     data_sheet: float | None
 
 
-def measure_peak_speed(models: dict[str, Shape], device: str) -> PeakSpeed:
+def measure_peak_speed(models: dict[str, Shape], device: str, report: Report) -> PeakSpeed:
     """Measure a product that is as wide as the largest model, and look up the data sheet."""
     widest = max(shape.hidden for shape in models.values())
     # The usual width of an MLP, limited to bound time and memory.
     size = min(8192, 4 * widest)
-    matmul = measure_matmul_ceiling(device, size)
+    matmul: float | None = None
+    with report.measuring("matmul ceiling"):
+        report.check_time()
+        matmul = measure_matmul_ceiling(device, size)
+        report.add(f"training: matmul ceiling {matmul / 1e12:.3g} TFLOP/s")
 
-    card = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    card = "CPU"
+    if device == "cuda":
+        card = torch.cuda.get_device_name()
+        # The processes that are measured need the memory.
+        torch.cuda.empty_cache()
     for name, flops in DATA_SHEET.items():
         if name in card:
             return PeakSpeed(matmul, flops)
@@ -508,8 +584,7 @@ def measure_peak_speed(models: dict[str, Shape], device: str) -> PeakSpeed:
 
 def measure_training(models: dict[str, Shape], options: argparse.Namespace, report: Report) -> None:
     """Measure speed and memory of each model, ours and the peer's, eager and compiled."""
-    peak = measure_peak_speed(models, options.device)
-    report.add(f"training: matmul ceiling {peak.matmul / 1e12:.3g} TFLOP/s")
+    peak = measure_peak_speed(models, options.device, report)
     # The peer is either eager or compiled.
     peer_variants = set()
     for variant in options.variants:
@@ -582,9 +657,10 @@ def describe_speed(
     speed = work / seconds
     line = (
         f"  {name} {who:12s} {variant:8s} {1e3 * seconds:8.1f} ms/step "
-        f"{tokens / seconds:9.0f} tokens/s {speed / 1e12:8.3g} TFLOP/s  "
-        f"MFU {100 * speed / peak.matmul:5.1f} %"
+        f"{tokens / seconds:9.0f} tokens/s {speed / 1e12:8.3g} TFLOP/s"
     )
+    if peak.matmul is not None:
+        line += f"  MFU {100 * speed / peak.matmul:5.1f} %"
     if peak.data_sheet is not None:
         line += f", {100 * speed / peak.data_sheet:.1f} % of the data sheet"
     return line
@@ -605,25 +681,39 @@ def measure_checkpoint(
     `async_save` of torch.distributed.checkpoint and as many bytes.
     """
     name, shape = next(iter(models.items()))
-    directory = Path(options.disk or tempfile.mkdtemp(prefix="gpu_benchmark_"))
-    directory.mkdir(exist_ok=True)
-    # One checkpoint is removed after the next is written.
-    needed = 2 * plan_training(shape, SAVED_ITERATIONS).checkpoint_bytes
-    free = shutil.disk_usage(directory).free
     report.add(f"checkpoint: {name}, every 10 of {SAVED_ITERATIONS} iterations")
-    if free < needed:
-        report.add(
-            f"  not run: two checkpoints take {needed / 1e9:.1f} GB, {directory} has "
-            f"{free / 1e9:.1f} GB free; name another directory with --disk"
-        )
-        return
+    with open_checkpoint_directory(options.disk) as directory:
+        # One checkpoint is removed after the next is written.
+        needed = 2 * plan_training(shape, SAVED_ITERATIONS).checkpoint_bytes
+        free = shutil.disk_usage(directory).free
+        if free < needed:
+            report.add(
+                f"  not run: two checkpoints take {needed / 1e9:.1f} GB, {directory} has "
+                f"{free / 1e9:.1f} GB free; name another directory with --disk"
+            )
+            return
 
-    with report.measuring("ours"):
-        measure_our_saves(shape, directory, options.device, report)
-    clear(directory)
-    measure_peer_saves(shape, directory, options.device, report)
-    if options.disk is None:
-        directory.rmdir()
+        with report.measuring("ours"):
+            measure_our_saves(shape, directory, options.device, report)
+        clear(directory)
+        measure_peer_saves(shape, directory, options.device, report)
+
+
+@contextmanager
+def open_checkpoint_directory(name: str | None) -> Iterator[Path]:
+    """Return the directory of that name, or a temporary one. Nothing is left in it."""
+    if name is None:
+        with tempfile.TemporaryDirectory(prefix="gpu_benchmark_") as temporary:
+            yield Path(temporary)
+        return
+    directory = Path(name)
+    directory.mkdir(parents=True, exist_ok=True)
+    if any(directory.iterdir()):
+        raise ValueError(f"--disk {name}: the directory is not empty, and its files would be lost")
+    try:
+        yield directory
+    finally:
+        clear(directory)
 
 
 def measure_our_saves(shape: Shape, directory: Path, device: str, report: Report) -> None:
@@ -709,7 +799,7 @@ def profile_step(models: dict[str, Shape], options: argparse.Namespace, report: 
     """List the operations of one step that take the most time."""
     name, shape = next(iter(models.items()))
     report.add(f"profile: {name}, one step")
-    with report.measuring(name), tempfile.TemporaryDirectory() as directory:
+    with report.measuring(name, share=1.0), tempfile.TemporaryDirectory() as directory:
         command = shape.build_command(8, options.device)
         command += list_profile_flags(6, 7, Path(directory))
         run(report, command)
@@ -774,9 +864,8 @@ def check_windowed_attention(options: argparse.Namespace) -> Iterator[str]:
     for shape in (query_shape, key_shape, key_shape):
         inputs.append(torch.randn(shape, device=options.device).bfloat16())
 
-    before = torch.cuda.memory_allocated() if options.device == "cuda" else 0
+    peak = measure_peak_memory(lambda: core(*inputs, None), options.device)
     kernels = count_launches(lambda: core(*inputs, None), options.device)
-    peak = torch.cuda.max_memory_allocated() - before if options.device == "cuda" else 0
 
     scores = heads * length**2 * 2  # bytes in bf16
     names = [name[:60] for name, _ in kernels.most_common(4)]
@@ -923,21 +1012,29 @@ PARTS = {
 
 @dataclass(frozen=True)
 class Call:
-    """Measurements of one command, the most valuable first, and its time limit in seconds."""
+    """Measurements of one command, the most valuable first.
 
-    parts: tuple[str, ...]
-    seconds: float
+    Each part has a limit in seconds, after which the next one begins; one that ends earlier leaves
+    its time to the others.
+    """
+
+    parts: dict[str, float]
     models: tuple[str, ...] = ("1b",)
     variants: tuple[str, ...] = ("compile", "eager")
+
+    @property
+    def seconds(self) -> float:
+        """Return the limit of the command."""
+        return sum(self.parts.values())
 
 
 # A GPU may be available for 30 minutes, of which its start and copies take some, and for at most 10
 # minutes a command. The calls measure correctness, speed, the cost of saves, and larger models.
 CALLS = {
-    1: Call(("tests", "suspicions"), 330),
-    2: Call(("training", "profile"), 420),
-    3: Call(("checkpoint",), 450),
-    4: Call(("training", "experts"), 330, models=("3b",)),
+    1: Call({"tests": 210, "suspicions": 120}),
+    2: Call({"training": 340, "profile": 80}),
+    3: Call({"checkpoint": 450}),
+    4: Call({"training": 290, "experts": 40}, models=("3b",)),
 }
 
 
@@ -948,6 +1045,9 @@ def apply_call(options: argparse.Namespace) -> None:
     options.models = options.models or list(call.models)
     options.variants = options.variants or list(call.variants)
     options.time_limit = options.time_limit or call.seconds
+    scale = options.time_limit / call.seconds
+    for part, seconds in call.parts.items():
+        options.part_seconds[part] = scale * seconds
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -990,6 +1090,7 @@ def parse_options() -> argparse.Namespace:
     parser = build_parser()
     options = parser.parse_args()
     options.device = "cpu" if options.smoke else "cuda"
+    options.part_seconds = {}  # limits of parts
     if options.smoke:
         options.iterations = 8
         options.variants = options.variants or ["eager"]
@@ -1019,13 +1120,14 @@ def describe_environment(device: str) -> str:
     card = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     describe = ["git", "describe", "--always"]
     result = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True)
-    commit = result.stdout.strip()
+    commit = result.stdout.strip() or "unknown"
     date = time.strftime("%Y-%m-%d")
     return f"{date}, {card}, torch {torch.__version__}, commit {commit}"
 
 
 def main() -> None:
     """Run the selected parts."""
+    exit_on_termination()
     options = parse_options()
     models = select_models(options)
     # With the small model only, all parts use small tensors.
@@ -1040,8 +1142,10 @@ def main() -> None:
         with report.measuring("compilation of the dataset index builders"):
             run(report, ["setup.py", "build_ext", "--inplace"])
 
+    end = time.monotonic()  # of the limit of a part
     for part in options.parts or PARTS:
-        with report.measuring(part):
+        end += options.part_seconds.get(part, math.inf)
+        with report.limit(end - time.monotonic()), report.measuring(part, share=1.0):
             report.check_time()
             PARTS[part](models, options, report)
 

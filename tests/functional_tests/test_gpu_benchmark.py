@@ -2,12 +2,16 @@
 
 import os
 import re
+import select
+import signal
 import subprocess
 import sys
+from argparse import Namespace
+from dataclasses import replace
 
 import pytest
 
-from benchmarks.gpu import CALLS, PARTS, Report
+from benchmarks.gpu import CALLS, PARTS, SMALL, Report, measure_checkpoint
 from tests import ROOT
 
 
@@ -32,12 +36,12 @@ import time
 from benchmarks.gpu import Report, run
 report = Report(None, seconds=1)
 sleep = "import subprocess; subprocess.run(['sleep', '600'])"
-with report.measuring("first"):
+with report.measuring("first", share=1.0):
     run(report, ["-c", sleep])
-with report.measuring("second"):
+with report.measuring("second", share=1.0):
     run(report, ["-c", sleep])
 report = Report(None, seconds=1)
-with report.measuring("third"):
+with report.measuring("third", share=1.0):
     while True:
         time.sleep(0.01)
 assert report.num_failures == 1
@@ -51,6 +55,70 @@ assert report.num_failures == 1
         "  second: not run: the time limit of 1 s was reached",
         "  third: stopped by the time limit of 1 s",
     ]
+
+
+def test_a_slow_measurement_leaves_time_for_others():
+    """Limits are nested: of the program, of a part, of a measurement."""
+    code = """
+import time
+from benchmarks.gpu import Report
+report = Report(None, seconds=60)
+with report.limit(2), report.measuring("part", share=1.0):
+    with report.measuring("slow", share=0.5):
+        time.sleep(60)
+    with report.measuring("fast"):
+        report.add("  fast: done")
+    time.sleep(60)
+with report.measuring("next part"):
+    report.add("  next part: done")
+    time.sleep(3)  # no limit is left
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines() == [
+        "  slow: stopped by the time limit of 1 s",
+        "  fast: done",
+        "  part: stopped by the time limit of 2 s",
+        "  next part: done",
+    ]
+
+
+def test_termination_ends_measured_programs(tmp_path):
+    """Also the processes that they have started, here one that keeps a named pipe open."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    code = f"""
+from benchmarks.gpu import Report, exit_on_termination, run
+exit_on_termination()
+run(Report(None), ["-c", "import subprocess; subprocess.run('sleep 600 > {pipe}', shell=True)"])
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+    with pipe.open() as reader:  # returns once the pipe is open for writing
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 128 + signal.SIGTERM
+        ready, _, _ = select.select([reader], [], [], 60)
+        assert ready and reader.read() == ""  # no process can write to it
+
+
+def test_too_small_disk_is_reported(tmp_path, monkeypatch):
+    """Nothing is left on it."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    models = {"huge vocabulary": replace(SMALL["small"], vocab=10**14)}
+    report = Report(tmp_path / "results.txt")
+    measure_checkpoint(models, Namespace(disk=None, device="cpu"), report)
+    (line,) = [line for line in report.output.read_text().splitlines() if "not run" in line]
+    assert re.search(r"two checkpoints take \d+\.\d GB, .* has \d+\.\d GB free", line)
+    assert os.listdir(tmp_path) == ["results.txt"]
+
+
+def test_files_on_the_disk_are_not_removed(tmp_path):
+    (tmp_path / "precious").touch()
+    options = Namespace(disk=str(tmp_path), device="cpu")
+    with pytest.raises(ValueError, match="the directory is not empty"):
+        measure_checkpoint(SMALL, options, Report(None))
+    assert os.listdir(tmp_path) == ["precious"]
 
 
 def test_calls_fit_into_half_an_hour():
