@@ -10,6 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.parallel_config import ParallelConfig
 from megatron.core.parallel_state import ParallelState
 
@@ -104,6 +105,18 @@ def two_streams(rank: int, size: int) -> None:
     assert other.tolist() == [1.0] * 4
 
 
+def agree_during_training(rank: int, size: int) -> None:
+    """Agree on a plan while an all-reduce is queued behind a late copy."""
+    ranks = Coordination.of(None)
+    assert ranks.all_true(True)
+    torch.cuda.synchronize()
+    late = torch.zeros(4, device="cuda")
+    late.copy_(torch.ones(4).pin_memory(), non_blocking=True)
+    dist.all_reduce(late)
+    assert not ranks.all_true(rank > 0)
+    assert not torch.cuda.current_stream().query()
+
+
 def groups_after_axes(rank: int, size: int) -> None:
     """Create a group of an end and a middle stage of a pipeline, after the groups of its axes."""
     ParallelState.create(ParallelConfig(pipeline_model_parallel_size=size))
@@ -124,6 +137,7 @@ SCENARIOS = {
         send_before_receive,
         batched_messages,
         two_streams,
+        agree_during_training,
         groups_after_axes,
     )
 }

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -16,19 +15,26 @@ from megatron.core.dist_checkpointing.format.schema import CheckpointError
 T = TypeVar("T")
 
 
-@cache
-def _get_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream of this module on a device."""
-    return torch.cuda.Stream(device)
+# gloo groups of the ranks of NCCL groups. An entry ends with its NCCL group, e.g., at an in-process
+# restart.
+_host_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
-def _use_separate_stream(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context whose CUDA operations are queued on a stream of their own."""
-    if device.type != "cuda":
-        return nullcontext()
-    current = torch.device("cuda", torch.cuda.current_device())
-    stream = _get_stream(current)
-    return torch.cuda.stream(stream)
+def _get_host_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Return `group`, or a gloo group of the same ranks if `group` uses NCCL.
+
+    The first call for a group is collective.
+    """
+    if dist.get_backend(group) != "nccl":
+        return group
+    device_group = dist.group.WORLD if group is None else group
+    assert device_group is not None
+    if device_group not in _host_groups:
+        ranks = dist.get_process_group_ranks(device_group)
+        _host_groups[device_group] = dist.new_group(
+            ranks, backend="gloo", use_local_synchronization=True
+        )
+    return _host_groups[device_group]
 
 
 @dataclass(frozen=True)
@@ -59,16 +65,15 @@ class Coordination:
     def all_true(self, value: bool) -> bool:
         """Return whether `value` is true on every rank, via an all-reduce of one number.
 
-        On a GPU it does not wait for the kernels that are queued on the current stream.
+        It does not wait for a GPU: NCCL runs the operations of a communicator one after another, so
+        that its all-reduce would end after those of training that are queued.
         """
         if self.size == 1:
             return value
-        device = self._device()
-        with _use_separate_stream(device):
-            # The minimum is 0 as soon as one rank has False.
-            flag = torch.tensor([int(value)], dtype=torch.int32, device=device)
-            dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self.group)
-            return bool(flag.item())
+        # The minimum is 0 as soon as one rank has False.
+        flag = torch.tensor([int(value)], dtype=torch.int32)
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=_get_host_group(self.group))
+        return bool(flag.item())
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, by rank. Values are pickled."""
@@ -179,9 +184,3 @@ class Coordination:
         if self.group is None:
             return rank
         return dist.get_global_rank(self.group, rank)
-
-    def _device(self) -> torch.device:
-        """Return a device whose tensors the backend of the group supports."""
-        if dist.get_backend(self.group) == "nccl":
-            return torch.device("cuda")
-        return torch.device("cpu")
