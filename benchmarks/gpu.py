@@ -35,6 +35,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 
@@ -812,6 +813,8 @@ def profile_step(models: dict[str, Shape], options: argparse.Namespace, report: 
 
 # Part "suspicions"
 
+NO_KERNELS = "kernels not known: the profiler reports none (CUPTI is missing)"
+
 
 def check_suspicions(models: dict[str, Shape], options: argparse.Namespace, report: Report) -> None:
     """Check doubts from reading the code.
@@ -871,7 +874,7 @@ def check_windowed_attention(options: argparse.Namespace) -> Iterator[str]:
     names = [name[:60] for name, _ in kernels.most_common(4)]
     yield (
         f"windowed attention: {peak / 1e6:.0f} MB at most (all scores: {scores / 1e6:.0f} MB); "
-        f"{', '.join(names)}"
+        f"{', '.join(names) or NO_KERNELS}"
     )
 
 
@@ -897,9 +900,10 @@ def check_large_vocabulary(options: argparse.Namespace) -> Iterator[str]:
         losses.mean().backward()
 
     count = count_launches(step, device).total()
+    kernels = f"{count} kernels" if count else NO_KERNELS
     seconds = measure_best_time(step, device)
     yield (
-        f"loss over {vocab} words, {tokens} tokens: {count} kernels, "
+        f"loss over {vocab} words, {tokens} tokens: {kernels}, "
         f"{1e3 * seconds:.2f} ms forward and backward"
     )
 
@@ -919,20 +923,25 @@ def count_waits_of_save(
             profiling = list_profile_flags(4, 6, traces)
             run(report, [*command, *flags, *profiling])
             trace = next(traces.glob("*.json"))
-            waits = count_waits(trace)
-            yield (
-                f"{name}, two iterations with {label}: waits for the device: "
-                f"{dict(waits) or 'none'}"
-            )
+            events = json.loads(trace.read_text())["traceEvents"]
+            waits: object = dict(count_waits(events)) or "none"
+            if options.device == "cuda" and not has_cuda_calls(events):
+                waits = "not known: the profiler reports no calls of CUDA (CUPTI is missing)"
+            yield f"{name}, two iterations with {label}: waits for the device: {waits}"
 
 
-def count_waits(trace: Path) -> Counter[str]:
+def count_waits(events: list[dict[str, Any]]) -> Counter[str]:
     """Count the calls in a trace that wait for the device, by name."""
     waits = Counter[str]()
-    for event in json.loads(trace.read_text())["traceEvents"]:
+    for event in events:
         if "Synchronize" in event.get("name", ""):
             waits[event["name"]] += 1
     return waits
+
+
+def has_cuda_calls(events: list[dict[str, Any]]) -> bool:
+    """Return whether a trace contains calls of the CUDA runtime, e.g. launches of kernels."""
+    return any(event.get("cat") == "cuda_runtime" for event in events)
 
 
 def check_devices_of_node(options: argparse.Namespace, report: Report) -> Iterator[str]:
