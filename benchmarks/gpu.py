@@ -322,7 +322,9 @@ def run(report: Report, command: list[str], environment: dict[str, str] | None =
     output = "".join(lines)
     if status != 0:
         whole_command = " ".join(command)
-        raise RuntimeError(f"{whole_command} failed:\n{output[-2000:]}\n{errors[-4000:]}")
+        text = f"{whole_command} failed:\n{output[-2000:]}\n{errors[-4000:]}"
+        # The last line is reported as the result.
+        raise RuntimeError(f"{text.rstrip()} (exit status {status})")
     return output
 
 
@@ -367,6 +369,8 @@ def follow(
 def read_iteration_times(output: str) -> list[float]:
     """Return ms per iteration for each logged interval of `pretrain_gpt.py` except the first."""
     found = re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", output)
+    if len(found) < 2:
+        raise RuntimeError(f"the log has {len(found)} lines with iteration times, not 2 or more")
     # The first interval includes compilation.
     return [float(value) for value in found[1:]]
 
@@ -734,6 +738,8 @@ def measure_our_saves(shape: Shape, directory: Path, device: str, report: Report
 
     # Each save is (blocked ms, size, unit of the size).
     saves = re.findall(r"> saved .* \(training blocked ([\d.]+) ms\): ([\d.]+) (\w?B) at", output)
+    if not saves:
+        raise RuntimeError("the log has no line about a save")
     blocking = [float(save[0]) for save in saves]
     size = " ".join(saves[0][1:])
     report.add(f"  ours: {len(saves)} saves of {size} in {whole:.0f} s")
