@@ -234,14 +234,14 @@ class Report:
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         reached = min(self._limits, key=lambda limit: limit.end)
-        raise TimeLimitError(f"stopped by the time limit of {reached.seconds:.3g} s")
+        raise TimeLimitError(f"stopped by the time limit of {reached.seconds:.0f} s")
 
     def check_time(self) -> None:
         """Raise an error if a time limit was reached."""
         for limit in self._limits:
             if limit.remaining <= 0:
                 raise TimeLimitError(
-                    f"not run: the time limit of {limit.seconds:.3g} s was reached"
+                    f"not run: the time limit of {limit.seconds:.0f} s was reached"
                 )
 
     @contextmanager

@@ -71,7 +71,7 @@ with report.limit(2), report.measuring("part", share=1.0):
     time.sleep(60)
 with report.measuring("next part"):
     report.add("  next part: done")
-    time.sleep(3)  # no limit is left
+    time.sleep(3)  # longer than the limit of the part, which is over
 """
     result = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
