@@ -16,6 +16,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+MAX_OUTPUT = 30_000  # characters of a failed rank: after a crash, the stacks of all its threads
 EXIT_GRACE = 5.0  # seconds that other ranks get once one has failed
 PRELOADED = ["tests.fake_cuda.trainings"]
 
@@ -62,7 +63,7 @@ def run_ranks(
             for rank in failed:
                 output = Path(directory, f"output{rank}")
                 text = output.read_text() if output.exists() else ""
-                texts.append(f"rank {rank}: {text[-6000:]}")
+                texts.append(f"rank {rank}: {text[-MAX_OUTPUT:]}")
             raise RankError("\n".join(texts))
         results = []
         for rank in range(num_devices):
