@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import functools
 import itertools
 import math
 import os
@@ -22,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 _runtime = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libcudart.so.13"))
@@ -54,6 +56,25 @@ def enable() -> None:
         atexit.register(_finish_tasks)
         _HostOperators().__enter__()
         threading.Thread.run = _run_with_operators
+        for name in ("send", "recv", "isend", "irecv", "all_reduce"):
+            function = getattr(torch.distributed, name)
+            setattr(torch.distributed, name, _without_operators(function))
+
+
+def _without_operators(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of torch.distributed that leaves the mode for CPU tensors.
+
+    Several threads that pass process groups through a mode crash in torch 2.13 and 2.15.
+    """
+
+    @functools.wraps(function)
+    def run(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if _is_cuda(tensor):
+            return function(tensor, *args, **kwargs)
+        with _disable_current_modes():
+            return function(tensor, *args, **kwargs)
+
+    return run
 
 
 _run_thread = threading.Thread.run
