@@ -1,9 +1,15 @@
 """Processes as Linux reports them in /proc."""
 
 import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+
+def heed_interrupts() -> None:
+    """Undo that SIGINT is ignored, as in the background jobs of a shell; a `preexec_fn`."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def children_of(pid: int) -> list[int]:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 from tests import ROOT
+from tests.support.processes import heed_interrupts
 
 REPORT = """
 import gc, json, signal, sys
@@ -20,7 +21,8 @@ def import_pretrain_gpt(before: str) -> tuple[bool, bool, int]:
     objects that are not visited.
     """
     program = [sys.executable, "-c", REPORT.format(before=before)]
-    return tuple(json.loads(subprocess.check_output(program, cwd=ROOT)))
+    output = subprocess.check_output(program, cwd=ROOT, preexec_fn=heed_interrupts)
+    return tuple(json.loads(output))
 
 
 def test_objects_of_the_imports_are_not_visited():

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from tests import ROOT
+from tests.support.processes import heed_interrupts
 
 COMMANDS = {
     "pretrain_gpt.py": "--mock-data",
@@ -31,6 +32,7 @@ def interrupt_import_of_torch(command):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        preexec_fn=heed_interrupts,
     ) as process:
         output = []
         for line in process.stdout:

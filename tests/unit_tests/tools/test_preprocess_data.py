@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as Pipeline
 from megatron.core.datasets import IndexedDataset
 from megatron.training.data import documents
 from tests import ROOT
-from tests.support.processes import children_of, is_running, wait_until
+from tests.support.processes import children_of, heed_interrupts, is_running, wait_until
 from tools.preprocess_data import main
 
 GOLDEN = ROOT / "tests" / "golden" / "megatron_lm" / "data"
@@ -374,13 +374,6 @@ def start(tmp_path):
     command += ["--input", str(tmp_path / "pipe.jsonl"), "--output-prefix", str(tmp_path / "out")]
     with open(tmp_path / "log", "w") as log:  # a full pipe would block the run
         return subprocess.Popen(command, stderr=log, preexec_fn=heed_interrupts)
-
-
-def heed_interrupts():
-    """Restore the default handler: shells ignore interrupts in background jobs, and children
-    inherit that.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def wait_for_progress(tmp_path):
