@@ -10,6 +10,7 @@ import os
 import time
 
 import torch
+from optimizer import build_optimizer
 
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
@@ -69,20 +70,6 @@ def build_model(args: argparse.Namespace, dtype: torch.dtype) -> GPTModel:
         share_embeddings_and_output_weights=False,
     )
     return model.to(dtype)
-
-
-def build_optimizer(model: GPTModel) -> torch.optim.AdamW:
-    """Build an optimizer without weight decay of vectors."""
-    matrices = []
-    vectors = []
-    for param in model.parameters():
-        group = matrices if param.dim() > 1 else vectors
-        group.append(param)
-    groups = [
-        {"params": matrices, "weight_decay": 0.1},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=1e-4, betas=(0.9, 0.95), fused=True)
 
 
 def initialize(threads: int) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from optimizer import build_optimizer
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from transformers import (
     LlamaConfig,
@@ -49,20 +50,6 @@ def build_model(args: argparse.Namespace) -> PreTrainedModel:
         experts_implementation=args.experts_by,
     )
     return MixtralForCausalLM(config)
-
-
-def build_optimizer(model: PreTrainedModel) -> torch.optim.AdamW:
-    """Build an optimizer without weight decay of vectors."""
-    matrices = []
-    vectors = []
-    for param in model.parameters():
-        group = matrices if param.dim() > 1 else vectors
-        group.append(param)
-    groups = [
-        {"params": matrices, "weight_decay": 0.1},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=1e-4, betas=(0.9, 0.95), fused=True)
 
 
 class Saves:

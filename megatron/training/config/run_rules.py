@@ -77,6 +77,9 @@ def _check_low_precision(config: Config, world_size: int) -> Iterator[str]:
     parallel = config.parallel
     tp_size = parallel.tp_size
     ranks = f"--tensor-model-parallel-size {tp_size}"
+    recipe = f"--fp4-format {model.fp4}"
+    if model.fp8 is not None:
+        recipe = f"--fp8-recipe {model.fp8_recipe}"
     features = 16
     tokens = 8
     if model.low_precision == "mxfp8":
@@ -93,7 +96,7 @@ def _check_low_precision(config: Config, world_size: int) -> Iterator[str]:
         if size % (tp_size * features):
             yield (
                 f"{name} / {ranks} = {size / tp_size:g} per rank is not a multiple of {features}, "
-                f"as the kernels of {model.low_precision} require: change one of them"
+                f"as {recipe} requires: change one of them"
             )
 
     # Tokens of a micro-batch on a rank
@@ -104,7 +107,7 @@ def _check_low_precision(config: Config, world_size: int) -> Iterator[str]:
             f"--seq-length {config.data.seq_length} x --micro-batch-size "
             f"{config.training.micro_batch_size} / {splits} ranks of tensor and context "
             f"parallelism = {size / splits:g} tokens per rank is not a multiple of {tokens}, as "
-            f"the kernels of {model.low_precision} require: change one of them"
+            f"{recipe} requires: change one of them"
         )
 
 

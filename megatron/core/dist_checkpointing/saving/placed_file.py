@@ -33,7 +33,7 @@ class _AlignedMemory(threading.local):
 
     def __init__(self) -> None:
         # Private memory, because shared memory has no huge pages. With pages of 4 KiB, a direct
-        # write needs twice the processor time.
+        # write needs three times the processor time.
         memory = mmap.mmap(-1, _BUFFER_SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)

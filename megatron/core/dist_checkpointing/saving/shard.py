@@ -34,7 +34,8 @@ def reserve_space(descriptor: int, size: int) -> None:
     """Reserve disk space for the first `size` bytes of an open file, and make it that long.
 
     Raises OSError if there is not enough. File systems that cannot reserve space are left to fail
-    in the writes. Writes to reserved space run in parallel; those that extend a file take turns.
+    in the writes. On ext4, writes to reserved space run in parallel; those that extend a file take
+    turns.
     """
     if _FALLOCATE is None or size == 0:
         return
