@@ -1,4 +1,4 @@
-"""Package `megatron` and its one C++ extension, the dataset index builders."""
+"""Package `megatron` and its C++ extensions: dataset index builders, and copies of saves."""
 
 import re
 from pathlib import Path
@@ -86,7 +86,13 @@ setup(
             # No contraction to fused multiply-add: a blend must have the same order on every
             # processor.
             extra_compile_args=["-O3", "-Wall", "-Wextra", "-ffp-contract=off"],
-        )
+        ),
+        Pybind11Extension(
+            "megatron.core.dist_checkpointing.saving.hashed_copy_cpp",
+            ["megatron/core/dist_checkpointing/saving/hashed_copy.cpp"],
+            cxx_std=17,
+            extra_compile_args=["-O3", "-Wall", "-Wextra"],
+        ),
     ],
     cmdclass={"build_ext": build_ext},
 )

@@ -9,12 +9,14 @@ import re
 import shutil
 from pathlib import Path
 
+from pybind11.setup_helpers import Pybind11Extension, build_ext
 from setuptools import find_packages, setup
 
 HERE = Path(__file__).resolve().parent
 SOURCE = HERE.parent / "megatron"
 NAME = "megatron_checkpoint"
 ENGINE = "dist_checkpointing"
+EXTENSION = Path(ENGINE, "saving", "hashed_copy.cpp")
 
 
 def main() -> None:
@@ -28,6 +30,7 @@ def main() -> None:
     package = generated / NAME
     for module in find_modules():
         copy_module(module, package)
+    shutil.copy(SOURCE / "core" / EXTENSION, package / EXTENSION)
     # The engine is the public part of the package.
     (package / "__init__.py").write_text(
         f'"""Distributed checkpoints for PyTorch programs; see {NAME}.{ENGINE}."""\n\n'
@@ -42,6 +45,16 @@ def main() -> None:
         license="Apache-2.0",
         packages=find_packages(str(generated)),
         package_dir={"": str(generated.relative_to(HERE))},
+        ext_modules=[
+            Pybind11Extension(
+                f"{NAME}.{ENGINE}.saving.hashed_copy_cpp",
+                [str((package / EXTENSION).relative_to(HERE))],
+                cxx_std=17,
+                extra_compile_args=["-O3"],
+                optional=True,  # without a compiler, saves take more processor time
+            )
+        ],
+        cmdclass={"build_ext": build_ext},
         python_requires=">=3.10",
         install_requires=["torch>=2.6", "numpy>=1.26,<3", "xxhash>=3.4,<5"],
         extras_require={

@@ -55,6 +55,7 @@ def test_distribution_contains_the_engine_only(site):
     (package,) = site.glob("megatron_checkpoint")
     entries = {path.stem for path in package.iterdir()} - {"__init__", "__pycache__"}
     assert "dist_checkpointing" in entries
+    assert list(package.rglob("hashed_copy_cpp*.so"))
     assert not entries & {"models", "transformer", "optimizer", "parallel_state", "flags"}
     for path in package.rglob("*.py"):
         assert "megatron.core" not in path.read_text(encoding="utf-8"), path

@@ -75,7 +75,11 @@ def import_graph() -> dict[str, set[str]]:
     for path in (ROOT / "megatron").rglob("*.py"):
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         paths[module] = path
-    modules = paths.keys() | {"megatron.core.datasets.helpers_cpp"}  # compiled
+    compiled = {
+        "megatron.core.datasets.helpers_cpp",
+        "megatron.core.dist_checkpointing.saving.hashed_copy_cpp",
+    }
+    modules = paths.keys() | compiled
 
     def containing_module(name: str) -> str | None:
         while name and name not in modules:

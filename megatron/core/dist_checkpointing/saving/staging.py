@@ -45,6 +45,7 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.core.dist_checkpointing.planning.planner import Item, abbreviate
 from megatron.core.dist_checkpointing.planning.save_plan import FileChunk, FilePlan, SourceRange
 from megatron.core.dist_checkpointing.saving.commit import PendingCheckpoint, Progress
+from megatron.core.dist_checkpointing.saving.hashed_copy import copy_and_hash
 from megatron.core.dist_checkpointing.saving.model_export import PendingExport
 from megatron.core.dist_checkpointing.saving.objects import ObjectFile
 from megatron.core.dist_checkpointing.saving.shard import Shard
@@ -76,6 +77,11 @@ class LiveSource:
         content = tensor.detach().reshape(-1)
         self._content = content.view(torch.uint8) if tensor.dtype == dtype else content
 
+    @property
+    def is_converted(self) -> bool:
+        """Whether the checkpoint stores another dtype than the tensor has."""
+        return self._dtype != torch.uint8
+
     def was_modified(self) -> bool:
         """Return whether an operation has changed the tensor in place since the save began."""
         return _version_of(self._tensor) != self._version
@@ -96,15 +102,24 @@ class HostSource(LiveSource):
     """A contiguous CPU tensor."""
 
     def copy(self, slot: Slot, part: SourceRange) -> None:
-        if self._dtype != torch.uint8:
+        if self.is_converted:
             target, content = self.select(slot, part)
             target.copy_(content)
             if self.scale is not None:
                 target.mul_(self.scale)
             return
         # memmove on addresses releases the interpreter's lock and starts no threads of torch's own.
-        address = self._tensor.data_ptr() + part.start
-        ctypes.memmove(slot.address + part.at, address, part.length)
+        ctypes.memmove(slot.address + part.at, self._address_of(part), part.length)
+
+    def copy_and_hash(self, slot: Slot, part: SourceRange) -> bytes:
+        """Copy whole blocks of checksums and return their digests."""
+        if self.is_converted:
+            self.copy(slot, part)
+            return hash_blocks(slot.view[part.at : part.at + part.length])
+        return copy_and_hash(slot, part.at, self._address_of(part), part.length)
+
+    def _address_of(self, part: SourceRange) -> int:
+        return self._tensor.data_ptr() + part.start
 
 
 class DeviceSource(LiveSource):
@@ -219,18 +234,24 @@ def copy_on_host(source: ByteSource, slot: Slot, part: SourceRange) -> None:
 
 
 def split_at_blocks(part: SourceRange, source: ByteSource) -> list[SourceRange]:
-    """Cut the part of a live tensor where blocks of checksums end.
+    """Separate the whole blocks of checksums in the part of a live tensor from what precedes and
+    follows them.
 
-    Other sources remain whole: short ones, and those that are read in whole rows.
+    The blocks of a converted tensor are separate pieces, so that each is hashed while it is in the
+    processor's second-level cache. Other sources remain whole: short ones, and those that are read
+    in whole rows.
     """
     if not isinstance(source, HostSource):
         return [part]
-    pieces = []
     end = part.at + part.length
+    blocks_end = end // BLOCK_SIZE * BLOCK_SIZE
+    pieces = []
     at = part.at
     while at < end:
-        block_end = (at // BLOCK_SIZE + 1) * BLOCK_SIZE
-        length = min(block_end, end) - at
+        next_block = (at // BLOCK_SIZE + 1) * BLOCK_SIZE
+        if at % BLOCK_SIZE == 0 and not source.is_converted:
+            next_block = max(next_block, blocks_end)
+        length = min(next_block, end) - at
         start = part.start + at - part.at
         pieces.append(SourceRange(at, part.source, start, length))
         at += length
@@ -438,20 +459,21 @@ class StageAndWrite:
         return staged
 
     def _copy_and_hash(self, chunk: FileChunk, slot: Slot) -> bytes:
-        """Fill a slot from host memory and return the digests of its blocks.
-
-        A block is hashed right after it is copied, while it is in the processor's second-level
-        cache: reading a slot of 8 MB from memory again takes a third of the time of its copy.
-        """
+        """Fill a slot from host memory and return the digests of its blocks."""
         digests = []
         hashed = 0
         # The parts are in order and cover the chunk.
         for part in chunk.parts:
             source = self._sources[part.source]
             for piece in split_at_blocks(part, source):
+                end = piece.at + piece.length
+                is_whole_blocks = piece.at % BLOCK_SIZE == 0 and end % BLOCK_SIZE == 0
+                if is_whole_blocks and isinstance(source, HostSource):
+                    digests.append(source.copy_and_hash(slot, piece))
+                    hashed = end
+                    continue
                 copy_on_host(source, slot, piece)
-                filled = piece.at + piece.length
-                complete = filled // BLOCK_SIZE * BLOCK_SIZE
+                complete = end // BLOCK_SIZE * BLOCK_SIZE
                 if complete > hashed:
                     digests.append(hash_blocks(slot.view[hashed:complete]))
                     hashed = complete

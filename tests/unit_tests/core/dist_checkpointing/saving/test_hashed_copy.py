@@ -1,0 +1,69 @@
+"""Copies that hash the bytes on their way, compared with xxhash."""
+
+import platform
+
+import pytest
+import torch
+import xxhash
+
+from megatron.core.dist_checkpointing.background import StagingBuffer
+from megatron.core.dist_checkpointing.format.checksums import BLOCK_SIZE, hash_blocks
+from megatron.core.dist_checkpointing.saving import hashed_copy
+
+MARK = 0x5A
+
+
+@pytest.fixture(params=["compiled", "not compiled"])
+def implementation(request, monkeypatch):
+    if request.param == "not compiled":
+        monkeypatch.setattr(hashed_copy, "IS_SUPPORTED", False)
+    elif not hashed_copy.IS_SUPPORTED:
+        pytest.skip("this processor has no AVX2")
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="x86-64 only")
+def test_extension_is_compiled():
+    assert hashed_copy.hashed_copy_cpp.is_supported() == hashed_copy.IS_SUPPORTED
+
+
+@pytest.mark.parametrize("misalignment", [0, 1, 8, 63])
+def test_bytes_and_digests(implementation, misalignment):
+    generator = torch.Generator().manual_seed(misalignment)
+    size = 3 * BLOCK_SIZE + misalignment
+    source = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
+    content = source[misalignment:]
+    slot = StagingBuffer(1, pinned=False).slots[0]
+    slot.tensor.fill_(MARK)
+
+    digests = hashed_copy.copy_and_hash(
+        slot, BLOCK_SIZE, source.data_ptr() + misalignment, len(content)
+    )
+
+    assert torch.equal(slot.tensor[BLOCK_SIZE : 4 * BLOCK_SIZE], content)
+    assert digests == hash_blocks(memoryview(content.numpy()))
+    # Nothing around the target was changed.
+    assert torch.all(slot.tensor[:BLOCK_SIZE] == MARK)
+    assert torch.all(slot.tensor[4 * BLOCK_SIZE :] == MARK)
+
+
+def test_any_block_size_that_the_extension_accepts():
+    if not hashed_copy.IS_SUPPORTED:
+        pytest.skip("this processor has no AVX2")
+    copy_and_hash = hashed_copy.hashed_copy_cpp.copy_and_hash
+    slot = StagingBuffer(1, pinned=False).slots[0]
+    source = torch.randint(0, 256, (8192,), dtype=torch.uint8)
+    for block_size in range(256, 8192 + 1, 64):
+        digest = copy_and_hash(slot.address, source.data_ptr(), 1, block_size)
+        assert digest == xxhash.xxh3_64_digest(source[:block_size].numpy())
+        assert torch.equal(slot.tensor[:block_size], source[:block_size])
+
+
+@pytest.mark.parametrize("offset, block_size", [(16, 1024), (0, 192), (0, 1000)])
+def test_unsupported_arguments_are_rejected(offset, block_size):
+    if not hashed_copy.IS_SUPPORTED:
+        pytest.skip("this processor has no AVX2")
+    slot = StagingBuffer(1, pinned=False).slots[0]
+    with pytest.raises(ValueError, match="aligned to 32 bytes"):
+        hashed_copy.hashed_copy_cpp.copy_and_hash(
+            slot.address + offset, slot.address, 1, block_size
+        )
