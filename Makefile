@@ -8,7 +8,7 @@ PY := $(VENV)/bin/python
 PYTEST_ARGS ?=
 SETUP_FLAGS ?=
 FAKE_CUDA_TORCH ?= 2.11.0
-CPP_SOURCES = megatron/core/datasets/helpers.cpp megatron/core/dist_checkpointing/saving/hashed_copy.cpp
+CPP_SOURCES = megatron/core/datasets/helpers.cpp megatron/core/dist_checkpointing/format/hashed_copy.cpp
 # What an image can break: imports, the compiled extension, processes that meet, files on disk. PYTEST_ARGS selects others.
 IMAGE_TESTS = tests/unit_tests/core/test_layering.py tests/unit_tests/core/datasets \
 	tests/functional_tests/test_training_loop.py tests/functional_tests/test_resume_layouts.py

@@ -88,8 +88,8 @@ setup(
             extra_compile_args=["-O3", "-Wall", "-Wextra", "-ffp-contract=off"],
         ),
         Pybind11Extension(
-            "megatron.core.dist_checkpointing.saving.hashed_copy_cpp",
-            ["megatron/core/dist_checkpointing/saving/hashed_copy.cpp"],
+            "megatron.core.dist_checkpointing.format.hashed_copy_cpp",
+            ["megatron/core/dist_checkpointing/format/hashed_copy.cpp"],
             cxx_std=17,
             extra_compile_args=["-O3", "-Wall", "-Wextra"],
         ),

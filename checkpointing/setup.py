@@ -16,7 +16,7 @@ HERE = Path(__file__).resolve().parent
 SOURCE = HERE.parent / "megatron"
 NAME = "megatron_checkpoint"
 ENGINE = "dist_checkpointing"
-EXTENSION = Path(ENGINE, "saving", "hashed_copy.cpp")
+EXTENSION = Path(ENGINE, "format", "hashed_copy.cpp")
 
 
 def main() -> None:
@@ -47,7 +47,7 @@ def main() -> None:
         package_dir={"": str(generated.relative_to(HERE))},
         ext_modules=[
             Pybind11Extension(
-                f"{NAME}.{ENGINE}.saving.hashed_copy_cpp",
+                f"{NAME}.{ENGINE}.format.hashed_copy_cpp",
                 [str((package / EXTENSION).relative_to(HERE))],
                 cxx_std=17,
                 extra_compile_args=["-O3"],

@@ -77,7 +77,7 @@ def import_graph() -> dict[str, set[str]]:
         paths[module] = path
     compiled = {
         "megatron.core.datasets.helpers_cpp",
-        "megatron.core.dist_checkpointing.saving.hashed_copy_cpp",
+        "megatron.core.dist_checkpointing.format.hashed_copy_cpp",
     }
     modules = paths.keys() | compiled
 

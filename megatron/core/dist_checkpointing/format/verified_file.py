@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 from pathlib import Path
 
+import numpy as np
+
+from megatron.core.dist_checkpointing.format import hashed_copy
 from megatron.core.dist_checkpointing.format.checksums import (
     BLOCK_SIZE,
     DIGEST_SIZE,
@@ -16,6 +21,7 @@ from megatron.core.dist_checkpointing.format.checksums import (
 from megatron.core.dist_checkpointing.format.schema import CheckpointError, OpenFile, open_file
 
 _READ_SIZE = 4 * BLOCK_SIZE
+MADV_POPULATE_READ = 22  # <linux/mman.h>; Python has no name for it yet
 
 
 class ChecksumVerifier:
@@ -132,14 +138,19 @@ class VerifiedFile(OpenFile):
                 continue
             start = block * BLOCK_SIZE
             content = view[start - position : start + BLOCK_SIZE - position]
-            digest_start = block * DIGEST_SIZE
-            expected = self._expected[digest_start : digest_start + DIGEST_SIZE]
-            if hash_blocks(content) != expected:
-                raise CheckpointError(
-                    f"{self.path}: damaged: wrong checksum of bytes {start}..{start + len(content)}"
-                    " (the file has changed since the save, or belongs to another checkpoint)"
-                )
-            self._verified[block] = 1
+            self._compare(block, hash_blocks(content))
+
+    def _compare(self, block: int, digest: bytes) -> None:
+        """Record that a block is intact. Raises CheckpointError if its digest is another one."""
+        start = block * DIGEST_SIZE
+        if digest != self._expected[start : start + DIGEST_SIZE]:
+            first = block * BLOCK_SIZE
+            stop = min(first + BLOCK_SIZE, self.size)
+            raise CheckpointError(
+                f"{self.path}: damaged: wrong checksum of bytes {first}..{stop}"
+                " (the file has changed since the save, or belongs to another checkpoint)"
+            )
+        self._verified[block] = 1
 
     def _is_verified(self, block: int) -> bool:
         """Return whether a block was compared. A block after the end of the file never is."""
@@ -152,13 +163,55 @@ class VerifiedFile(OpenFile):
         while start < stop:
             end = stop
             if self.descriptor is not None:
-                # In pieces that are still in the CPU's cache when they are hashed.
-                next_piece = (start // _READ_SIZE + 1) * _READ_SIZE
-                end = min(stop, next_piece)
+                end = _find_end_of_piece(start, stop)
             part = view[start - position : end - position]
-            self._file.read_into(part, start)
-            self.check(part, start)
+            if not self._copy_from_page_cache(part, start):
+                self._file.read_into(part, start)
+                self.check(part, start)
             start = end
+
+    def _copy_from_page_cache(self, view: memoryview, position: int) -> bool:
+        """Copy and compare whole blocks via a mapping of the file, in half the processor time.
+
+        Returns False if the range must be read instead. This includes ranges that are not in the
+        page cache, because a disk is read faster without a mapping.
+        """
+        length = len(view)
+        is_whole_blocks = position % BLOCK_SIZE == 0 and length % BLOCK_SIZE == 0 and length > 0
+        if not is_whole_blocks or not hashed_copy.IS_SUPPORTED:
+            return False
+        if not self._is_cached(position + length):
+            return False
+        target = np.frombuffer(view, np.uint8).ctypes.data
+        if target % hashed_copy.ALIGNMENT != 0:
+            return False
+        assert self.descriptor is not None
+        try:
+            mapped = mmap.mmap(self.descriptor, length, offset=position, prot=mmap.PROT_READ)
+        except (OSError, ValueError):  # cannot be mapped, or has become shorter
+            return False
+        with mapped:
+            try:
+                # Errors of a disk would be a SIGBUS later.
+                mapped.madvise(MADV_POPULATE_READ)
+            except OSError:  # of the disk, which reading reports, or Linux is older than 5.14
+                return False
+            source = np.frombuffer(mapped, np.uint8).ctypes.data
+            digests = hashed_copy.copy_and_hash(target, source, length)
+        first = position // BLOCK_SIZE
+        for index in range(length // BLOCK_SIZE):
+            start = index * DIGEST_SIZE
+            self._compare(first + index, digests[start : start + DIGEST_SIZE])
+        return True
+
+    def _is_cached(self, stop: int) -> bool:
+        """Return whether the byte before `stop` can be read without waiting for a disk."""
+        if self.descriptor is None or not hasattr(os, "RWF_NOWAIT"):
+            return False
+        try:
+            return os.preadv(self.descriptor, [bytearray(1)], stop - 1, os.RWF_NOWAIT) == 1
+        except OSError:  # not cached, or not supported by the file system
+            return False
 
     def _read_with_edges(self, view: memoryview, position: int) -> None:
         """Read the first and the last block via a buffer, and the ones between directly."""
@@ -182,3 +235,19 @@ class VerifiedFile(OpenFile):
                 part = view[start - position : end - position]
                 part[:] = block[start - first : end - first]
             start = end
+
+
+def _find_end_of_piece(start: int, stop: int) -> int:
+    """Return the end of the first piece of a range that is read at once.
+
+    Pieces are still in the CPU's cache when they are hashed. Whole blocks are separate from parts
+    of blocks at the ends of the range.
+    """
+    if start % BLOCK_SIZE != 0:
+        next_block = (start // BLOCK_SIZE + 1) * BLOCK_SIZE
+        return min(stop, next_block)
+    next_piece = (start // _READ_SIZE + 1) * _READ_SIZE
+    if next_piece <= stop:
+        return next_piece
+    last_block = stop // BLOCK_SIZE * BLOCK_SIZE
+    return last_block if last_block > start else stop

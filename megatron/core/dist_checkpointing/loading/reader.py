@@ -23,7 +23,11 @@ from megatron.core.dist_checkpointing.format.metadata_file import read_metadata
 from megatron.core.dist_checkpointing.format.schema import CheckpointError, OpenFile, open_file
 from megatron.core.dist_checkpointing.format.torch_load import FileTensor, open_archive, safe_load
 from megatron.core.dist_checkpointing.format.torch_zip import make_tensor_envelope, view_bytes
-from megatron.core.dist_checkpointing.format.verified_file import ChecksumVerifier, VerifiedFile
+from megatron.core.dist_checkpointing.format.verified_file import (
+    MADV_POPULATE_READ,
+    ChecksumVerifier,
+    VerifiedFile,
+)
 from megatron.core.dist_checkpointing.mapping import (
     Runs,
     Shape,
@@ -36,7 +40,6 @@ from megatron.core.object_storage import path_of
 
 _BATCH = 64 << 20  # bytes: how much one task reads, and the largest temporary buffer
 _SPAN = 64 << 20  # bytes mapped at once where gaps are read through
-_MADV_POPULATE_READ = 22  # <linux/mman.h>; Python has no name for it yet
 
 
 class Request(NamedTuple):
@@ -364,7 +367,7 @@ class _ShardReader:
         # Read the pages.
         try:
             # Without this call, a disk error would be a SIGBUS instead of an OSError.
-            mapped.madvise(_MADV_POPULATE_READ)
+            mapped.madvise(MADV_POPULATE_READ)
         except OSError as error:
             mapped.close()
             if error.errno == errno.EINVAL:  # older than Linux 5.14

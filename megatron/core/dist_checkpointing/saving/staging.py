@@ -33,6 +33,7 @@ from megatron.core.dist_checkpointing.format.checksums import (
     compute_checksums,
     hash_blocks,
 )
+from megatron.core.dist_checkpointing.format.hashed_copy import copy_and_hash
 from megatron.core.dist_checkpointing.format.schema import CheckpointError
 from megatron.core.dist_checkpointing.mapping import (
     Shape,
@@ -45,7 +46,6 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.core.dist_checkpointing.planning.planner import Item, abbreviate
 from megatron.core.dist_checkpointing.planning.save_plan import FileChunk, FilePlan, SourceRange
 from megatron.core.dist_checkpointing.saving.commit import PendingCheckpoint, Progress
-from megatron.core.dist_checkpointing.saving.hashed_copy import copy_and_hash
 from megatron.core.dist_checkpointing.saving.model_export import PendingExport
 from megatron.core.dist_checkpointing.saving.objects import ObjectFile
 from megatron.core.dist_checkpointing.saving.shard import Shard
@@ -116,7 +116,7 @@ class HostSource(LiveSource):
         if self.is_converted:
             self.copy(slot, part)
             return hash_blocks(slot.view[part.at : part.at + part.length])
-        return copy_and_hash(slot, part.at, self._address_of(part), part.length)
+        return copy_and_hash(slot.address + part.at, self._address_of(part), part.length)
 
     def _address_of(self, part: SourceRange) -> int:
         return self._tensor.data_ptr() + part.start

@@ -7,8 +7,8 @@ import torch
 import xxhash
 
 from megatron.core.dist_checkpointing.background import StagingBuffer
+from megatron.core.dist_checkpointing.format import hashed_copy
 from megatron.core.dist_checkpointing.format.checksums import BLOCK_SIZE, hash_blocks
-from megatron.core.dist_checkpointing.saving import hashed_copy
 
 MARK = 0x5A
 
@@ -36,7 +36,7 @@ def test_bytes_and_digests(implementation, misalignment):
     slot.tensor.fill_(MARK)
 
     digests = hashed_copy.copy_and_hash(
-        slot, BLOCK_SIZE, source.data_ptr() + misalignment, len(content)
+        slot.address + BLOCK_SIZE, source.data_ptr() + misalignment, len(content)
     )
 
     assert torch.equal(slot.tensor[BLOCK_SIZE : 4 * BLOCK_SIZE], content)
