@@ -214,13 +214,24 @@ def find_field_problems(section: Any) -> Iterator[str]:
     """Yield an error message for each field of a dataclass of flags whose value has the wrong type,
     is not one of the choices, or is out of bounds.
     """
-    field_types = get_field_types(section.__class__)
-    for field in dataclasses.fields(section):
-        name = field.name
-        value = getattr(section, name)
-        if value is None or "flags" not in field.metadata:
+    for field, flag_name, field_type in _list_flags(section.__class__):
+        value = getattr(section, field.name)
+        if value is None:
             continue  # None means that the value is not given
-        problems = list(_find_type_problems(spell_flag(field), value, field_types[name]))
+        problems = []
+        if type(value) is not field_type:
+            problems = list(_find_type_problems(flag_name, value, field_type))
         if not problems:
-            problems = list(find_value_problems(spell_flag(field), value, field.metadata))
+            problems = list(find_value_problems(flag_name, value, field.metadata))
         yield from problems
+
+
+@functools.cache
+def _list_flags(section: type) -> list[tuple[dataclasses.Field[Any], str, Any]]:
+    """Return the field, the flag and the type of each flag of a dataclass."""
+    field_types = get_field_types(section)
+    return [
+        (field, spell_flag(field), field_types[field.name])
+        for field in dataclasses.fields(section)
+        if "flags" in field.metadata
+    ]

@@ -24,6 +24,7 @@ from megatron.core.transformer.transformer_config import (
     LOCAL_BACKEND_FIELDS,
     TransformerConfig,
     compute_model_signature,
+    find_conditions,
     is_used,
     select_architecture_fields,
     spell_out_mup,
@@ -289,8 +290,9 @@ def _list_differences(
     """
     unused = set()
     if config is not None:
+        conditions = find_conditions(vars(config))
         for each in select_architecture_fields():
-            if not is_used(each, vars(config)):
+            if not is_used(each, conditions):
                 unused.add(each.metadata["meaning"] or each.name)
     lines = []
     subordinate = []

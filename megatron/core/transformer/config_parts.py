@@ -11,7 +11,7 @@ from megatron.core.transformer.layer_pattern import parse_layer_pattern
 if TYPE_CHECKING:
     import torch
 
-# Conditions under which a field has an effect, by the names in `transformer_config.is_used`.
+# Conditions under which a field has an effect (`transformer_config.find_conditions`)
 _MOE = {"has_experts": True}
 _DROPPING = _MOE | {"drops_tokens": True}
 _SHARED = _MOE | {"has_shared_experts": True}

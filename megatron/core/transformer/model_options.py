@@ -9,7 +9,7 @@ from megatron.core.flags import flag
 from megatron.core.transformer.config_parts import ComputeOptions, ExpertOptions
 from megatron.core.transformer.layer_pattern import parse_layer_pattern
 
-# Conditions under which a field has an effect, by the names in `transformer_config.is_used`.
+# Conditions under which a field has an effect (`transformer_config.find_conditions`)
 _LEARNED = {"position_embedding_type": "learned_absolute"}
 _ROPE = {"has_rope": True}
 _SCALED_ROPE = _ROPE | {"use_rope_scaling": True}

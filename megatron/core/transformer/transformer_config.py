@@ -104,22 +104,23 @@ def flag_name(argument: str) -> str:
     return "--" + argument.replace("_", "-")
 
 
-def is_used(field: dataclasses.Field[Any], values: Mapping[str, Any]) -> bool:
-    """Return whether a model with these values depends on `field`.
+def is_used(field: dataclasses.Field[Any], conditions: Mapping[str, Any]) -> bool:
+    """Return whether a model with these `find_conditions` depends on `field`.
 
-    For example, the rotary base has an effect only with rotary position embeddings. `values` are
-    those of a `TransformerConfig` or the arguments of a checkpoint, which may lack fields.
+    For example, the rotary base has an effect only with rotary position embeddings.
     """
-    # A condition is the value of a field, or one that is derived from several fields.
-    conditions = _find_conditions(values) | dict(values)
     for name, required_value in field.metadata["when"].items():
         if conditions[name] != required_value:
             return False
     return True
 
 
-def _find_conditions(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the conditions in `when` of fields that are not fields themselves."""
+def find_conditions(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `when` of a field may name: `values`, and properties derived from several.
+
+    `values` are those of a `TransformerConfig` or the arguments of a checkpoint, which may lack
+    fields.
+    """
     # Experts
     has_experts = (values.get("num_experts") or 0) > 1
     freq = values.get("moe_layer_freq", 1)
@@ -135,7 +136,7 @@ def _find_conditions(values: Mapping[str, Any]) -> dict[str, Any]:
     # Megatron-LM's latent attention scales its scores by these fields for any rope type.
     has_yarn = is_latent or (has_rope and rope_type == "yarn")
     has_longrope = has_rope and rope_type == "longrope"
-    return {
+    derived = {
         "multi_latent_attention": is_latent,
         "use_mup": bool(values.get("use_mup")),
         "has_rope": has_rope,
@@ -149,6 +150,7 @@ def _find_conditions(values: Mapping[str, Any]) -> dict[str, Any]:
         "has_shared_experts": bool(values.get("moe_shared_expert_intermediate_size")),
         "drops_tokens": values.get("moe_expert_capacity_factor") is not None,
     }
+    return derived | dict(values)
 
 
 def spell_out_mup(config: TransformerConfig) -> TransformerConfig:
@@ -170,12 +172,13 @@ def compute_model_signature(config: TransformerConfig) -> dict[str, Any]:
     Two configurations of the same model have the same signature even if their flags differ.
     """
     signature: dict[str, Any] = {"vocab_size": config.vocab_size}
+    conditions = find_conditions(vars(config))
     for field in dataclasses.fields(config):
         if not field.metadata["decides"]:
             continue
         # A derived property states the meaning of fields that have several spellings.
         name = field.metadata["meaning"] or field.name
-        if not is_used(field, vars(config)):
+        if not is_used(field, conditions):
             # Another field may have stated the same property.
             signature.setdefault(name, None)
             continue

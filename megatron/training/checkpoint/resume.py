@@ -16,7 +16,11 @@ from megatron.core.dist_checkpointing.loading.load import RAISE, STRICTNESS
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.optimizer import AVERAGE_PREFIX, UPDATE_RULES, OptimizerConfig
 from megatron.core.terminal import escape_control_chars
-from megatron.core.transformer.transformer_config import is_used, select_architecture_fields
+from megatron.core.transformer.transformer_config import (
+    find_conditions,
+    is_used,
+    select_architecture_fields,
+)
 from megatron.training.checkpoint.contents import get_model_state
 from megatron.training.checkpoint.fp8_state import fp8_state_to_load, restore_fp8_state
 from megatron.training.checkpoint.rng_state import find_rng_key, set_rng_state, unpack_own_state
@@ -203,9 +207,10 @@ def check_same_model(flags: Mapping[str, Any], stored: Mapping[str, Any], source
 def _list_differences(kind: str, flags: Mapping[str, Any], stored: Mapping[str, Any]) -> list[str]:
     """Return a line for each architecture field of `kind` whose stored value differs."""
     lines = []
+    conditions = find_conditions(flags)
     for field in select_architecture_fields(kind):
         name = field.name
-        if name in stored and is_used(field, flags) and stored[name] != flags[name]:
+        if name in stored and is_used(field, conditions) and stored[name] != flags[name]:
             value = escape_control_chars(str(stored[name]))
             lines.append(f"{name}: {value} in the checkpoint, {flags[name]} now")
     return lines
