@@ -46,11 +46,24 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 # As in the workers of the pool: results do not depend on how many cores there are, nor do processes
 # compete for them.
 torch.set_num_threads(1)
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # of numpy, in programs that tests start
+
+# torch looks up the name of ::ffff:127.0.0.1 whenever a process connects to a store. Where this
+# asks a name server, a lost answer would delay the process by 5 s, the default of the resolver.
+os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[DistributedPool]:
     """Pool of up to 4 gloo worker processes, started by the first `pool.run` that needs them."""
+    distributed_pool = DistributedPool(max_workers=4)
+    yield distributed_pool
+    distributed_pool.close()
+
+
+@pytest.fixture(scope="module")
+def separate_pool() -> Iterator[DistributedPool]:
+    """Pool for tests that lose workers: those of `pool` have imported much of the program."""
     distributed_pool = DistributedPool(max_workers=4)
     yield distributed_pool
     distributed_pool.close()

@@ -21,7 +21,8 @@ spec.loader.exec_module(serve)
 def server():
     """Start a server that responds with the prompt; the tests do not need a model."""
     server = serve.Server(("127.0.0.1", 0), lambda prompt, **options: prompt, ["127.0.0.1"])
-    thread = threading.Thread(target=server.serve_forever)
+    poll_seconds = 0.01  # `shutdown` waits for the end of a poll
+    thread = threading.Thread(target=server.serve_forever, args=(poll_seconds,))
     thread.start()
     yield server
     server.shutdown()

@@ -74,6 +74,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     server_state: HostileServer
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # the body follows the headers without waiting for the client
 
     def log_message(self, *_: object) -> None:
         pass

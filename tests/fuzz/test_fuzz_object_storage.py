@@ -48,6 +48,8 @@ def run_case(number: int, work: Path, report: Callable[[str], None]) -> None:
     out = work / "out"
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir()
+    # Faults are repeated until the deadline; healthy requests must not miss it on a busy machine.
+    os.environ["MEGATRON_STORAGE_DEADLINE"] = "60" if number == 0 else "0.1"
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
     try:
@@ -72,7 +74,6 @@ def run_cases(numbers: range, url: str, work: Path, report: Callable[[str], None
         AWS_ACCESS_KEY_ID="test",
         AWS_SECRET_ACCESS_KEY="test",
         AWS_REGION="us-east-1",
-        MEGATRON_STORAGE_DEADLINE="0.2",
     )
     for number in numbers:
         run_case(number, work, report)

@@ -56,6 +56,8 @@ class FaultyProxy:
     def __init__(self, url, fault):
         class Handler(http.server.BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            # The body follows the headers without waiting for the client.
+            disable_nagle_algorithm = True
 
             def log_message(self, *_):
                 pass
@@ -116,7 +118,11 @@ class FaultyProxy:
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def __enter__(self):
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        # `shutdown` waits for the end of a poll.
+        poll_seconds = 0.01
+        threading.Thread(
+            target=self._server.serve_forever, args=(poll_seconds,), daemon=True
+        ).start()
         self._environment = mock.patch.dict(os.environ, {"AWS_ENDPOINT_URL": self.url})
         self._environment.start()
         return self

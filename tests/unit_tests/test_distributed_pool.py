@@ -9,6 +9,11 @@ import torch
 import torch.distributed as dist
 
 
+@pytest.fixture(scope="module")
+def pool(separate_pool):
+    return separate_pool
+
+
 def summed(rank: int, world_size: int, value: int) -> tuple[int, int]:
     tensor = torch.tensor(value + rank)
     dist.all_reduce(tensor)

@@ -287,10 +287,10 @@ def run_with_dying_rank(rank: int, world_size: int, report: Path) -> None:
     report.write_text(str(caught.value))
 
 
-def test_error_names_a_dead_neighbor(pool, tmp_path):
+def test_error_names_a_dead_neighbor(separate_pool, tmp_path):
     report = tmp_path / "report"
     with pytest.raises(RuntimeError, match="exit code 1"):
-        pool.run(run_with_dying_rank, 2, report)
+        separate_pool.run(run_with_dying_rank, 2, report)
     assert "pipeline rank 1 (global rank 1) failed" in report.read_text()
 
 
