@@ -4,6 +4,7 @@ Each combination continues with the losses of an uninterrupted run, or is refuse
 default tests cover each optimizer and each format once; `--run-slow` covers all combinations.
 """
 
+import functools
 import math
 from pathlib import Path
 
@@ -56,19 +57,42 @@ def run(pool, optimizer, layout, dtype, more=""):
     )
 
 
-def save(pool, directory, optimizer, layout, dtype):
-    """Train 2 of 4 iterations and return the outcomes."""
-    return run(pool, optimizer, layout, dtype, f"--save {directory} --exit-interval 2")
+@pytest.fixture(scope="module")
+def saved_runs(pool, tmp_path_factory):
+    """Return the function that trains 2 of 4 iterations, once for each combination.
+
+    It returns the directory of the checkpoint and its tensors.
+    """
+
+    @functools.cache
+    def save(optimizer, layout, dtype):
+        directory = tmp_path_factory.mktemp("saved")
+        flags = f"--save {directory} --exit-interval 2"
+        return directory, whole(run(pool, optimizer, layout, dtype, flags))
+
+    return save
 
 
-def check_resume(pool, directory, saved, optimizer, layout, dtype):
-    """Load without training: all tensors are equal. Then train: the losses are those of one run."""
-    loaded = run(pool, optimizer, layout, dtype, f"--load {directory} --skip-train")
-    assert_same(whole(loaded), whole(saved))
-    resumed = run(pool, optimizer, layout, dtype, f"--load {directory}")
-    straight = run(pool, optimizer, layout, dtype)
-    tolerance = 2e-5 if dtype == "fp32" else 2e-3
-    assert get_losses(resumed) == pytest.approx(get_losses(straight)[2:], rel=tolerance)
+@pytest.fixture(scope="module")
+def check_resume(pool):
+    """Return the function that compares resumes with uninterrupted runs of one process."""
+
+    @functools.cache
+    def train_straight(optimizer, dtype):
+        return get_losses(run(pool, optimizer, "single", dtype))
+
+    def check(directory, saved, optimizer, layout, dtype):
+        """Load without training: all tensors are equal. Then train: the losses are those of one
+        run.
+        """
+        loaded = run(pool, optimizer, layout, dtype, f"--load {directory} --skip-train")
+        assert_same(whole(loaded), saved)
+        resumed = run(pool, optimizer, layout, dtype, f"--load {directory}")
+        tolerance = 2e-5 if dtype == "fp32" else 2e-3
+        straight = train_straight(optimizer, dtype)
+        assert get_losses(resumed) == pytest.approx(straight[2:], rel=tolerance)
+
+    return check
 
 
 DEFAULT_RESUMES = [
@@ -95,17 +119,17 @@ def mark_slow(cases, default):
 @pytest.mark.parametrize(
     ("optimizer", "first", "second", "dtype"), mark_slow(ALL_RESUMES, DEFAULT_RESUMES)
 )
-def test_resume_at_another_layout(pool, tmp_path, optimizer, first, second, dtype):
-    saved = save(pool, tmp_path, optimizer, first, dtype)
-    check_resume(pool, tmp_path, saved, optimizer, second, dtype)
+def test_resume_at_another_layout(saved_runs, check_resume, optimizer, first, second, dtype):
+    directory, saved = saved_runs(optimizer, first, dtype)
+    check_resume(directory, saved, optimizer, second, dtype)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_no_load_optim_takes_the_weights(pool, tmp_path, optimizer):
-    saved = save(pool, tmp_path, optimizer, "tp2", "fp32")
-    flags = f"--load {tmp_path} --no-load-optim"
+def test_no_load_optim_takes_the_weights(pool, saved_runs, optimizer):
+    directory, saved = saved_runs(optimizer, "tp2", "fp32")
+    flags = f"--load {directory} --no-load-optim"
     loaded = whole(run(pool, optimizer, "single", "fp32", f"{flags} --skip-train"))
-    for key, value in whole(saved).items():
+    for key, value in saved.items():
         if not key.startswith("optimizer."):
             assert_same({key: loaded[key]}, {key: value})
     resumed = run(pool, optimizer, "single", "fp32", flags)
@@ -138,10 +162,9 @@ ALL_CONVERSIONS = [
 @pytest.mark.parametrize(
     ("optimizer", "saver", "layout", "dtype"), mark_slow(ALL_CONVERSIONS, DEFAULT_CONVERSIONS)
 )
-def test_conversion(pool, tmp_path, optimizer, saver, layout, dtype):
+def test_conversion(tmp_path, saved_runs, check_resume, optimizer, saver, layout, dtype):
     """Convert to a format and back to torch_dist; a run resumes from either."""
-    saved = save(pool, tmp_path / "run", optimizer, layout, dtype)
-    source = tmp_path / "run"
+    source, saved = saved_runs(optimizer, layout, dtype)
     converted = convert(source, tmp_path / saver, saver)
     if optimizer in MIXED and saver in ("legacy", "universal"):
         assert converted.returncode == 1 and REFUSED.format(saver) in converted.stderr
@@ -150,11 +173,11 @@ def test_conversion(pool, tmp_path, optimizer, saver, layout, dtype):
         assert converted.returncode == 0, converted.stderr
         return
     assert converted.returncode == 0, converted.stderr
-    check_resume(pool, tmp_path / saver, saved, optimizer, "tp2", dtype)
+    check_resume(tmp_path / saver, saved, optimizer, "tp2", dtype)
 
     back = convert(tmp_path / saver, tmp_path / "back", "torch_dist")
     assert back.returncode == 0, back.stderr
-    check_resume(pool, tmp_path / "back", saved, optimizer, "pp2", dtype)
+    check_resume(tmp_path / "back", saved, optimizer, "pp2", dtype)
 
 
 def convert(source: Path, target: Path, saver: str, *more: str):
@@ -165,10 +188,10 @@ def convert(source: Path, target: Path, saver: str, *more: str):
 
 @pytest.mark.parametrize("layout", ["dp2", "zero"])
 @pytest.mark.parametrize("optimizer", ["ademamix", "sgd_without_momentum"])
-def test_legacy_files_from_training(pool, tmp_path, optimizer, layout):
+def test_legacy_files_from_training(pool, tmp_path, check_resume, optimizer, layout):
     flags = f"--save {tmp_path} --exit-interval 2 --ckpt-format torch"
-    saved = run(pool, optimizer, layout, "bf16", flags)
-    check_resume(pool, tmp_path, saved, optimizer, "tp2", "bf16")
+    saved = whole(run(pool, optimizer, layout, "bf16", flags))
+    check_resume(tmp_path, saved, optimizer, "tp2", "bf16")
 
 
 @pytest.mark.parametrize(
@@ -205,9 +228,9 @@ def train_with_bad_betas(rank, world_size, flags):
         adam.from_config = make_rule
 
 
-def test_number_of_betas_is_that_of_the_optimizer(pool, tmp_path):
-    save(pool, tmp_path, "ademamix", "single", "fp32")
-    groups = find_param_groups(load_common(tmp_path / "iter_0000002")["optimizer"])
+def test_number_of_betas_is_that_of_the_optimizer(saved_runs):
+    directory, _ = saved_runs("ademamix", "zero", "fp32")
+    groups = find_param_groups(load_common(directory / "iter_0000002")["optimizer"])
     assert [group["betas"] for group in groups] == [(0.9, 0.999, 0.999)] * 2
     assert UPDATE_RULES["ademamix"].NUM_BETAS == 3
 

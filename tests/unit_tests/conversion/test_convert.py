@@ -22,12 +22,6 @@ FORMATS = list(WRITERS)
 LAYOUT = WriteOptions(tensor_parallel=2, pipeline_parallel=2, optim_sidecar=True)
 
 
-@pytest.fixture(autouse=True)
-def without_fsync(monkeypatch):
-    """Skip fsync: these tests do not crash, and tiny conversions mostly wait for the disk."""
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
-
-
 def first_checkpoint(root: Path, args=LLAMA_ARGS, **changes):
     source = random_source({**args, **changes})
     source.args |= {

@@ -1,6 +1,5 @@
 """Edits of a model: other layers and another vocabulary, compared with numpy and transformers."""
 
-import os
 from pathlib import Path
 
 import numpy as np
@@ -30,12 +29,6 @@ from tests.unit_tests.conversion.convert_tool import run_convert, run_merge
 FORMATS = list(WRITERS)
 ROWS = 67  # of the sources
 OUTPUT = "output_layer.weight"
-
-
-@pytest.fixture(autouse=True)
-def without_fsync(monkeypatch):
-    """Skip fsync: these tests do not crash, and tiny conversions mostly wait for the disk."""
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
 
 
 def edit(source, **fields):

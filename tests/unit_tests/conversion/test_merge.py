@@ -47,12 +47,6 @@ QKV = "decoder.layers.1.self_attention.linear_qkv.weight"
 TOLERANCE = {torch.float32: 4e-7, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
-@pytest.fixture(autouse=True)
-def without_fsync(monkeypatch):
-    """Skip fsync: these tests do not crash, and tiny conversions mostly wait for the disk."""
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
-
-
 def make_run(root: Path, iterations, args=BF16) -> list[MemorySource]:
     """Write a run whose checkpoints differ; return their content."""
     sources = []
@@ -481,16 +475,23 @@ def test_paths_with_colons():
 # ---- Memory ----
 
 
-@pytest.mark.parametrize("saver", FORMATS)
-def test_memory_is_a_few_blocks(tmp_path, saver):
-    """Tensors in memory at once are small compared to the inputs."""
+@pytest.fixture(scope="module")
+def large_inputs(tmp_path_factory):
+    """Write four checkpoints that are larger than blocks; return them and the bytes of one."""
     args = {**LLAMA_ARGS, "hidden_size": 64, "num_layers": 1, "bf16": True}
+    directories = []
     for seed in range(4):
-        source = random_source(args, vocab_size=300_000, optimizer=False, seed=seed)
-        write_torch_dist(source, tmp_path / f"{seed}")
-    nbytes = sum(info.nbytes for info in source.tensors.values())
-    del source
-    words = [f"{tmp_path / str(seed)}:0.25" for seed in range(4)]
+        source = random_source(args, vocab_size=150_000, optimizer=False, seed=seed)
+        directories.append(tmp_path_factory.mktemp("large"))
+        write_torch_dist(source, directories[-1])
+    return directories, sum(info.nbytes for info in source.tensors.values())
+
+
+@pytest.mark.parametrize("saver", FORMATS)
+def test_memory_is_a_few_blocks(large_inputs, tmp_path, saver):
+    """Tensors in memory at once are small compared to the inputs."""
+    directories, nbytes = large_inputs
+    words = [f"{directory}:0.25" for directory in directories]
     with LiveTensors() as tensors:
         done = run_merge(
             *("--input", *words, "--output", tmp_path / "out", "--saver", saver, "--workers", 1)
