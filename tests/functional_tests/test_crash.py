@@ -120,7 +120,7 @@ def run(launcher, root, kills, world_size, layout, interval, victims, seed):
 
 
 def test_random_kills_of_one_process(launcher, tmp_path):
-    run(launcher, tmp_path, 14, 1, "", 1, [[0]], 1)
+    run(launcher, tmp_path, 2 * len(MOMENTS), 1, "", 1, [[0]], 1)
 
 
 def test_random_kills_of_one_or_all_ranks(launcher, tmp_path):

@@ -173,7 +173,7 @@ def test_outage_of_object_storage_does_not_fail_the_checkpoint(pool, tmp_path, b
         return "refuse" if "iter_0000002" in path and method in ("PUT", "POST") else None
 
     with FaultyProxy(environment["AWS_ENDPOINT_URL"], fault) as proxy:
-        environment |= {"AWS_ENDPOINT_URL": proxy.url, "MEGATRON_STORAGE_DEADLINE": "0.5"}
+        environment |= {"AWS_ENDPOINT_URL": proxy.url, "MEGATRON_STORAGE_DEADLINE": "0.3"}
         flags = f"{RUN} {LLAMA} --async-save --exit-on-save-failure --save {tmp_path / 'run'}"
         outcomes = pool.run(train_with, 2, f"{flags} --save-hf {root / 'hf'}", environment)
     assert outcomes[0].iteration == 4

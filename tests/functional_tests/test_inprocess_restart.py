@@ -69,15 +69,19 @@ def test_error_of_the_user_is_not_repeated(launcher, tmp_path):
     assert [attempt for attempt, _ in attempts(tmp_path, 0)] == [0]
 
 
+# The monitor of a rank looks for the store, which ends with rank 0, four times in this time.
+LOOKS = "inprocess_hard_timeout=2"
+
+
 def test_attempts_are_limited(launcher, tmp_path):
-    job = start(launcher, tmp_path, "always_killed", "inprocess_max_iterations=3")
+    job = start(launcher, tmp_path, "always_killed", "inprocess_max_iterations=3", LOOKS)
     assert job.wait() == [1, 1]
     assert [attempt for attempt, _ in attempts(tmp_path, 1)] == [0, 1, 2]
     assert "--inprocess-max-iterations 3 is reached" in job.output()
 
 
 def test_attempts_without_an_iteration_are_limited(launcher, tmp_path):
-    job = start(launcher, tmp_path, "always_killed")
+    job = start(launcher, tmp_path, "always_killed", LOOKS)
     assert job.wait() == [1, 1]
     assert "5 attempts did not complete a single iteration" in job.output()
 

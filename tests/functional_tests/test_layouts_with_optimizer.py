@@ -22,7 +22,7 @@ from tests.support.tiny_ddp_model import assemble, boxes_of
 
 SEQ = 16
 SEQUENCES = 8
-STEPS = 4
+STEPS = 3
 VOCAB = 53
 SMALL = {
     "num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": VOCAB, "max_position_embeddings": SEQ,

@@ -17,7 +17,7 @@ from tests.support.training_harness import (
     whole,
 )
 
-FLAGS = f"--mock-data --train-iters 6 --use-distributed-optimizer {LLAMA}"
+FLAGS = f"--mock-data --train-iters 4 --use-distributed-optimizer {LLAMA}"
 
 
 def files(directory):
@@ -53,14 +53,14 @@ def test_legacy_checkpoints_resume(pool, tmp_path, layout):
         train, world_size, flags.replace(f"--save {tmp_path} --load {tmp_path}", "")
     )
     first = pool.run(
-        train, world_size, f"{flags} --exit-interval 3 --save-interval 2 --keep-last-n 1"
+        train, world_size, f"{flags} --exit-interval 2 --save-interval 1 --keep-last-n 1"
     )
     assert {name.partition("/")[0] for name in files(tmp_path)} == {
-        "iter_0000003",
+        "iter_0000002",
         "latest_checkpointed_iteration.txt",
     }
     names = ("distrib_optim.pt", "model_optim_rng.pt")
-    assert files(tmp_path / "iter_0000003") == [
+    assert files(tmp_path / "iter_0000002") == [
         f"{rank}/{name}" for rank in EXPECTED[layout] for name in names
     ]
     elsewhere = pool.run(
@@ -68,7 +68,7 @@ def test_legacy_checkpoints_resume(pool, tmp_path, layout):
     )
     assert_same(whole(elsewhere), whole(first))
     second = pool.run(train, world_size, flags)
-    assert second[0].iteration == 6
+    assert second[0].iteration == 4
     assert_same(whole(second), whole(straight))
 
 
@@ -135,15 +135,15 @@ def test_legacy_sgd_resumes(pool, tmp_path, momentum):
 def test_legacy_sgd_in_fp32_resumes_bitwise(pool, tmp_path, momentum):
     """Without momentum the files contain neither main parameters nor other optimizer tensors."""
     flags = (
-        f"--mock-data --train-iters 6 {MODELS['gpt2']} --optimizer sgd --sgd-momentum {momentum}"
+        f"--mock-data --train-iters 4 {MODELS['gpt2']} --optimizer sgd --sgd-momentum {momentum}"
     )
     straight = pool.run(train, 2, f"{flags} --tensor-model-parallel-size 2")
     flags += (
         f" --tensor-model-parallel-size 2 --ckpt-format torch --save {tmp_path} --load {tmp_path}"
     )
-    pool.run(train, 2, f"{flags} --exit-interval 3")
+    pool.run(train, 2, f"{flags} --exit-interval 2")
     for strictness in ("assume_ok_unexpected", "log_all"):
-        resumed = pool.run(train, 2, f"{flags} --ckpt-step 3 --dist-ckpt-strictness {strictness}")
+        resumed = pool.run(train, 2, f"{flags} --ckpt-step 2 --dist-ckpt-strictness {strictness}")
         assert_same(whole(resumed), whole(straight))
 
 
@@ -153,11 +153,11 @@ TP2 = f"{FLAGS} --tensor-model-parallel-size 2 --ckpt-format torch"
 @pytest.fixture(scope="module")
 def stopped(pool, tmp_path_factory):
     """Return the results of an uninterrupted run, and the checkpoints of one that stopped after
-    four iterations.
+    two iterations.
     """
     directory = tmp_path_factory.mktemp("stopped")
     straight = pool.run(train, 2, TP2)
-    pool.run(train, 2, f"{TP2} --save {directory} --save-interval 2 --exit-interval 4")
+    pool.run(train, 2, f"{TP2} --save {directory} --save-interval 1 --exit-interval 2")
     return straight, directory
 
 
@@ -166,7 +166,7 @@ def test_damaged_legacy_checkpoints_never_restart_from_scratch(pool, stopped, tm
     straight, directory = stopped
     shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
     tracker = tmp_path / "latest_checkpointed_iteration.txt"
-    newest = tmp_path / "iter_0000004"
+    newest = tmp_path / "iter_0000002"
     if damage == "lost tracker":
         tracker.unlink()
     elif damage == "garbled tracker":
@@ -175,7 +175,7 @@ def test_damaged_legacy_checkpoints_never_restart_from_scratch(pool, stopped, tm
         model = newest / "mp_rank_01/model_optim_rng.pt"
         model.write_bytes(model.read_bytes()[:-100])
     resumed = pool.run(train, 2, f"{TP2} --save {tmp_path} --load {tmp_path}")
-    first = 3 if damage == "truncated checkpoint" else 5
+    first = 2 if damage == "truncated checkpoint" else 3
     assert resumed[0].measured.losses == straight[0].measured.losses[first - 1 :]
     assert_same(whole(resumed), whole(straight))
 
@@ -183,11 +183,11 @@ def test_damaged_legacy_checkpoints_never_restart_from_scratch(pool, stopped, tm
 def test_asynchronous_legacy_save(pool, tmp_path):
     """Asynchronous saves write the same files as synchronous ones."""
     world_size, flags = LAYOUTS["tp2_dp2"]
-    flags = f"{FLAGS} {flags} --ckpt-format torch --save-interval 2"
+    flags = f"{FLAGS} {flags} --ckpt-format torch --save-interval 1"
     pool.run(train, world_size, f"{flags} --save {tmp_path / 'sync'}")
     pool.run(train, world_size, f"{flags} --save {tmp_path / 'async'} --async-save")
     names = [name for name in files(tmp_path / "sync") if name.endswith(".pt")]
-    assert len(names) == 3 * 4 and files(tmp_path / "async") == files(tmp_path / "sync")
+    assert len(names) == 4 * 4 and files(tmp_path / "async") == files(tmp_path / "sync")
     for name in names:
         one, other = (
             torch.load(tmp_path / mode / name, weights_only=False) for mode in ("sync", "async")

@@ -23,8 +23,9 @@ from tests.support.training_harness import (
     whole,
 )
 
-SAVED = 3  # the iteration of a checkpoint, of five
-DATA = "--mock-data --train-iters 5 "
+# The iteration of a checkpoint, of four. The second loss after a resume depends on the optimizer.
+SAVED = 2
+DATA = "--mock-data --train-iters 4 "
 SINGLE = {"single": (1, ""), **LAYOUTS}
 ROUNDING = 1e-5
 
@@ -198,7 +199,7 @@ def test_use_checkpoint_args_restores_the_model(pool, tmp_path):
         train, 1, f"{DATA} {MODELS['llama']} --save {tmp_path} --exit-interval {SAVED}"
     )
     run = (
-        "--num-threads 1 --lr 1 --train-iters 5 --mock-data --eval-iters 0 --skip-train "
+        "--num-threads 1 --lr 1 --train-iters 4 --mock-data --eval-iters 0 --skip-train "
         "--num-layers 2 "
     )
     from_checkpoint = (

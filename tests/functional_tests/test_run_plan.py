@@ -19,7 +19,7 @@ from tests.support.training_harness import (
 COMMON = (
     "--num-layers 4 --hidden-size 128 --ffn-hidden-size 384 --num-attention-heads 4 "
     "--group-query-attention "
-    "--num-query-groups 2 --seq-length 128 --micro-batch-size 2 --global-batch-size 8 "
+    "--num-query-groups 2 --seq-length 128 --micro-batch-size 2 --global-batch-size 4 "
     "--train-iters 2 --lr 1e-3 "
     "--hidden-dropout 0 --attention-dropout 0 --num-workers 0 --num-threads 1 --log-interval 1 "
     "--eval-iters 0 "
@@ -30,7 +30,9 @@ UNTIED = LLAMA + "--untie-embeddings-and-output-weights "
 FULL = "--recompute-granularity full --recompute-method {} --recompute-num-layers {} "
 CP2 = "--context-parallel-size 2 "
 TP2 = "--tensor-model-parallel-size 2 "
-PP2 = "--pipeline-model-parallel-size 2 "
+# Two micro-batches for each replica, or more than a pipeline has in flight
+DP2 = "--global-batch-size 8 "
+PP2 = "--pipeline-model-parallel-size 2 --global-batch-size 8 "
 SHARDED = (
     "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
     "--ddp-bucket-size 100000 "
@@ -101,15 +103,15 @@ RUNS = {  # name -> (processes, flags)
     "pp2": (2, UNTIED + PP2),
     "pp2, tied": (2, LLAMA + PP2 + "--bf16"),
     "pp2, interleaved": (2, UNTIED + PP2 + "--num-virtual-stages-per-pipeline-rank 2"),
-    "dp2": (2, UNTIED + "--bf16"),
-    "dp2, sharded": (2, UNTIED + "--bf16 " + SHARDED),
+    "dp2": (2, UNTIED + DP2 + "--bf16"),
+    "dp2, sharded": (2, UNTIED + DP2 + "--bf16 " + SHARDED),
     "mtp": (1, UNTIED + "--mtp-num-layers 2"),
     "mtp, full": (1, UNTIED + "--mtp-num-layers 1 " + FULL.format("uniform", 1)),
     "mtp, tp2": (2, UNTIED + TP2 + "--mtp-num-layers 1"),
     "mtp, tp2 sp": (2, LLAMA + TP2 + "--sequence-parallel --mtp-num-layers 1"),
     "mtp, pp2": (2, UNTIED + PP2 + "--mtp-num-layers 1 --bf16"),
     "average": (1, UNTIED + "--ema-decay 0.9"),
-    "average, dp2, sharded": (2, UNTIED + "--bf16 --ema-decay 0.9 " + SHARDED),
+    "average, dp2, sharded": (2, UNTIED + DP2 + "--bf16 --ema-decay 0.9 " + SHARDED),
 }
 
 

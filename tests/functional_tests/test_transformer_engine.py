@@ -183,9 +183,9 @@ def test_fp8_scales_are_restored_and_optional(pool, tmp_path, layout, prediction
     """Losses are bitwise equal after a resume in the same layout; other recipes load
     weights only.
     """
-    model = f"--mock-data --train-iters 6 {MODELS['llama']} {LAYOUTS[layout][1]} {prediction} "
+    model = f"--mock-data --train-iters 4 {MODELS['llama']} {LAYOUTS[layout][1]} {prediction} "
     model += "--ffn-hidden-size 64 "
-    flags = f"{model} {FP8} --first-last-layers-bf16 --save {tmp_path} --save-interval 3 "
+    flags = f"{model} {FP8} --first-last-layers-bf16 --save {tmp_path} --save-interval 2 "
     straight, told, scales = zip(*pool.run(train_with_stand_in, 2, flags), strict=True)
     assert scales[0] is not None and scales[0][0][0] > 1.0 and len(scales[0][1]) == 4
     in_fp8 = [call["fp8"] for call in told[0]]
@@ -193,7 +193,7 @@ def test_fp8_scales_are_restored_and_optional(pool, tmp_path, layout, prediction
     steps = [call["first"] for call in told[0] if call["fp8"]]
     assert steps.count(True) * 4 == len(steps)  # weights are quantized in one micro-batch of four
     tracker = tmp_path / "latest_checkpointed_iteration.txt"
-    stored = read_metadata(tmp_path / "iter_0000003").objects
+    stored = read_metadata(tmp_path / "iter_0000002").objects
     assert "decoder.layers.1.mlp.linear_fc1._extra_state/shard_0_1" in stored
     if prediction:
         # Layers for multi-token prediction are in fp8, although they come last.
@@ -205,11 +205,11 @@ def test_fp8_scales_are_restored_and_optional(pool, tmp_path, layout, prediction
     convert(tmp_path, tmp_path / "converted", "legacy")  # works without Transformer Engine
 
     def resumed(more):
-        tracker.write_text("3")
+        tracker.write_text("2")
         return pool.run(train_with_stand_in, 2, f"{model} {more} --load {tmp_path}")
 
     again, _, same_scales = zip(*resumed(f"{FP8} --first-last-layers-bf16"), strict=True)
-    last = get_losses(straight)[3:]
+    last = get_losses(straight)[2:]
     assert get_losses(again) == last and same_scales == scales
     for other in ("--bf16", f"{FP8} --fp8-amax-history-len 2"):
         assert get_losses([outcome for outcome, *_ in resumed(other)]) == pytest.approx(
@@ -219,18 +219,18 @@ def test_fp8_scales_are_restored_and_optional(pool, tmp_path, layout, prediction
 
 def test_prediction_layers_stay_in_bf16_next_to_fp4(pool, tmp_path):
     """As in Megatron-LM. Block scales have no state, so that losses are bitwise after a resume."""
-    model = f"--mock-data --train-iters 6 {MODELS['llama']} {LAYOUTS['tp2_sp'][1]} "
+    model = f"--mock-data --train-iters 4 {MODELS['llama']} {LAYOUTS['tp2_sp'][1]} "
     model += f"{TE} --bf16 --mtp-num-layers 1 --ffn-hidden-size 64 "
-    flags = f"{model} --fp4-format e2m1 --save {tmp_path} --save-interval 3 "
+    flags = f"{model} --fp4-format e2m1 --save {tmp_path} --save-interval 2 "
     straight, told, _ = zip(*pool.run(train_with_stand_in, 2, flags), strict=True)
     # Four products of each of the four layers; eh_proj and four products of the prediction layer.
     forward = [call["fp8"] for call in told[0]][:21]
     assert forward == [True] * 16 + [False] * 5
 
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
     flags = f"{model} --fp4-format e2m1 --load {tmp_path} "
     again, _, _ = zip(*pool.run(train_with_stand_in, 2, flags), strict=True)
-    assert get_losses(again) == get_losses(straight)[3:]
+    assert get_losses(again) == get_losses(straight)[2:]
     in_bf16 = pool.run(train_with_stand_in, 2, model)
     expected = get_losses([outcome for outcome, *_ in in_bf16])
     assert get_losses(straight) != expected
@@ -329,32 +329,32 @@ def test_fp8_weights_are_saved_from_main_parameters(pool, tmp_path, more):
 
     It also loads weights without the optimizer.
     """
-    model = f"--mock-data --train-iters 6 {MODELS['llama']} {more} "
-    save = f"--save {tmp_path} --save-interval 3 "
+    model = f"--mock-data --train-iters 4 {MODELS['llama']} {more} "
+    save = f"--save {tmp_path} --save-interval 2 "
     (straight, told, scales), _ = pool.run(train_with_stand_in, 2, f"{model} {FP8_WEIGHTS} {save}")
     assert all(call["fused"] for call in told) and {call.get("primary") for call in told} >= {True}
     ((plain, _, _),) = pool.run(train_with_stand_in, 1, f"{model} {FP8} --log-params-norm")
     assert straight.measured.losses == pytest.approx(plain.measured.losses, abs=0.03)
     assert straight.measured.params_norms == pytest.approx(plain.measured.params_norms, rel=1e-2)
 
-    tensors = read_tensors(tmp_path, 3)
+    tensors = read_tensors(tmp_path, 2)
     for key in [key for key in tensors if f"optimizer.state.param.{key}" in tensors]:
         assert torch.equal(tensors[key], tensors[f"optimizer.state.param.{key}"].bfloat16()), key
 
     def resumed(flags, ranks=2):
-        (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
+        (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
         (outcome, _, found), *_ = pool.run(
             train_with_stand_in, ranks, f"{model} {flags} --load {tmp_path}"
         )
         return outcome.measured.losses, found
 
-    last = straight.measured.losses[3:]
+    last = straight.measured.losses[2:]
     assert resumed(FP8_WEIGHTS) == (last, scales)
     for flags in ("--bf16", TE + "--bf16", FP8):
         assert resumed(flags, ranks=1)[0] == pytest.approx(last, abs=0.03), flags
-    plain = f"{model} --bf16 --save {tmp_path} --ckpt-step 3 --load {tmp_path} --exit-interval 4 "
+    plain = f"{model} --bf16 --save {tmp_path} --ckpt-step 2 --load {tmp_path} --exit-interval 3 "
     (bf16,) = pool.run(train, 1, plain)
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
     back = pool.run(train_with_stand_in, 2, f"{model} {FP8_WEIGHTS} --load {tmp_path}")[0][0]
     assert bf16.measured.losses + back.measured.losses == pytest.approx(last, abs=0.03)
     weights = pool.run(

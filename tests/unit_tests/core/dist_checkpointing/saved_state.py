@@ -4,11 +4,13 @@ import torch
 
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor, load, load_common
 
+ROWS = 300_000  # two tensors of 24 MB, each staged in three slots
+
 
 class Training:
     """State that changes as in training: the step changes tensors, all the time the rest."""
 
-    def __init__(self, seed=0, rows=600_000):
+    def __init__(self, seed=0, rows=ROWS):
         generator = torch.Generator().manual_seed(seed)
         self.weight = torch.randn(rows, 20, generator=generator)
         self.moment = torch.randn(rows * 20, generator=generator)
@@ -40,7 +42,7 @@ class Training:
             tensor.zero_()
 
 
-def assert_holds(directory, seed, rows=600_000):
+def assert_holds(directory, seed, rows=ROWS):
     expected = Training(seed, rows)
     loaded = Training(seed + 1, rows)
     report = load(loaded.state(), directory, verify=True)

@@ -92,7 +92,7 @@ def test_waiting_for_a_save_counts_as_blocking_time(tmp_path, monkeypatch):
     real = os.fsync
 
     def slow_fsync(handle):
-        time.sleep(0.2)
+        time.sleep(0.1)
         real(handle)
 
     monkeypatch.setattr(os, "fsync", slow_fsync)
@@ -278,12 +278,12 @@ def test_heartbeats_of_rank_0_keep_a_save_alive():
 def rewrite_slowly(directory, progress):
     for _ in range(30):
         progress(1)
-    time.sleep(5)
+    time.sleep(1.5)  # a silent rank is given up after at most 5/4 of the timeout
     (directory / "added").write_text("a file of another form")
 
 
 def save_with_rewrite(rank, size, root):
-    with AsyncSaver(timeout=2) as saver:
+    with AsyncSaver(timeout=1) as saver:
         state = sharded(rank, size, 0)
         return saver.save(state, f"{root}/0", common={}, rewrite=rewrite_slowly).wait().error
 

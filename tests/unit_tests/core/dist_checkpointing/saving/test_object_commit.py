@@ -319,7 +319,7 @@ def test_retention_follows_its_rules(root):
 def test_failed_upload_fails_the_save_and_is_cleaned_up(root, server, monkeypatch):
     """The store rejects all data for longer than requests are repeated."""
     generation = take_generation(root, {})
-    monkeypatch.setenv("MEGATRON_STORAGE_DEADLINE", "0.5")
+    monkeypatch.setenv("MEGATRON_STORAGE_DEADLINE", "0.3")
     with FaultyProxy(
         server,
         lambda method, path, headers: (
@@ -366,7 +366,7 @@ def test_outage_is_reported_on_every_rank_and_cleaned_up(root, server, pool):
     generation = take_generation(root, {})
     with FaultyProxy(server, fault):
         environment = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
-        environment["MEGATRON_STORAGE_DEADLINE"] = "0.5"
+        environment["MEGATRON_STORAGE_DEADLINE"] = "0.3"
         told, other = pool.run(save_in_an_outage, 2, str(root), generation.id, environment)
     assert "common.pt" in told and other == told
     assert [path.name for path in (root / "iter_0000001").iterdir()] == [".claim"]
@@ -375,7 +375,7 @@ def test_outage_is_reported_on_every_rank_and_cleaned_up(root, server, pool):
 @pytest.mark.parametrize("repeatedly", [False, True])
 def test_lost_answer_after_the_commit(root, server, monkeypatch, repeatedly):
     """A lost answer is read back. Without the server the save may fail, but not be damaged."""
-    monkeypatch.setenv("MEGATRON_STORAGE_DEADLINE", "2" if repeatedly else "60")
+    monkeypatch.setenv("MEGATRON_STORAGE_DEADLINE", "0.3" if repeatedly else "60")
     lost = []
     broken = threading.Event()
 

@@ -167,7 +167,7 @@ def test_free_space_is_checked_before_the_first_byte(tmp_path, monkeypatch):
     fields = list(real)
     fields[4] = 10  # f_bavail
     monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result(fields))
-    with pytest.raises(CheckpointError, match=r"needs 96\.6\d MB, 40\.96 kB are free"):
+    with pytest.raises(CheckpointError, match=r"needs 48\.6\d MB, 40\.96 kB are free"):
         save(Training(0).state(), tmp_path / "c", common={})
     assert not any(path.is_dir() for path in tmp_path.iterdir())
 
@@ -309,6 +309,9 @@ def delayed_calls(seconds, *delays):
     assert not remaining, f"never called: {remaining}"
 
 
+SLOW = 1.5  # seconds; a silent rank is given up after at most 5/4 of a timeout of 1 s
+
+
 def save_with_slow_calls(rank, size, root):
     """Each call takes longer than the timeout, in every phase of the save."""
     slow = [("fsync", "__1_0.distcp")]
@@ -324,10 +327,10 @@ def save_with_slow_calls(rank, size, root):
         os.rename(Path(root, "tracker.tmp"), Path(root, "tracker"))
 
     def remove_superseded():
-        time.sleep(4)
+        time.sleep(SLOW)
         removed.append("the previous checkpoint")
 
-    with AsyncSaver(timeout=2) as saver, delayed_calls(4, *slow):
+    with AsyncSaver(timeout=1) as saver, delayed_calls(SLOW, *slow):
         report = saver.save(
             sharded(rank, size, 0),
             f"{root}/0",
@@ -358,7 +361,7 @@ def save_while_rank_0_is_suspended(rank, size, root, phase):
         signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
     hooks = {phase: suspend} if rank == 0 else {}
-    with AsyncSaver(timeout=2) as saver:
+    with AsyncSaver(timeout=1) as saver:
         report = saver.save(state, f"{root}/0", common={}, **hooks).wait()
         if rank == 1:
             os.kill(int(pid.read_text()), signal.SIGCONT)
@@ -371,7 +374,7 @@ def test_ranks_agree_when_rank_0_was_suspended(pool, tmp_path, phase):
     (error, _), (other_error, warning) = pool.run(
         save_while_rank_0_is_suspended, 2, str(tmp_path), phase
     )
-    silence = "nothing was heard from rank 0 for 2 s: the process is dead or suspended"
+    silence = "nothing was heard from rank 0 for 1 s: the process is dead or suspended"
     if phase == "on_commit":  # the checkpoint has its name: rank 1 finds it
         assert error is None and other_error is None
         assert silence in warning
