@@ -39,8 +39,10 @@ demo test: export PYTHONDONTWRITEBYTECODE =
 demo: setup
 	VENV=$(VENV) bash examples/demo/run.sh
 
+# Files run in the order of their names: the long ones of the functional tests first, so that the
+# two workers end at the same time.
 test: setup
-	$(PY) -m pytest -q -n 2 --dist loadfile --durations=15 $(PYTEST_ARGS)
+	$(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=15 $(PYTEST_ARGS)
 
 check: setup
 	$(VENV)/bin/ruff check .
