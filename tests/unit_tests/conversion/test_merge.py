@@ -487,7 +487,9 @@ def large_inputs(tmp_path_factory):
     return directories, sum(info.nbytes for info in source.tensors.values())
 
 
-@pytest.mark.parametrize("saver", FORMATS)
+# Saves as torch_dist compute in threads, whose tensors LiveTensors does not count;
+# benchmarks/merge.py measures their memory.
+@pytest.mark.parametrize("saver", [each for each in FORMATS if each != "torch_dist"])
 def test_memory_is_a_few_blocks(large_inputs, tmp_path, saver):
     """Tensors in memory at once are small compared to the inputs."""
     directories, nbytes = large_inputs
@@ -497,4 +499,4 @@ def test_memory_is_a_few_blocks(large_inputs, tmp_path, saver):
             *("--input", *words, "--output", tmp_path / "out", "--saver", saver, "--workers", 1)
         )
     assert done.returncode == 0, done.stderr
-    assert tensors.peak < 4 * nbytes, (tensors.peak, nbytes)
+    assert 0 < tensors.peak < 4 * nbytes, (tensors.peak, nbytes)
