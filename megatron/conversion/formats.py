@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron.conversion.deepspeed import engine
 from megatron.conversion.deepspeed import files as universal
 from megatron.conversion.file_names import (
     CONSOLIDATED,
@@ -24,6 +25,7 @@ from megatron.conversion.file_names import (
     RELEASE,
     ZERO,
 )
+from megatron.conversion.huggingface.adapters import describe_adapter
 from megatron.conversion.megatron_lm import legacy_files as legacy
 from megatron.core.dist_checkpointing import (
     CheckpointDirectory,
@@ -38,7 +40,7 @@ from megatron.core.dist_checkpointing import (
 from megatron.core.dist_checkpointing.files import COMMON, METADATA, METADATA_JSON, TRACKER
 from megatron.core.dist_checkpointing.format.checksums import find_checksums
 from megatron.core.dist_checkpointing.format.links import confine_links
-from megatron.core.dist_checkpointing.format.schema import file_name, read_json, read_regular
+from megatron.core.dist_checkpointing.format.schema import read_json
 from megatron.core.object_storage import ObjectPath, path_of
 
 logger = logging.getLogger(__name__)
@@ -195,11 +197,7 @@ def read_latest(root: Path) -> str | None:
 
     Raises CheckpointError for anything but the name of a directory.
     """
-    path = root / LATEST
-    if not path.is_file():
-        return None
-    name = read_regular(path, limit=4096).decode(errors="replace").strip()
-    return file_name(name, f"{path}: the name in it")
+    return engine.read_tag(root / LATEST)
 
 
 def is_checkpoint_itself(root: Path, loader: str = "auto") -> bool:
@@ -319,6 +317,7 @@ def find_checkpoint(
     # 2. The newest complete one. Looking at all checkpoints is slow on a parallel file system.
     others = [directory for directory in list_newest_first(root, named) if directory != named]
     if reason is None and not others:
+        _refuse_unread(root)
         return None
     reason = reason or "there is no tracker file"
     for directory in others:
@@ -328,20 +327,42 @@ def find_checkpoint(
     raise NoCheckpointError(f"{root}: {reason}; {_describe_contents(root)}")
 
 
+def _describe_unread(root: Path) -> str | None:
+    """Return the way to convert a checkpoint of a program that is not read, None without one."""
+    return describe_adapter(root) or engine.describe_engine_checkpoint(root)
+
+
+def _refuse_unread(root: Path) -> None:
+    """Raise NoCheckpointError for a checkpoint of a program that is not read.
+
+    A run would start from random weights otherwise.
+    """
+    unread = _describe_unread(root)
+    if unread is not None:
+        raise NoCheckpointError(unread)
+
+
 def _describe_alternative(root: Path, named: Path) -> str | None:
-    """Return a note if `root` contains a checkpoint of another program next to the run."""
+    """Return a note if `root` contains a checkpoint of another program next to the run, or one of
+    DeepSpeed's engine that was not converted.
+    """
     other = None
+    tag = read_latest(root)
     if list_formats(root):
         other = f"{root} is also a checkpoint itself ({' and '.join(list_formats(root))})"
-    else:
-        tag = read_latest(root)
-        if tag not in (None, named.name):
-            other = f"{LATEST} names {tag}"
-    if other is None:
+    elif tag not in (None, named.name):
+        other = f"{LATEST} names {tag}"
+    if other is not None:
+        return (
+            f"{other}: taking {named}, which training has saved. To use the other one, move it to "
+            "a directory of its own"
+        )
+    saved = engine.read_tag(root / engine.LATEST)
+    if tag is None or saved is None or f"{saved}_universal" == tag:
         return None
     return (
-        f"{other}: taking {named}, which training has saved. To use the other one, move it to a "
-        "directory of its own"
+        f"DeepSpeed's {engine.LATEST} names {saved}, but {LATEST} names {tag}: taking {tag}. To "
+        f"use {saved}, convert it (python -m deepspeed.checkpoint.ds_to_universal)"
     )
 
 
@@ -353,6 +374,7 @@ def _find_in_object_storage(root: ObjectPath, loader: str) -> CheckpointRef | No
             note = _describe_alternative(root, directory)
             return CheckpointRef(directory, detect_format(directory, loader), note)
     if not directories:
+        _refuse_unread(root)
         return None
     raise NoCheckpointError(f"{root}: there is no tracker file; {_describe_contents(root)}")
 
@@ -391,7 +413,11 @@ def _describe_contents(root: Path) -> str:
             lines.append(f"\n  {directory.name}: {problem}")
     if complete:
         return f"complete are: {', '.join(complete)}"
-    return f"{root} holds no complete checkpoint{''.join(lines[:5])}"
+    text = f"{root} holds no complete checkpoint{''.join(lines[:5])}"
+    unread = _describe_unread(root)
+    if unread is not None:
+        text += f"\n  {unread}"
+    return text
 
 
 def is_extra_state(key: str) -> bool:

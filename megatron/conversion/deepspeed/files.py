@@ -2,7 +2,7 @@
 
 <root>/latest_universal: name of the directory
 <root>/<tag>/mp_rank_XX_model_states.pt: arguments, schedule and counters, equal for all XX except
-    for rank numbers
+    for rank numbers; of ZeRO-3 zero_pp_rank_D_mp_rank_XX_model_states.pt
 <root>/<tag>/zero/optimizer_state.pt: parameter groups (missing in BLOOM-era directories)
 <root>/<tag>/zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt: parameter and moments; with SGD
     {fp32,momentum_buffer,step}.pt
@@ -33,11 +33,20 @@ from megatron.conversion.model_space.source import (
     check_scheduler,
 )
 from megatron.core.dist_checkpointing import safe_load
-from megatron.core.dist_checkpointing.format.schema import COUNT, number, optional, record, sequence
+from megatron.core.dist_checkpointing.format.schema import (
+    COUNT,
+    anything,
+    mapping,
+    number,
+    optional,
+    record,
+    sequence,
+)
 from megatron.core.dist_checkpointing.format.schema import key as check_key
 from megatron.core.optimizer import UPDATE_RULES
 
 _VOCABULARY = record({"original_vocab_size?": optional(SIZE)})
+_SHAPES = mapping(anything, keys=check_key)  # of parameters by name
 MODEL_STATE_SCHEMA = record(
     {
         "args?": check_namespace,
@@ -52,6 +61,8 @@ MODEL_STATE_SCHEMA = record(
         "universal_checkpoint_info?": optional(_VOCABULARY),
         "checkpoint_info?": optional(_VOCABULARY),
         "checkpoint_parallel_dimensions?": optional(record({"tp_degree?": optional(RANKS)})),
+        "param_shapes?": sequence(_SHAPES),
+        "frozen_param_shapes?": optional(_SHAPES),
     }
 )
 OPTIMIZER_SCHEMA = record({"param_groups": sequence(PARAM_GROUP)})
@@ -65,6 +76,15 @@ STATE_FILES = {"param": "fp32.pt"} | {name: f"{name}.pt" for name in OPTIMIZER_S
 def model_state_name(rank: int) -> str:
     """Return the name of a rank's model-state file."""
     return f"mp_rank_{rank:02d}_model_states.pt"
+
+
+def _find_model_states(directory: Path) -> list[Path]:
+    """Return the model-state files. With ZeRO-3, every data-parallel rank has some."""
+    for prefix in ("", "zero_pp_rank_*_"):
+        paths = sorted(directory.glob(f"{prefix}mp_rank_*_model_states.pt"))
+        if paths:
+            return paths
+    return []
 
 
 def list_universal_damage(directory: Path) -> list[str]:
@@ -81,7 +101,9 @@ def list_universal_damage(directory: Path) -> list[str]:
             names.append(name)
 
     # Check these files of every parameter, and all other files that there are.
-    files = {directory / model_state_name(0), *directory.rglob("*.pt")}
+    files = set(directory.rglob("*.pt"))
+    if not _find_model_states(directory):
+        files.add(directory / model_state_name(0))
     for folder in folders:
         for name in names:
             files.add(folder / name)
@@ -105,7 +127,7 @@ class UniversalFiles:
         self.description = f"DeepSpeed universal checkpoint {directory}"
 
         # Arguments, schedule and counters, which all files contain
-        paths = sorted(directory.glob("mp_rank_*_model_states.pt"))
+        paths = _find_model_states(directory)
         if not paths:
             raise ValueError(f"{self.description} is incomplete: it has no {model_state_name(0)}")
         path = paths[0]
@@ -115,6 +137,12 @@ class UniversalFiles:
         self.args: dict[str, Any] = vars(args)  # under the names of their programs
 
         # Parameters: model-space key -> folder
+        if self.state.get("frozen_param_shapes"):
+            first = next(iter(self.state["frozen_param_shapes"]))
+            raise ValueError(
+                f"{self.description}: DeepSpeed's converter leaves out frozen parameters "
+                f"({first}): save a model of transformers in DeepSpeed, and convert that directory"
+            )
         folders = [path.name for path in _list_parameter_folders(directory)]
         sequence(check_key)(folders, str(directory / ZERO))
         self.names = map_to_model_space(folders, self.description)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from megatron.conversion.model_space.source import (
@@ -278,10 +278,63 @@ def _read_groups(
 def _find_group(groups: Iterable[Mapping[str, Any]], decays: bool) -> Mapping[str, Any]:
     """Return the first group with (or without) weight decay, or an empty one."""
     for group in groups:
-        has_weight_decay = bool(group.get("wd_mult", 1.0) and group.get("weight_decay"))
-        if has_weight_decay == decays:
+        if _has_weight_decay(group) == decays:
             return group
     return {}
+
+
+def _has_weight_decay(group: Mapping[str, Any]) -> bool:
+    return bool(group.get("wd_mult", 1.0) and group.get("weight_decay"))
+
+
+def check_groups(
+    groups: Sequence[Mapping[str, Any]],
+    members: Sequence[Iterable[str]],
+    decayed: Mapping[str, bool],
+    description: str,
+) -> None:
+    """Raise ValueError for parameter groups other than those that `_read_groups` returns.
+
+    `members` are the names of the parameters in each group, and `decayed` states which parameters
+    have weight decay here. Training would continue with other hyperparameters.
+    """
+    problem = _compare_groups(groups)
+    # Without weight decay, all parameters are treated equally.
+    has_members = len(members) == len(groups) and any(map(_has_weight_decay, groups))
+    if problem is None and has_members:
+        problem = _compare_members(groups, members, decayed)
+    if problem is not None:
+        raise ValueError(
+            f"{description}: {problem}. Runs here have two parameter groups: matrices with weight "
+            "decay, biases and norms without. Leave the optimizer out (--no-optim of convert.py, "
+            "--no-load-optim of a run)"
+        )
+
+
+def _compare_groups(groups: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return the difference between groups of the same kind, None if there is none."""
+    for decays in (True, False):
+        of_kind = [group for group in groups if _has_weight_decay(group) == decays]
+        for group in of_kind:
+            for name in ("lr", "betas", "eps", "weight_decay", "lr_mult"):
+                value, first = group.get(name), of_kind[0].get(name)
+                if value != first:
+                    return f"parameter groups have different values of {name}, {first} and {value}"
+    return None
+
+
+def _compare_members(
+    groups: Sequence[Mapping[str, Any]],
+    members: Sequence[Iterable[str]],
+    decayed: Mapping[str, bool],
+) -> str | None:
+    """Return the first parameter whose group differs from ours, None if there is none."""
+    for group, names in zip(groups, members, strict=True):
+        for name in names:
+            if name in decayed and decayed[name] != _has_weight_decay(group):
+                state = "with" if _has_weight_decay(group) else "without"
+                return f"{name} is in a parameter group {state} weight decay"
+    return None
 
 
 def build_groups(training: TrainingState, counts: tuple[int, int]) -> list[dict[str, Any]]:
@@ -326,9 +379,13 @@ def build_scheduler(
     return state | {"lr_warmup_tokens": None, "num_tokens": tokens, "lr_decay_tokens": None}
 
 
-def list_lost_state(state: Mapping[str, Any]) -> list[str]:
-    """Return the names of state in a model-state file that a `Source` cannot hold."""
+def list_lost_state(state: Mapping[str, Any], optimizer: Mapping[str, Any] | None) -> list[str]:
+    """Return the names of state in the model-state file and in `optimizer_state.pt` that a `Source`
+    cannot hold.
+    """
     lost = []
+    if optimizer is not None and optimizer.get("dynamic_loss_scale"):
+        lost.append("loss_scaler")
     for name in ("rng_state", "random_rng_state", "data_sampler", "random_ltd"):
         if state.get(name):
             lost.append(name)

@@ -28,6 +28,7 @@ from megatron.conversion.deepspeed.training_state import (
     build_args,
     build_groups,
     build_scheduler,
+    check_groups,
     list_lost_state,
     list_unsupported_parts,
     read_args,
@@ -125,7 +126,10 @@ class UniversalSource:
             self._qkv_map = map_fused_qkv(heads, config.query_groups, config.head_dim, blocks)
 
         # Parts that are not converted
-        self.unused = [f"model states: {name}" for name in list_lost_state(files.state)]
+        optimizer = None
+        if read_options.optimizer:
+            optimizer = files.read_optimizer_state()
+        self.unused = [f"state: {name}" for name in list_lost_state(files.state, optimizer)]
         self._foreign = ForeignFile(files.directory / FOREIGN_FILE)
         if read_options.keep_foreign:
             self.tensors |= self._foreign.tensors
@@ -133,13 +137,23 @@ class UniversalSource:
             self.unused += self._foreign.names
 
         # Training state
-        optimizer = files.read_optimizer_state()
+        self._check_groups(optimizer, config)
         step = files.read_step()
         training = read_training(files.state, optimizer, step, self.args)
         if not read_options.optimizer:
             training.param_groups = None
             training.grad_scaler = None
         self.training: TrainingState | None = training
+
+    def _check_groups(self, optimizer: Mapping[str, Any] | None, config: TransformerConfig) -> None:
+        """Raise ValueError for parameter groups that runs here do not have."""
+        if optimizer is None or self._files.state.get("megatron_param_groups"):
+            return
+        decayed = {}
+        for parameter in model_parameters(config):
+            decayed[self._files.names[parameter.name]] = parameter.group.weight_decay
+        members = self._files.state.get("param_shapes") or []
+        check_groups(optimizer["param_groups"], members, decayed, self.description)
 
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
         if is_foreign(key):
@@ -151,7 +165,7 @@ class UniversalSource:
         stored = self._files.read_tensor(parameter, state or "param")
         is_flat = stored.dim() != len(info.shape)  # from ZeRO-3
         if is_flat:
-            stored = stored.view(info.shape)
+            stored = stored.view(-1, *info.shape[1:])
 
         # Rows of the box are cut out of all other dimensions.
         columns = []
@@ -296,12 +310,15 @@ def _list_tensors(
     wanted = model_tensors(config)
     _check_names(files, wanted)
     for key, shape in wanted.items():
-        found = files.shapes[key]
-        is_flat = found == (math.prod(shape),)  # ZeRO-3
+        stored = files.shapes[key]
+        found = stored
+        row_size = math.prod(shape[1:])
+        if len(stored) == 1 and stored[0] % row_size == 0:  # flat, from ZeRO-3
+            found = (stored[0] // row_size, *shape[1:])
         is_padded = key in _VOCABULARY and found[1:] == shape[1:] and found[0] >= shape[0]
-        if found != shape and not is_flat and not is_padded:
+        if found != shape and not is_padded:
             raise ValueError(
-                f"{files.description}: {files.names[key]} has shape {list(found)}, its arguments "
+                f"{files.description}: {files.names[key]} has shape {list(stored)}, its arguments "
                 f"make it {list(shape)}"
             )
 

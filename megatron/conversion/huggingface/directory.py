@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from megatron.conversion.edit_options import rename_tensors
+from megatron.conversion.huggingface.adapters import refuse_adapted_modules, refuse_adapter
 from megatron.conversion.huggingface.families import choose_family, find_family
 from megatron.conversion.huggingface.family import Family, has_foreign_mixers
 from megatron.conversion.huggingface.other_layouts import read_params, use_transformers_layout
@@ -105,6 +106,7 @@ class HuggingFaceSource:
         self.description = f"Hugging Face directory {directory}"
         self._directory = directory
         given = read_options.args
+        refuse_adapter(directory)
 
         # Read config.json, or params.json of Meta.
         if (directory / "config.json").exists():
@@ -127,6 +129,7 @@ class HuggingFaceSource:
         # Open the weights. Biases that config.json switches off are zero in a model with others.
         stored = use_transformers_layout(open_weights(directory), hf)
         files = rename_tensors(stored, read_options.renames, self.description)
+        refuse_adapted_modules(files, directory)
         if "mtp_num_layers" not in given and not _has_prediction_layers(files, self.args):
             # transformers leaves these layers out when it saves a model, but not the field.
             self.args["mtp_num_layers"] = None

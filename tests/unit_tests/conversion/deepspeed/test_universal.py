@@ -13,7 +13,7 @@ import torch
 from torch.testing import assert_close
 
 from megatron.conversion.deepspeed.universal import UniversalSource, write_universal
-from megatron.conversion.formats import list_formats, read_latest
+from megatron.conversion.formats import find_problem, list_formats, read_latest
 from megatron.conversion.huggingface.directory import write_huggingface
 from megatron.conversion.model_space.source import (
     WORD_EMBEDDINGS,
@@ -382,15 +382,79 @@ def test_position_embedding_type_is_required(tmp_path: Path) -> None:
 
 
 def test_flat_tensors_of_zero_3(written: Path) -> None:
+    """Every rank has a model-state file, tensors are flat, and the vocabulary is padded."""
     expected = opened(written)
     values = {key: read_whole(expected, key) for key in expected.tensors}
+    model_state = written / "mp_rank_00_model_states.pt"
+    shutil.copy(model_state, written / "zero_pp_rank_1_mp_rank_00_model_states.pt")
+    model_state.rename(written / "zero_pp_rank_0_mp_rank_00_model_states.pt")
     for path in (written / "zero").glob("*/[fe]*.pt"):
         edit(path, lambda entry: entry["param"].flatten())
+    columns = values[WORD_EMBEDDINGS].shape[1]
+    for path in (written / "zero").glob("*word_embeddings.weight/[fe]*.pt"):
+        edit(path, lambda flat: torch.cat([flat, torch.ones(3 * columns)]))
+    assert find_problem(written) is None
     source = opened(written)
     assert source.tensors == expected.tensors
     assert all(torch.equal(read_whole(source, key), value) for key, value in values.items())
     part = source.read(QKV, (7, 3), (11, 5))
     assert torch.equal(part, values[QKV][7:18, 3:8])
+
+
+def merge_groups(groups: list[dict[str, Any]], shapes: list[dict[str, Any]]) -> str:
+    shapes[0] |= shapes.pop()
+    groups.pop()
+    return r"\.bias is in a parameter group with weight decay"
+
+
+def exclude_embedding(groups: list[dict[str, Any]], shapes: list[dict[str, Any]]) -> str:
+    name = "tied_modules.embed.word_embeddings.weight"
+    shapes[1][name] = shapes[0].pop(name)
+    return rf"{name} is in a parameter group without weight decay"
+
+
+def split_group(groups: list[dict[str, Any]], shapes: list[dict[str, Any]]) -> str:
+    groups.append(groups[0] | {"lr": 0.5 * groups[0]["lr"]})
+    shapes.append({})
+    return "parameter groups have different values of lr"
+
+
+@pytest.mark.parametrize("change", [merge_groups, exclude_embedding, split_group])
+def test_other_parameter_groups_are_refused(written: Path, change: Any) -> None:
+    """Training would continue with other hyperparameters of some parameters."""
+    state = torch.load(written / "mp_rank_00_model_states.pt", weights_only=False)
+    del state["megatron_param_groups"]  # an entry of this program
+    optimizer = torch.load(written / "zero" / "optimizer_state.pt")
+    torch.save(state, written / "mp_rank_00_model_states.pt")
+    assert opened(written).training is not None
+
+    message = change(optimizer["param_groups"], state["param_shapes"])
+    torch.save(state, written / "mp_rank_00_model_states.pt")
+    torch.save(optimizer, written / "zero" / "optimizer_state.pt")
+    with pytest.raises(ValueError, match=f"{message}.*--no-optim"):
+        opened(written)
+    weights = UniversalSource(written, ReadOptions(optimizer=False))
+    assert weights.training is not None and weights.training.param_groups is None
+
+
+def test_frozen_parameters_are_refused(written: Path) -> None:
+    folder = next((written / "zero").glob("*word_embeddings.weight"))
+    shape = torch.load(folder / "fp32.pt")["param"].shape
+    shutil.rmtree(folder)
+    edit(
+        written / "mp_rank_00_model_states.pt",
+        lambda state: state | {"frozen_param_shapes": {folder.name: shape}},
+    )
+    with pytest.raises(ValueError, match=rf"leaves out frozen parameters \({folder.name}\)"):
+        opened(written)
+
+
+def test_dynamic_loss_scale_is_reported_as_lost(written: Path) -> None:
+    assert opened(written).unused == []
+    edit(
+        written / "zero" / "optimizer_state.pt", lambda state: state | {"dynamic_loss_scale": True}
+    )
+    assert opened(written).unused == ["state: loss_scaler"]
 
 
 def test_damaged_directories_are_refused(written: Path, tmp_path: Path) -> None:
