@@ -124,8 +124,16 @@ def find_start(
     without_optimizer = choice.weights_only or (config.no_load_optim and not choice.continues)
     options = ReadOptions(optimizer=not without_optimizer, as_saved=True, verify=config.ckpt_verify)
     source = coordination.run_on_all(lambda: open_found(found, options))
+    coordination.run_on_rank0(lambda: _warn_of_unused(source))
     lineage = coordination.run_on_rank0(lambda: _base_lineage(choice, found.directory))
     return Start(found.directory, source, choice.weights_only, lineage, choice.continues)
+
+
+def _warn_of_unused(source: Source) -> None:
+    if source.unused:
+        logger.warning(
+            f"{source.description}: {len(source.unused)} unused parts: {_abbreviate(source.unused)}"
+        )
 
 
 def _base_lineage(choice: _Choice, directory: Path) -> Lineage:

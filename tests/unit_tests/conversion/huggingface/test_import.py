@@ -18,6 +18,8 @@ from megatron.conversion.model_space.source import WORD_EMBEDDINGS, read_whole
 from megatron.conversion.options import ReadOptions, WriteOptions
 from megatron.core.transformer.transformer_config import select_architecture_fields
 from megatron.training.checkpoint.resume import check_same_model
+from megatron.training.checkpoint.start import find_start
+from megatron.training.config.options import CheckpointConfig
 from megatron.training.config.stored_args import normalize_stored_args
 from tests.support.memory_source import GPT_ARGS, LLAMA_ARGS, random_source
 from tests.unit_tests.conversion.reference_forward import reference_logits
@@ -296,6 +298,18 @@ def test_tensors_that_the_index_does_not_list_are_refused(llama: Path, tmp_path:
     path.write_text(json.dumps(index))
     with pytest.raises(ValueError, match=f"does not list 1 tensors of its shards, e.g. {name}"):
         HuggingFaceSource(tmp_path / "shards")
+
+
+def test_unused_tensors_are_reported_to_a_run(
+    llama: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = CheckpointConfig(load=str(llama))
+    with caplog.at_level("WARNING"):
+        find_start(config)
+        assert not caplog.records
+        edit_weights(llama, **{"vision.patch.weight": torch.ones(2)})
+        find_start(config)
+    assert "1 unused parts: vision.patch.weight" in caplog.text
 
 
 def test_index_next_to_a_whole_model_is_refused(llama: Path, tmp_path: Path) -> None:
