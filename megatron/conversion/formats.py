@@ -27,6 +27,7 @@ from megatron.conversion.file_names import (
 )
 from megatron.conversion.huggingface.adapters import describe_adapter
 from megatron.conversion.megatron_lm import legacy_files as legacy
+from megatron.conversion.megatron_lm.zarr import describe_zarr_checkpoint
 from megatron.core.dist_checkpointing import (
     CheckpointDirectory,
     CheckpointError,
@@ -329,7 +330,11 @@ def find_checkpoint(
 
 def _describe_unread(root: Path) -> str | None:
     """Return the way to convert a checkpoint of a program that is not read, None without one."""
-    return describe_adapter(root) or engine.describe_engine_checkpoint(root)
+    return (
+        describe_adapter(root)
+        or engine.describe_engine_checkpoint(root)
+        or describe_zarr_checkpoint(root)
+    )
 
 
 def _refuse_unread(root: Path) -> None:

@@ -154,9 +154,18 @@ class StoredWeights:
         if missing and not (may_miss and len(missing) == len(part.names)):
             raise ValueError(
                 f"{self._directory}: the weights lack {', '.join(missing)}, which config.json "
-                "calls for"
+                f"calls for; {self._describe_names(missing[0])}"
             )
         return not missing
+
+    def _describe_names(self, missing: str) -> str:
+        """Return the flag that removes a wrapper's prefix (`module.`), or else a stored name."""
+        with_prefix = self._removed_prefix + missing
+        for name in self._files:
+            if name.endswith(with_prefix):
+                wrapper = name.removesuffix(with_prefix)
+                return f"{name} is in them: add --rename '{wrapper}*=*'"
+        return f"they have e.g. {min(self._files, default='no tensors')}"
 
     def _check_shapes(self, part: StoredParameter) -> None:
         """Raise ValueError for a tensor of another dtype or shape than config.json implies."""

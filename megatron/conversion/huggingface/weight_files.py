@@ -29,7 +29,13 @@ from megatron.conversion.huggingface.safetensors_files import (
     open_safetensors,
 )
 from megatron.conversion.huggingface.stored_parameters import StoredParameter
-from megatron.conversion.model_space.pieces import cut_runs, pack_rows, read_stored_rows, run_jobs
+from megatron.conversion.model_space.pieces import (
+    cut_runs,
+    is_bitwise_equal,
+    pack_rows,
+    read_stored_rows,
+    run_jobs,
+)
 from megatron.conversion.model_space.source import (
     Progress,
     Shape,
@@ -40,7 +46,7 @@ from megatron.conversion.model_space.source import (
 from megatron.core.dist_checkpointing import safe_load
 from megatron.core.dist_checkpointing.files import METADATA
 from megatron.core.dist_checkpointing.format import schema
-from megatron.core.dist_checkpointing.mapping import narrow
+from megatron.core.dist_checkpointing.mapping import cut_rows, narrow
 from megatron.core.durable_files import committed, encode_json, write_json
 from megatron.core.object_storage import ObjectPath
 
@@ -121,6 +127,7 @@ def _open_shards(
             raise ValueError(f"{index} places {tensor} in {name}, which does not have it")
         tensors[tensor] = shards[name][tensor]
     _check_listed(index, tensors, shards)
+    _check_repeated(index, weight_map, shards)
     return tensors
 
 
@@ -150,6 +157,33 @@ def _check_listed(
             f"{index} does not list {len(unlisted)} tensors of its shards, e.g. {unlisted[0]}: "
             "index and shards are of different saves, or the index is incomplete"
         )
+
+
+def _check_repeated(
+    index: Path, weight_map: Mapping[str, str], shards: Mapping[str, Mapping[str, Stored]]
+) -> None:
+    """Raise ValueError if shards have different values of a tensor.
+
+    transformers ignores the index and takes the last shard.
+    """
+    for name, shard in shards.items():
+        for tensor, stored in shard.items():
+            listed = weight_map[tensor]
+            if listed != name and not _is_equal(stored, shards[listed][tensor]):
+                raise ValueError(
+                    f"{index} places {tensor} in {listed}, and {name} has another value of it: "
+                    "programs disagree about which one is used. Remove the wrong one"
+                )
+
+
+def _is_equal(first: Stored, second: Stored) -> bool:
+    """Return whether two tensors are equal bitwise; a few rows are read at a time."""
+    if (first.shape, first.dtype) != (second.shape, second.dtype):
+        return False
+    for offset, shape in cut_rows(first.shape, first.dtype.itemsize, _RUN_BYTES):
+        if not is_bitwise_equal(first.read(offset, shape), second.read(offset, shape)):
+            return False
+    return True
 
 
 def check_weight_files(directory: Path, tensors: Sequence[OutgoingTensor]) -> None:

@@ -1,6 +1,7 @@
 """Which checkpoint a path means: the requested, the tracker's, or the newest complete one."""
 
 import dataclasses
+import json
 import shutil
 
 import pytest
@@ -9,6 +10,7 @@ from megatron.conversion.convert import WRITERS, convert, open_checkpoint, open_
 from megatron.conversion.formats import (
     FORMATS,
     CheckpointRef,
+    NoCheckpointError,
     find_checkpoint,
     list_newest_first,
 )
@@ -223,3 +225,17 @@ def test_run_in_the_directory_of_its_first_deepspeed_checkpoint_is_continued(run
     # The tracker of Megatron-DeepSpeed also names checkpoints that are not universal.
     shutil.rmtree(root / "iter_0000012")
     assert find_checkpoint(root)[:2] == (root / old, "universal")
+
+
+def test_zarr_checkpoint_is_refused_with_the_way_to_convert_it(tmp_path):
+    directory = tmp_path / "iter_0000004"
+    directory.mkdir()
+    metadata = {"sharded_backend": "zarr", "sharded_backend_version": 1}
+    (directory / "metadata.json").write_text(json.dumps(metadata))
+    message = f"(?s){directory} is in Megatron-core's zarr format.*--ckpt-format torch_dist"
+    with pytest.raises(NoCheckpointError, match=message):
+        find_checkpoint(directory)
+    write_tracker(tmp_path, 4)
+    for step in (None, 4):
+        with pytest.raises(NoCheckpointError, match=message):
+            find_checkpoint(tmp_path, step)

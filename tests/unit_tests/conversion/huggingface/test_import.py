@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
+from megatron.conversion.edit_options import parse_rename
 from megatron.conversion.formats import is_huggingface
 from megatron.conversion.huggingface.directory import HuggingFaceSource, write_huggingface
 from megatron.conversion.model_space.source import WORD_EMBEDDINGS, read_whole
@@ -298,6 +299,37 @@ def test_tensors_that_the_index_does_not_list_are_refused(llama: Path, tmp_path:
     path.write_text(json.dumps(index))
     with pytest.raises(ValueError, match=f"does not list 1 tensors of its shards, e.g. {name}"):
         HuggingFaceSource(tmp_path / "shards")
+
+
+def test_tensor_with_two_values_is_refused(llama: Path, tmp_path: Path) -> None:
+    """transformers takes the value of the last shard, whatever the index states."""
+    tensors = load_file(llama / "model.safetensors")
+    shards = {f"model-0000{number}-of-00002.safetensors": dict(tensors) for number in (1, 2)}
+    first, second = shards
+    repeated = "model.norm.weight"
+    weight_map = dict.fromkeys(tensors, second) | {repeated: first}
+    shutil.copytree(llama, tmp_path / "shards")
+    (tmp_path / "shards/model.safetensors").unlink()
+    index = tmp_path / "shards/model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    for name, shard in shards.items():
+        save_file(shard, tmp_path / "shards" / name, {"format": "pt"})
+    HuggingFaceSource(tmp_path / "shards")  # equal values
+
+    shards[second][repeated] = -tensors[repeated]
+    save_file(shards[second], tmp_path / "shards" / second, {"format": "pt"})
+    with pytest.raises(ValueError, match=f"places {repeated} in {first}, and {second} has another"):
+        HuggingFaceSource(tmp_path / "shards")
+
+
+def test_prefix_of_a_wrapper_is_removed_with_rename(llama: Path) -> None:
+    expected = read_whole(HuggingFaceSource(llama), "output_layer.weight")
+    edit_weights(llama, rename=lambda name: f"module.{name}")
+    message = r"lack embed_tokens\.weight.*module\.model\.embed_tokens\.weight is in them: "
+    with pytest.raises(ValueError, match=message + r"add --rename 'module\.\*=\*'"):
+        HuggingFaceSource(llama)
+    renamed = HuggingFaceSource(llama, ReadOptions(renames=(parse_rename("module.*=*"),)))
+    assert torch.equal(read_whole(renamed, "output_layer.weight"), expected)
 
 
 def test_unused_tensors_are_reported_to_a_run(
