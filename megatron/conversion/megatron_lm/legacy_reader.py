@@ -351,13 +351,20 @@ class LegacySource:
             buffer = buffers.get(index)
             is_single = isinstance(buffer, dict) and len(buffer) == 1
             if not buffers.get("buckets_coalesced") or not is_single:
-                raise CheckpointError(f"{where} is not one buffer of coalesced buckets")
+                raise CheckpointError(
+                    f"{where} is not one buffer of coalesced buckets, as core 0.7 and later write "
+                    "it: leave the optimizer out (--no-optim of convert.py, --no-load-optim of a "
+                    "run)"
+                )
             # The only key is a pair of dtypes, of parameters and gradients.
             (states,) = buffer.values()
             _BUFFER(states, where)
 
             bucket_size = compute_bucket_size(self.args, pp, index, num_parameters)
             plan = plan_buckets(parameters, bucket_size)
+            unaligned = plan_buckets(parameters, bucket_size, alignment=1)
+            if states["numel_unpadded"] == unaligned.size:  # of core 0.7
+                plan = unaligned
             self._add_buffer(states, path, plan)
 
     def _add_buffer(self, states: Mapping[str, Any], path: Path, plan: BucketPlan) -> None:

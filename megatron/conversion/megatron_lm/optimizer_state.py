@@ -112,16 +112,19 @@ def split_by_optimizer(
     return [dense]
 
 
-def plan_buckets(parameters: Sequence[LocalParameter], bucket_size: int | None) -> BucketPlan:
+def plan_buckets(
+    parameters: Sequence[LocalParameter], bucket_size: int | None, alignment: int = ALIGNMENT
+) -> BucketPlan:
     """Return the place of each parameter in the buckets of a chunk.
 
-    A bucket is closed once it has `bucket_size` elements; None means no limit.
+    A bucket is closed once it has `bucket_size` elements; None means no limit. Parameters start at
+    multiples of `alignment`, which is 1 in core 0.7 and earlier.
     """
     placed: list[Placed] = []
     sizes: list[int] = []
     end = 0  # of the last parameter in the open bucket
     for parameter in reversed(parameters):
-        start = round_up(end, ALIGNMENT)
+        start = round_up(end, alignment)
         # Megatron-LM reduces the tied embedding separately, so it closes the bucket before and
         # after it.
         if parameter.info.shared_embedding and start > 0:

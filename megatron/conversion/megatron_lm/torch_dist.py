@@ -120,6 +120,10 @@ _BUCKET = re.compile(
     r"\.dtype_\(.*\)\.bucket_idx_(\d+)\.(\w+)"
 )
 
+_GATHERED_STATE = re.compile(
+    r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.param_state/.*"
+)
+
 
 class _ChunkPlace(NamedTuple):
     """Place of a model chunk in dp_reshardable state."""
@@ -237,6 +241,7 @@ class TorchDistSource:
         self.unused: list[str] = []
         self._table = PieceTable(self.description, compares_weights)
         if with_optimizer:
+            self._refuse_gathered_optimizer()
             self._check_optimizer_states(self._keys)
         buckets = self._add_stored_tensors(with_optimizer)
 
@@ -296,6 +301,20 @@ class TorchDistSource:
             if with_optimizer or not is_optimizer_state:
                 self._add(name, key)
         return buckets
+
+    def _refuse_gathered_optimizer(self) -> None:
+        """Raise CheckpointError for optimizer state in an object instead of tensors.
+
+        Core 0.12 and earlier gather it on a rank without --ckpt-fully-parallel-save.
+        """
+        for key in self._reader.metadata.objects:
+            if _GATHERED_STATE.fullmatch(key):
+                raise CheckpointError(
+                    f"{self.description}: the optimizer state was gathered on a rank ({key}), "
+                    "which is not read: save it again with --ckpt-fully-parallel-save or "
+                    "--ckpt-format torch in Megatron-LM, or leave it out (--no-optim of "
+                    "convert.py, --no-load-optim of a run)"
+                )
 
     def _check_optimizer_states(self, keys: Iterable[str]) -> None:
         """Raise CheckpointError if the keys contain the state of an unsupported optimizer."""

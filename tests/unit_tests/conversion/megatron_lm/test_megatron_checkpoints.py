@@ -15,8 +15,10 @@ from megatron.conversion.megatron_lm.legacy_writer import write_legacy
 from megatron.conversion.megatron_lm.torch_dist import TorchDistSource, write_torch_dist
 from megatron.conversion.model_space.model import Layout
 from megatron.conversion.model_space.source import read_whole
+from megatron.conversion.options import ReadOptions
 from megatron.core.dist_checkpointing import (
     CheckpointError,
+    ShardedObject,
     ShardedTensor,
     load_common,
     safe_load,
@@ -306,3 +308,49 @@ def test_malformed_tensors_are_refused(
     save(state, tmp_path / "run", common=load_common(tmp_path / "plain"))
     with pytest.raises(ValueError, match=message):
         open_checkpoint(tmp_path / "run")
+
+
+def test_optimizer_of_core_0_7_is_read(tmp_path: Path) -> None:
+    """Buffers of core 0.7 have no gaps; in later ones parameters start at multiples of 64."""
+    args = LLAMA_ARGS | {"use_distributed_optimizer": True}
+    source = random_source(args)
+    write_legacy(source, tmp_path, Layout.of(args["num_layers"], 1, 1))
+    folder = tmp_path / "mp_rank_00"
+    model = torch.load(folder / "model_optim_rng.pt", weights_only=False)["model"]
+    sizes = [value.numel() for value in model.values() if isinstance(value, torch.Tensor)]
+
+    content = torch.load(folder / "distrib_optim.pt", weights_only=False)
+    (states,) = content[0].values()
+    num_elements = states.pop("numel_unpadded")
+    for name, aligned in states.items():
+        pieces = []
+        start = 0
+        for size in reversed(sizes):  # buffers are in the reverse order of the modules
+            start = -(-start // 64) * 64
+            pieces.append(aligned[start : start + size])
+            start += size
+        assert start == num_elements
+        states[name] = torch.cat(pieces)
+    states["numel_unpadded"] = sum(sizes)
+    assert sum(sizes) < num_elements, "the aligned buffer has gaps"
+    torch.save(content, folder / "distrib_optim.pt")
+    assert_same(read_all(LegacySource(tmp_path)), read_all(source))
+
+    del content["buckets_coalesced"]  # core 0.6 and earlier
+    torch.save(content, folder / "distrib_optim.pt")
+    with pytest.raises(CheckpointError, match="not one buffer of coalesced buckets.*--no-optim"):
+        LegacySource(tmp_path)
+
+
+def test_optimizer_gathered_on_a_rank_is_refused(tmp_path: Path) -> None:
+    """Without --ckpt-fully-parallel-save, older releases store it as an object, which was lost."""
+    source = random_source(LLAMA_ARGS, optimizer=False)
+    write_torch_dist(source, tmp_path / "plain")
+    state = {name: ShardedTensor.replicated(name, value) for name, value in source.values.items()}
+    key = "optimizer.distributed.dp_group_idx_0.param_state/shard_0_1"
+    gathered = ShardedObject(key, {"buckets_coalesced": True})
+    save(state | {key: gathered}, tmp_path / "run", common=load_common(tmp_path / "plain"))
+    with pytest.raises(CheckpointError, match=r"gathered on a rank \(.*--no-optim"):
+        open_checkpoint(tmp_path / "run")
+    weights = open_checkpoint(tmp_path / "run", read_options=ReadOptions(optimizer=False))
+    assert_same(read_all(weights), read_all(source))
