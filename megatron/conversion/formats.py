@@ -362,8 +362,10 @@ def _describe_alternative(root: Path, named: Path) -> str | None:
             f"{other}: taking {named}, which training has saved. To use the other one, move it to "
             "a directory of its own"
         )
+    if tag is None:
+        return None
     saved = engine.read_tag(root / engine.LATEST)
-    if tag is None or saved is None or f"{saved}_universal" == tag:
+    if saved is None or f"{saved}_universal" == tag:
         return None
     return (
         f"DeepSpeed's {engine.LATEST} names {saved}, but {LATEST} names {tag}: taking {tag}. To "

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megatron.core.dist_checkpointing import CheckpointError
-from megatron.core.dist_checkpointing.format.schema import read_json
+from megatron.core.dist_checkpointing.format.schema import format_value, read_json
 
 ADAPTER_CONFIG = "adapter_config.json"
 # Names of low-rank matrices, and those that PEFT gives to the modules that it wraps.
@@ -22,10 +22,10 @@ def describe_adapter(directory: Path) -> str | None:
     fields = read_json(path)
     base = fields.get("base_model_name_or_path") if isinstance(fields, dict) else None
     return (
-        f"{directory} contains an adapter of PEFT ({ADAPTER_CONFIG}, base model {base}), which is "
-        "not read. Merge it into its base model, and convert the result: "
-        f"peft.AutoPeftModelForCausalLM.from_pretrained({str(directory)!r}).merge_and_unload()"
-        ".save_pretrained(MODEL)"
+        f"{directory} contains an adapter of PEFT ({ADAPTER_CONFIG}, base model "
+        f"{format_value(base)}), which is not read. Merge it into its base model, and convert the "
+        f"result: peft.AutoPeftModelForCausalLM.from_pretrained({str(directory)!r})"
+        ".merge_and_unload().save_pretrained(MODEL)"
     )
 
 

@@ -46,7 +46,7 @@ def test_adapter_next_to_a_model_is_not_ignored(llama: Path) -> None:
 def test_adapter_alone_is_refused_with_its_base_model(tmp_path: Path) -> None:
     """Also where training would start from random weights."""
     add_adapter(tmp_path / "adapter")
-    with pytest.raises(NoCheckpointError, match=r"base model org/base.*merge_and_unload\(\)"):
+    with pytest.raises(NoCheckpointError, match=r"base model 'org/base'.*merge_and_unload\(\)"):
         find_checkpoint(tmp_path / "adapter")
     flags = CheckpointConfig(load=str(tmp_path / "adapter"), save=str(tmp_path / "adapter"))
     with pytest.raises(NoCheckpointError, match="adapter of PEFT"):
