@@ -51,6 +51,7 @@ from megatron.core.durable_files import committed, encode_json, write_json
 from megatron.core.object_storage import ObjectPath
 
 _INDEX = schema.record({"weight_map": schema.mapping(schema.file_name, keys=schema.key)})
+_ZERO_SCRIPT = "zero_to_fp32.py"  # DeepSpeed saves it next to its files
 _PICKLE = schema.mapping(schema.anything, keys=schema.key)
 
 
@@ -92,9 +93,13 @@ def open_weights(directory: Path) -> dict[str, Stored]:
         return join_consolidated([open_torch_file(path) for path in consolidated], str(directory))
     if (directory / METADATA).exists():
         return open_dcp(directory)
+    hint = ""
+    if (directory / _ZERO_SCRIPT).exists():
+        # The trainer of transformers, without stage3_gather_16bit_weights_on_model_save.
+        hint = f". With ZeRO-3, only DeepSpeed has saved it: run {_ZERO_SCRIPT} in that directory"
     raise ValueError(
         f"{directory} has neither model.safetensors nor model.safetensors.index.json "
-        "(nor pytorch_model.bin)"
+        f"(nor pytorch_model.bin){hint}"
     )
 
 

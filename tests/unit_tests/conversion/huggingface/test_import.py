@@ -301,6 +301,13 @@ def test_tensors_that_the_index_does_not_list_are_refused(llama: Path, tmp_path:
         HuggingFaceSource(tmp_path / "shards")
 
 
+def test_model_without_weights_of_a_zero_3_run(llama: Path) -> None:
+    (llama / "model.safetensors").unlink()
+    (llama / "zero_to_fp32.py").touch()
+    with pytest.raises(ValueError, match=r"has neither model\.safetensors.*run zero_to_fp32\.py"):
+        HuggingFaceSource(llama)
+
+
 def test_tensor_with_two_values_is_refused(llama: Path, tmp_path: Path) -> None:
     """transformers takes the value of the last shard, whatever the index states."""
     tensors = load_file(llama / "model.safetensors")
