@@ -168,7 +168,9 @@ def fit_buckets(
     if bucket + 1 != len(sizes) or end != sizes[bucket]:
         raise ValueError(
             f"{where}: buckets of {list(sizes)} elements hold more than the model that the "
-            f"arguments describe, which ends at element {end} of bucket {bucket}"
+            f"arguments describe, which ends at element {end} of bucket {bucket}, or include "
+            "padding (core 0.11 and earlier, fully_sharded_bucket_space). Leave the optimizer out "
+            "(--no-optim of convert.py, --no-load-optim of a run)"
         )
     return placed
 
