@@ -34,13 +34,13 @@ from megatron.core.dist_checkpointing.mapping import (  # noqa: E402
     ShardedStateDict,
     ShardedTensor,
 )
-from megatron.core.dist_checkpointing.planning.planner import (  # noqa: E402
+from megatron.core.dist_checkpointing.planning.planner import make_plan  # noqa: E402
+from megatron.core.dist_checkpointing.planning.save_plan import place_items  # noqa: E402
+from megatron.core.dist_checkpointing.planning.structure import (  # noqa: E402
     PackedSpec,
     describe,
-    make_plan,
     pack,
 )
-from megatron.core.dist_checkpointing.planning.save_plan import place_items  # noqa: E402
 from megatron.core.distributed.param_and_grad_buffer import intersect  # noqa: E402
 from megatron.core.parallel_state import ParallelState  # noqa: E402
 from megatron.training.config.arguments import parse_flags  # noqa: E402

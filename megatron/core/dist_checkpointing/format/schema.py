@@ -20,7 +20,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn
@@ -90,6 +90,14 @@ def _is_short_and_flat(values: Any) -> bool:
     """Return whether a container has few entries, which are numbers and texts."""
     is_flat = all(type(item) in (int, float, str) for item in values)
     return len(values) <= _MAX_LISTED and is_flat
+
+
+def abbreviate(lines: Sequence[str], limit: int = 20, between: str = "\n  ") -> str:
+    """Join the first `limit` lines, and append the number of the others."""
+    text = between.join(lines[:limit])
+    if len(lines) > limit:
+        text += f" ... and {len(lines) - limit} more"
+    return text
 
 
 def is_dtype(value: Any) -> bool:

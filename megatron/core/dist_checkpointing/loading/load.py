@@ -17,7 +17,7 @@ import torch.distributed as dist
 import xxhash
 
 from megatron.core.dist_checkpointing.files import COMMON_STATE
-from megatron.core.dist_checkpointing.format.schema import CheckpointError
+from megatron.core.dist_checkpointing.format.schema import CheckpointError, abbreviate
 from megatron.core.dist_checkpointing.loading.reader import Reader, Request
 from megatron.core.dist_checkpointing.mapping import (
     Box,
@@ -29,13 +29,8 @@ from megatron.core.dist_checkpointing.mapping import (
     to_relative,
 )
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
-from megatron.core.dist_checkpointing.planning.planner import (
-    Item,
-    LocalSpec,
-    abbreviate,
-    describe,
-    share_evenly,
-)
+from megatron.core.dist_checkpointing.planning.items import Item, share_evenly
+from megatron.core.dist_checkpointing.planning.structure import LocalSpec, describe
 
 logger = logging.getLogger(__name__)
 

@@ -32,16 +32,14 @@ from megatron.core.dist_checkpointing.format.torch_zip import (
 )
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
-from megatron.core.dist_checkpointing.planning.planner import (
-    Item,
+from megatron.core.dist_checkpointing.planning.items import Item
+from megatron.core.dist_checkpointing.planning.places import number_places
+from megatron.core.dist_checkpointing.planning.planner import RankPlan, SavePlan, make_plan
+from megatron.core.dist_checkpointing.planning.structure import (
     LocalSpec,
     PackedSpec,
-    RankPlan,
-    SavePlan,
     TensorType,
     describe,
-    make_plan,
-    number_places,
     pack,
 )
 
@@ -78,8 +76,8 @@ def place_item(item: Item, position: int) -> PlacedItem:
     """Return `item` at `position` of its file."""
     prefix, suffix = make_tensor_envelope(item.dtype, item.shape)
     length = len(prefix) + item.nbytes + len(suffix)
-    padding = -length % ALIGNMENT
-    return PlacedItem(item, position, prefix, suffix + bytes(padding))
+    padding = bytes(-length % ALIGNMENT)
+    return PlacedItem(item, position, prefix, suffix + padding)
 
 
 class FileLayout(NamedTuple):
@@ -273,25 +271,30 @@ def _compute_envelope_sizes(plan: SavePlan) -> np.ndarray:
 
 def _number_tensor_kinds(tensors: Sequence[TensorType]) -> np.ndarray:
     """Return a number for each tensor that is the same for equal dtype and dimensions."""
-    dtypes: dict[torch.dtype, int] = {}
-    numbers = []
+    number_of_dtype: dict[torch.dtype, int] = {}
+    dtype_numbers = []
     dims = []
     for _, shape, dtype in tensors:
-        number = dtypes.setdefault(dtype, len(dtypes))
-        numbers.append(number)
+        next_number = len(number_of_dtype)
+        number = number_of_dtype.setdefault(dtype, next_number)
+        dtype_numbers.append(number)
         dims.append(len(shape))
-    dtype_numbers = np.array(numbers, dtype=np.int64)
-    return _combine_numbers(dtype_numbers, np.array(dims, dtype=np.int64))
+    return _combine_numbers(
+        np.array(dtype_numbers, dtype=np.int64),
+        np.array(dims, dtype=np.int64),
+    )
 
 
 def _combine_numbers(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     """Return a number for each pair of numbers, the same for equal pairs."""
-    num_pairs = _count_numbers(first) * _count_numbers(second)
+    num_second = _count_numbers(second)
+    num_pairs = _count_numbers(first) * num_second
     if num_pairs >= 1 << 63:
         # Replace the numbers by consecutive ones, so that the result fits. This needs a sort.
         _, first = np.unique(first, return_inverse=True)
         _, second = np.unique(second, return_inverse=True)
-    return first * _count_numbers(second) + second
+        num_second = _count_numbers(second)
+    return first * num_second + second
 
 
 def _count_numbers(numbers: np.ndarray) -> int:

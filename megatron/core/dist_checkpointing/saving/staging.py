@@ -34,7 +34,7 @@ from megatron.core.dist_checkpointing.format.checksums import (
     hash_blocks,
 )
 from megatron.core.dist_checkpointing.format.hashed_copy import copy_and_hash
-from megatron.core.dist_checkpointing.format.schema import CheckpointError
+from megatron.core.dist_checkpointing.format.schema import CheckpointError, abbreviate
 from megatron.core.dist_checkpointing.mapping import (
     Shape,
     ShardedStateDict,
@@ -43,7 +43,7 @@ from megatron.core.dist_checkpointing.mapping import (
     narrow,
     to_relative,
 )
-from megatron.core.dist_checkpointing.planning.planner import Item, abbreviate
+from megatron.core.dist_checkpointing.planning.items import Item
 from megatron.core.dist_checkpointing.planning.save_plan import FileChunk, FilePlan, SourceRange
 from megatron.core.dist_checkpointing.saving.commit import PendingCheckpoint, Progress
 from megatron.core.dist_checkpointing.saving.model_export import PendingExport

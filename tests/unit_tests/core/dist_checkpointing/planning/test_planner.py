@@ -16,13 +16,13 @@ from megatron.core.dist_checkpointing.mapping import (
     split_flat_range,
 )
 from megatron.core.dist_checkpointing.planning.balancing import level_loads
-from megatron.core.dist_checkpointing.planning.planner import (
+from megatron.core.dist_checkpointing.planning.planner import make_plan as plan_packed
+from megatron.core.dist_checkpointing.planning.structure import (
     LocalSpec,
     TensorSpec,
     describe,
     pack,
 )
-from megatron.core.dist_checkpointing.planning.planner import make_plan as plan_packed
 
 
 def spec(*tensors, objects=()):
