@@ -11,7 +11,7 @@ import pytest
 import torch
 import xxhash
 
-from megatron.commands.inspect_checkpoint import compute_file_shares
+from megatron.commands.inspection.contents import compute_file_shares
 from megatron.conversion.convert import open_checkpoint
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor, save, write_tracker
 from tests import ROOT

@@ -1,0 +1,1 @@
+"""The commands of tools/checkpoint/inspect_checkpoint.py, one module each."""
