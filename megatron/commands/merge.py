@@ -56,6 +56,7 @@ def find_base(optimizer: str | None, count: int) -> int:
         return count - 1
     if optimizer == "from=FIRST":
         return 0
+    # The command line numbers the inputs from 1.
     match = re.fullmatch(r"from=(\d+)", optimizer)
     number = 0
     if match is not None:

@@ -33,7 +33,8 @@ from megatron.training.planning.save_intervals import LOST_NODES_FACTOR, propose
 from megatron.training.planning.summary import format_plan
 from megatron.training.reporting.run_record import read_record
 
-MONTH = 30 * 24 * 3600.0  # seconds
+HOUR = 3600.0  # seconds
+MONTH = 30 * 24 * HOUR
 NUM_LAYOUTS = 5  # proposed if no single change of the flags lets the run fit
 GB = 1e9
 
@@ -50,10 +51,13 @@ class DeviceMemory(NamedTuple):
 
     def format_verdict(self, needed: int) -> str:
         """Return whether `needed` bytes fit, with the numbers."""
-        verdict = "fits" if self.fits(needed) else "WILL NOT FIT"
+        verdict = "WILL NOT FIT"
+        if self.fits(needed):
+            verdict = "fits"
+        size = format_size(needed)
         reserve = format_size(self.reserve)
         available = format_size(self.available)
-        return f"{verdict}: {format_size(needed)} and a reserve of {reserve}, of {available}"
+        return f"{verdict}: {size} and a reserve of {reserve}, of {available}"
 
 
 class Comparison(NamedTuple):
@@ -166,7 +170,9 @@ def list_tiers(options: argparse.Namespace, config: Config, plan: RunPlan) -> li
     # The rank with the most bytes determines the time of a local save.
     largest = max(stage.checkpoint_bytes for stage in plan.stages)
     local_seconds = largest / (GB * options.local_gbps)
-    copies = checkpoint.replication_factor if checkpoint.replication else 1
+    copies = 1
+    if checkpoint.replication:
+        copies = checkpoint.replication_factor
     local = Tier(
         "--non-persistent-save-interval",
         interval=checkpoint.non_persistent_save_interval or 1,
@@ -177,17 +183,25 @@ def list_tiers(options: argparse.Namespace, config: Config, plan: RunPlan) -> li
     return [persistent, local]
 
 
+def choose_failure_intervals(options: argparse.Namespace) -> tuple[float, float]:
+    """Return the hours between failures, and between those that lose a node.
+
+    Both default to published rates.
+    """
+    mtbf_hours = options.mtbf_hours
+    if not mtbf_hours:
+        mtbf_hours = [DEVICE_HOURS_PER_FAILURE / options.world_size]
+    hours = mtbf_hours[0]
+    if len(mtbf_hours) > 1:
+        return hours, mtbf_hours[1]
+    return hours, LOST_NODES_FACTOR * hours
+
+
 def simulate_month(options: argparse.Namespace, config: Config, plan: RunPlan) -> list[str]:
     """Return the lines of --goodput."""
-    # Hours between failures, and between those that lose a node, default to published rates.
-    mtbf_hours = options.mtbf_hours or [DEVICE_HOURS_PER_FAILURE / options.world_size]
-    hours = mtbf_hours[0]
-    lost_node_hours = LOST_NODES_FACTOR * hours
-    if len(mtbf_hours) > 1:
-        lost_node_hours = mtbf_hours[1]
-
     # Draw the failures once: all intervals are compared with the same ones.
-    failures = list(draw_failures(MONTH, 3600 * hours, 3600 * lost_node_hours))
+    hours, lost_node_hours = choose_failure_intervals(options)
+    failures = list(draw_failures(MONTH, HOUR * hours, HOUR * lost_node_hours))
     num_lost = sum(failure.loses_node for failure in failures)
     lines = [
         f"30 days on {options.world_size} GPUs, a failure every {hours:.3g} h: {len(failures)} "
@@ -203,8 +217,8 @@ def simulate_month(options: argparse.Namespace, config: Config, plan: RunPlan) -
         lines.append(format_goodput("as given", given))
     best = choose_intervals(tiers, step, restart, failures, MONTH)
     spent = simulate_run(best, step, restart, failures, MONTH)
-    intervals = [f"{tier.flag} {tier.interval}" for tier in best]
-    lines.append(format_goodput(" ".join(intervals), spent))
+    label = " ".join(f"{tier.flag} {tier.interval}" for tier in best)
+    lines.append(format_goodput(label, spent))
     return lines
 
 
@@ -221,7 +235,8 @@ def format_goodput(label: str, spent: SpentTime) -> str:
         percent = 100 * seconds / total
         shares.append(f"{name} {percent:.2f} %")
     progress = 100 * spent.goodput
-    return f"  {label}: {progress:.2f} % progress ({', '.join(shares)})"
+    losses = ", ".join(shares)
+    return f"  {label}: {progress:.2f} % progress ({losses})"
 
 
 def compare_with_device(
@@ -245,11 +260,12 @@ def compare_with_device(
 
 def add_comparison(values: dict[str, Any], comparison: Comparison) -> None:
     """Add a comparison to the plan as plain values."""
-    values["fits"] = comparison.fits
-    values["alternatives"] = []
+    alternatives = []
     for other in comparison.alternatives:
         fits = comparison.memory.fits(other.memory)
-        values["alternatives"].append(asdict(other) | {"fits": fits})
+        alternatives.append(asdict(other) | {"fits": fits})
+    values["fits"] = comparison.fits
+    values["alternatives"] = alternatives
     values["layouts"] = [asdict(layout) for layout in comparison.layouts]
 
 
@@ -277,6 +293,8 @@ def run(options: argparse.Namespace, flags: Sequence[str], model_provider: Model
 
     # Plan the run.
     config, plan = plan_flags(given, world_size, model_provider)
+
+    # Evaluate it as the options request.
     intervals: list[str] = []
     if options.measured is not None and options.mtbf_hours is not None:
         record = read_record(options.measured)
@@ -284,7 +302,6 @@ def run(options: argparse.Namespace, flags: Sequence[str], model_provider: Model
     goodput: list[str] = []
     if options.goodput:
         goodput = simulate_month(options, config, plan)
-
     comparison = compare_with_device(options, given, model_provider, plan)
 
     # Report.
@@ -303,13 +320,13 @@ def run(options: argparse.Namespace, flags: Sequence[str], model_provider: Model
             values["goodput"] = goodput
         print_json(values, indent=2)
     else:
-        lines = format_plan(config, world_size, plan).split("\n")
-        if intervals:
-            lines += ["", *intervals]
-        if goodput:
-            lines += ["", *goodput]
+        verdict: list[str] = []
         if comparison is not None:
-            lines += ["", *format_comparison(options, plan, comparison)]
+            verdict = format_comparison(options, plan, comparison)
+        lines = format_plan(config, world_size, plan).split("\n")
+        for section in (intervals, goodput, verdict):
+            if section:
+                lines += ["", *section]
         for line in lines:
             print_line(line)
     fits = comparison is None or comparison.fits

@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from megatron.core.datasets import IndexedDatasetBuilder, token_dtype
 from megatron.core.progress import ProgressBar
@@ -84,16 +84,12 @@ def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> N
             for key, tokens in encoded.tokens.items():
                 builders[key].add(*tokens)
             progress.add(encoded.num_documents, chunk.num_bytes)
-        for key, builder in builders.items():
-            if builder.num_documents == 0:
-                raise ValueError(
-                    f"no document of {len(paths)} files has any token of {key!r}: no files are "
-                    "written"
-                )
+        check_outputs(builders, len(paths))
 
     # Report.
     progress.print()
     print_bad_lines(bad_lines)
+    # Documents without tokens are good, too.
     num_good = progress.num_documents - len(bad_lines)
     for key, builder in builders.items():
         print_output(prefixes[key], builder, num_good)
@@ -103,7 +99,8 @@ def _read_all_chunks(paths: list[str], config: PreprocessConfig) -> Iterator[Chu
     """Yield the documents of all files in chunks."""
     max_bytes = int(config.max_document_mb * 1e6)
     for path in paths:
-        yield from read_chunks(path, config.is_json(path), config.text_documents, max_bytes)
+        is_json = config.is_json(path)
+        yield from read_chunks(path, is_json, config.text_documents, max_bytes)
 
 
 def check_bad_lines(bad_lines: list[BadLine], limit: int) -> None:
@@ -114,6 +111,15 @@ def check_bad_lines(bad_lines: list[BadLine], limit: int) -> None:
     if limit > 0:
         hint = f" (bad line {limit + 1}; --skip-bad-lines {limit} allows {limit})"
     raise ValueError(f"{bad_lines[limit]}{hint}")
+
+
+def check_outputs(builders: Mapping[str, IndexedDatasetBuilder], num_files: int) -> None:
+    """Raise ValueError if the output of a key is empty; `num_files` is that of the input."""
+    for key, builder in builders.items():
+        if builder.num_documents == 0:
+            raise ValueError(
+                f"no document of {num_files} files has any token of {key!r}: no files are written"
+            )
 
 
 def print_output(prefix: str, builder: IndexedDatasetBuilder, num_documents: int) -> None:
