@@ -37,6 +37,11 @@ logger = logging.getLogger(__name__)
 _TRAINING_FLAGS = (
     "bf16",
     "fp16",
+    "main_params_dtype",
+    "main_grads_dtype",
+    "exp_avg_dtype",
+    "exp_avg_sq_dtype",
+    "global_batch_size",
     "hidden_dropout",
     "attention_dropout",
     "calculate_per_token_loss",
@@ -218,6 +223,8 @@ def _list_differences(kind: str, flags: Mapping[str, Any], stored: Mapping[str, 
 
 def list_training_differences(flags: Mapping[str, Any], stored: Mapping[str, Any]) -> list[str]:
     """Return a text for each flag that changes the training and differs from the stored one."""
+    # Compare both sides in one spelling, e.g. of --grad-reduce-in-bf16.
+    flags = normalize_stored_args(flags)
     names = _TRAINING_FLAGS + _OPTIMIZER_FLAGS.get(flags["optimizer"], ())
     if (flags["num_experts"] or 0) > 1:
         names += _EXPERT_FLAGS

@@ -7,6 +7,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from megatron.core.terminal import escape_control_chars
 from megatron.core.transformer.transformer_config import select_architecture_fields
 
@@ -26,6 +28,14 @@ TOKENIZER_FIELDS = (
     "null_tokenizer_eod_id",
 )
 
+# Megatron-LM stores the data types of its optimizer as torch's, and fp8 as the bytes that hold it.
+_DTYPE_NAMES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.uint8: "fp8",
+}
+
 
 def normalize_stored_args(args: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a checkpoint with the values that the flags would have here.
@@ -43,6 +53,11 @@ def normalize_stored_args(args: Mapping[str, Any]) -> dict[str, Any]:
     if known.get("rope_type", "") is None:  # Megatron-LM stores the default as None
         is_latent = known.get("multi_latent_attention")
         known["rope_type"] = "yarn" if is_latent else "rope"
+    for name in ("main_params_dtype", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+        if isinstance(known.get(name), torch.dtype):
+            known[name] = _DTYPE_NAMES.get(known[name], str(known[name]))
+    if known.get("bf16") and known.get("grad_reduce_in_bf16"):
+        known["main_grads_dtype"] = "bf16"  # another spelling
     is_null_tokenizer = known.get("tokenizer_type") == "NullTokenizer"
     if is_null_tokenizer and known.get("null_tokenizer_eod_id", 0) is None:
         # Megatron-LM since 0.19: None selects the last token.

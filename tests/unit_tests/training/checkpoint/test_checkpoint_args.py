@@ -3,6 +3,7 @@
 import shlex
 
 import pytest
+import torch
 
 from megatron.training.checkpoint.contents import make_namespace
 from megatron.training.checkpoint.resume import check_same_model, list_training_differences
@@ -102,6 +103,26 @@ def test_another_model_names_every_difference():
     ("before", "now", "differences"),
     [
         ("--bf16", "", ["bf16: True in the checkpoint, False now"]),
+        (
+            "--bf16",
+            "--bf16 --main-params-dtype fp16 --exp-avg-dtype bf16",
+            [
+                "main_params_dtype: fp32 in the checkpoint, fp16 now",
+                "exp_avg_dtype: fp32 in the checkpoint, bf16 now",
+            ],
+        ),
+        (
+            "--bf16 --main-grads-dtype bf16",
+            "--bf16",
+            ["main_grads_dtype: bf16 in the checkpoint, fp32 now"],
+        ),
+        (
+            "--bf16",
+            "--bf16 --grad-reduce-in-bf16",
+            ["main_grads_dtype: fp32 in the checkpoint, bf16 now"],
+        ),
+        ("--bf16 --grad-reduce-in-bf16", "--bf16 --main-grads-dtype bf16", []),
+        ("", "--global-batch-size 4", ["global_batch_size: 8 in the checkpoint, 4 now"]),
         ("", "--clip-grad 0.1", ["clip_grad: 1.0 in the checkpoint, 0.1 now"]),
         ("--ema-decay 0.9", "--ema-decay 0.5", ["ema_decay: 0.9 in the checkpoint, 0.5 now"]),
         ("", "--ema-decay 0.5", []),
@@ -118,6 +139,20 @@ def test_flags_that_change_the_training_are_listed(before, now, differences):
     stored = normalize_stored_args(vars(make_namespace(flags(before), {})))
     assert list_training_differences(flags(now), stored) == differences
     assert list_training_differences(flags(now), {}) == []
+
+
+def test_data_types_of_megatron_lm_are_those_of_the_flags():
+    """Megatron-LM stores `torch.dtype`s, and fp8 as uint8."""
+    now = flags("--bf16 --main-params-dtype fp16 --exp-avg-dtype fp8")
+    stored = {
+        "main_params_dtype": torch.float16,
+        "main_grads_dtype": torch.float32,
+        "exp_avg_dtype": torch.uint8,
+        "exp_avg_sq_dtype": torch.bfloat16,
+    }
+    assert list_training_differences(now, normalize_stored_args(stored)) == [
+        "exp_avg_sq_dtype: bf16 in the checkpoint, fp32 now"
+    ]
 
 
 def test_one_auxiliary_loss_may_be_stored_without_a_list():
