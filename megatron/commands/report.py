@@ -10,9 +10,10 @@ from pathlib import Path
 
 from megatron.core.durable_files import write_durably
 from megatron.core.terminal import format_error, print_line
-from megatron.training.reporting.run_report import collect_facts, render_page
+from megatron.training.reporting.run_report import NoRecordError, collect_facts, render_page
 
 REFRESH_SECONDS = 15  # between two updates of a served page
+WAITING = "waiting for the first record"
 
 
 class ReportHandler(http.server.BaseHTTPRequestHandler):
@@ -29,7 +30,11 @@ class ReportHandler(http.server.BaseHTTPRequestHandler):
         kind = "html"
         try:
             page = self.server.render()
-        except (ValueError, OSError) as error:  # e.g., the run has been moved
+        except NoRecordError as error:
+            status = http.HTTPStatus.SERVICE_UNAVAILABLE
+            kind = "plain"
+            page = f"{WAITING}: {format_error(error)}".encode()
+        except (ValueError, OSError) as error:  # e.g., a damaged record
             status = http.HTTPStatus.INTERNAL_SERVER_ERROR
             kind = "plain"
             page = f"error: {format_error(error)}".encode()
@@ -62,7 +67,13 @@ class ReportServer(http.server.HTTPServer):
 
 def run(args: argparse.Namespace) -> None:
     """Write the page, or serve it until the process is interrupted."""
-    facts = collect_facts(args.runs, args.verify)  # reports errors before a server starts
+    try:
+        facts = collect_facts(args.runs, args.verify)  # reports errors before a server starts
+    except NoRecordError as error:
+        # A run in progress writes its first record when it begins to train.
+        if args.serve is None:
+            raise
+        print_line(f"{WAITING}: {format_error(error)}")
     if args.serve is not None:
         with ReportServer(args.serve, args.runs, args.verify) as server:
             print_line(f"report: http://127.0.0.1:{server.server_port} (Ctrl-C ends it)")

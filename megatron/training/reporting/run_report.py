@@ -66,12 +66,16 @@ class Sentence(NamedTuple):
     text: str
 
 
+class NoRecordError(ValueError):
+    """A directory has no record of a run, or none yet."""
+
+
 def collect_facts(
     roots: Sequence[Path], verify_checkpoints: bool, clock: Callable[[], float] = time.time
 ) -> Row:
     """Return the data of the page as plain values.
 
-    Raises ValueError if a directory has no record of a run.
+    Raises NoRecordError if a directory has no record of a run.
     """
     now = clock()
     runs = [describe_run(root, verify_checkpoints, now) for root in roots]
@@ -85,10 +89,10 @@ def collect_facts(
 
 
 def describe_run(root: Path, verify_checkpoints: bool, now: float) -> Row:
-    """Return all data of one run. Raises ValueError if there is no record of it."""
+    """Return all data of one run. Raises NoRecordError if there is no record of it."""
     launches = read_record(root)
     if not launches:
-        raise ValueError(
+        raise NoRecordError(
             f"{escape_control_chars(str(root))}: no record of a run (runs/*.jsonl); "
             "give the --save directory of a run"
         )

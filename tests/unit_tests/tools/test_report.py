@@ -293,8 +293,9 @@ def test_served_page_shows_the_run_in_progress(run):
         after = urllib.request.urlopen(address, timeout=60).read().decode()
         with pytest.raises(urllib.error.HTTPError, match="404"):
             urllib.request.urlopen(f"{address}/runs", timeout=60)
-        # A browser that shows an error asks again, too: the run may be moved back.
-        run.rename(run.with_name("moved"))
+        # A browser that shows an error asks again, too: the file may be repaired.
+        damaged = run / "runs/20990101T000000-000000.jsonl"
+        damaged.write_text('{"kind": "start", "time": "yesterday"}\n')
         with pytest.raises(urllib.error.HTTPError, match="500") as failed:
             urllib.request.urlopen(address, timeout=60)
         assert failed.value.headers["Refresh"] == "15"
@@ -304,6 +305,26 @@ def test_served_page_shows_the_run_in_progress(run):
         server.wait()
     assert [len(read_facts(page)["launches"]) for page in (before, after)] == [3, 4]
     assert '<meta http-equiv="refresh" content="15">' in after
+
+
+def test_serve_waits_for_the_first_record(tmp_path):
+    run = tmp_path / "run"
+    command = [sys.executable, str(ROOT / "tools/report.py"), str(run), "--serve", "0"]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        assert f"waiting for the first record: {run}: no record" in server.stdout.readline()
+        address = re.search(r"http://127.0.0.1:\d+", server.stdout.readline())[0]
+        with pytest.raises(urllib.error.HTTPError, match="503") as waiting:
+            urllib.request.urlopen(address, timeout=60)
+        assert waiting.value.headers["Refresh"] == "15"
+        assert waiting.value.read().startswith(b"waiting for the first record: ")
+        run.mkdir()
+        start(run, 1000, 0, None, 1, None)
+        page = urllib.request.urlopen(address, timeout=60).read().decode()
+    finally:
+        server.terminate()
+        server.wait()
+    assert len(read_facts(page)["launches"]) == 1
 
 
 def read_facts(page):
