@@ -22,7 +22,11 @@ from megatron.core.dist_checkpointing.format.metadata import (
     StoredTensor,
 )
 from megatron.core.dist_checkpointing.format.metadata_file import read_metadata
-from megatron.core.dist_checkpointing.format.schema import CheckpointError, UnsafePickleError
+from megatron.core.dist_checkpointing.format.schema import (
+    CheckpointError,
+    DamagedError,
+    UnsafePickleError,
+)
 from megatron.core.dist_checkpointing.format.torch_load import (
     FileTensor,
     load_common,
@@ -61,6 +65,7 @@ from megatron.core.dist_checkpointing.torch_programs.state import Stateful
 from megatron.core.dist_checkpointing.torch_programs.tensors import make_sharded_tensor
 from megatron.core.dist_checkpointing.verification import (
     VerifyReport,
+    find_damage,
     find_missing_or_truncated,
     verify,
 )
@@ -73,6 +78,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointMetadata",
     "Checkpointer",
+    "DamagedError",
     "FileTensor",
     "Generation",
     "Lineage",
@@ -95,6 +101,7 @@ __all__ = [
     "VerifyReport",
     "clean_up",
     "fill",
+    "find_damage",
     "find_missing_or_truncated",
     "is_complete",
     "is_unfinished",

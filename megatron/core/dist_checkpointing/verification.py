@@ -131,6 +131,23 @@ def find_missing_or_truncated(directory: str | os.PathLike[str]) -> list[str]:
     return problems
 
 
+def find_damage(directory: str | os.PathLike[str], first: int = 0, step: int = 1) -> list[str]:
+    """List files whose content differs from their checksums; reads the content.
+
+    It reads every `step`-th file from the one with number `first`, so that ranks can share the
+    work. A checkpoint without checksums cannot be compared, which is a problem, too.
+    """
+    path = path_of(directory)
+    try:
+        sums = checksums.read_checksums(path)
+    except (OSError, schema.CheckpointError) as error:
+        return [str(error)]
+    problems = []
+    for name in sorted(sums)[first::step]:
+        problems += _check_content(path / name, sums[name], lambda count: None)
+    return problems
+
+
 def _find_object_problems(
     path: ObjectPath, listed: Mapping[str, tuple[int, str]] | None
 ) -> list[str]:

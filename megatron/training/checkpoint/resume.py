@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_config import (
     select_architecture_fields,
 )
 from megatron.training.checkpoint.contents import get_model_state
+from megatron.training.checkpoint.damage import damage_explained
 from megatron.training.checkpoint.fp8_state import fp8_state_to_load, restore_fp8_state
 from megatron.training.checkpoint.rng_state import find_rng_key, set_rng_state, unpack_own_state
 from megatron.training.checkpoint.start import Start
@@ -143,14 +144,15 @@ def _load(run: Run, start: Start) -> None:
     if has_fp8 and training is not None and isinstance(source, RunCheckpoint):
         stored_objects = source.reader.metadata.objects
         wanted |= fp8_state_to_load(run.chunks, run.ps.ep, model, stored_objects)
-    report = load_from_source(
-        wanted,
-        source,
-        strictness=config.dist_ckpt_strictness,
-        skip=lambda key: _is_skipped(key, with_optimizer, source.tensors),
-        # Optionally, each replica reads a part of the common data, and sends it to the others.
-        parallelization_group=run.ps.dp_cp.group if config.ckpt_fully_parallel_load else None,
-    )
+    with damage_explained(start.directory):
+        report = load_from_source(
+            wanted,
+            source,
+            strictness=config.dist_ckpt_strictness,
+            skip=lambda key: _is_skipped(key, with_optimizer, source.tensors),
+            # Optionally, each replica reads a part of the common data, and sends it to the others.
+            parallelization_group=run.ps.dp_cp.group if config.ckpt_fully_parallel_load else None,
+        )
 
     # Restore everything that is not a tensor.
     if with_optimizer:

@@ -44,6 +44,7 @@ from megatron.core.dist_checkpointing.local_tier import LocalTier
 from megatron.core.dist_checkpointing.ownership import Job, read_previous_owner
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.object_storage import path_of
+from megatron.training.checkpoint.damage import damage_explained
 from megatron.training.checkpoint.save_directory import find_saved
 from megatron.training.config.options import CheckpointConfig
 from megatron.training.config.run_config import Config
@@ -123,7 +124,8 @@ def find_start(
     # As in `resume`, --no-load-optim does not apply to a run that continues its own checkpoint.
     without_optimizer = choice.weights_only or (config.no_load_optim and not choice.continues)
     options = ReadOptions(optimizer=not without_optimizer, as_saved=True, verify=config.ckpt_verify)
-    source = coordination.run_on_all(lambda: open_found(found, options))
+    with damage_explained(found.directory):
+        source = coordination.run_on_all(lambda: open_found(found, options))
     coordination.run_on_rank0(lambda: _warn_of_unused(source))
     lineage = coordination.run_on_rank0(lambda: _base_lineage(choice, found.directory))
     return Start(found.directory, source, choice.weights_only, lineage, choice.continues)

@@ -37,6 +37,10 @@ class CheckpointError(ValueError):
     """
 
 
+class DamagedError(CheckpointError):
+    """The content of a file is not what was saved."""
+
+
 class UnsafePickleError(CheckpointError):
     """A pickle names something that no checkpoint needs. No code of it was executed."""
 

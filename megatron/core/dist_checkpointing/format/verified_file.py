@@ -18,7 +18,12 @@ from megatron.core.dist_checkpointing.format.checksums import (
     hash_blocks,
     read_checksums,
 )
-from megatron.core.dist_checkpointing.format.schema import CheckpointError, OpenFile, open_file
+from megatron.core.dist_checkpointing.format.schema import (
+    CheckpointError,
+    DamagedError,
+    OpenFile,
+    open_file,
+)
 
 _READ_SIZE = 4 * BLOCK_SIZE
 MADV_POPULATE_READ = 22  # <linux/mman.h>; Python has no name for it yet
@@ -42,10 +47,10 @@ class ChecksumVerifier:
         return cls(directory)
 
     def open(self, path: Path) -> VerifiedFile:
-        """Open a file of the checkpoint. Raises CheckpointError if its size is wrong."""
+        """Open a file of the checkpoint. Raises DamagedError if its size is wrong."""
         name = path.name
         if name not in self._checksums:
-            raise CheckpointError(
+            raise DamagedError(
                 f"{path}: damaged checkpoint: its checksums do not list this file, which was "
                 "changed or added after the save"
             )
@@ -59,7 +64,7 @@ class ChecksumVerifier:
             state = "damaged"
             if file.size < expected.size:
                 state = "truncated"
-            raise CheckpointError(
+            raise DamagedError(
                 f"{path}: {state}: it has {file.size} bytes instead of {expected.size}"
             )
         return VerifiedFile(file, expected, verified)
@@ -98,7 +103,7 @@ class VerifiedFile(OpenFile):
         self.descriptor = None
 
     def read_into(self, view: memoryview, position: int) -> None:
-        """Fill `view`. Raises CheckpointError that names the file and the damaged bytes."""
+        """Fill `view`. Raises DamagedError that names the file and the damaged bytes."""
         stop = position + len(view)
         if stop > self.size:
             raise CheckpointError(
@@ -141,12 +146,12 @@ class VerifiedFile(OpenFile):
             self._compare(block, hash_blocks(content))
 
     def _compare(self, block: int, digest: bytes) -> None:
-        """Record that a block is intact. Raises CheckpointError if its digest is another one."""
+        """Record that a block is intact. Raises DamagedError if its digest is another one."""
         start = block * DIGEST_SIZE
         if digest != self._expected[start : start + DIGEST_SIZE]:
             first = block * BLOCK_SIZE
             stop = min(first + BLOCK_SIZE, self.size)
-            raise CheckpointError(
+            raise DamagedError(
                 f"{self.path}: damaged: wrong checksum of bytes {first}..{stop}"
                 " (the file has changed since the save, or belongs to another checkpoint)"
             )

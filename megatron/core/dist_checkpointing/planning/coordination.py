@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from megatron.core.dist_checkpointing.format.schema import CheckpointError
+from megatron.core.dist_checkpointing.format.schema import CheckpointError, DamagedError
 
 T = TypeVar("T")
 
@@ -122,28 +122,34 @@ class Coordination:
         return result
 
     def raise_on_all(self, error: Exception | None) -> None:
-        """Raise CheckpointError on all ranks, naming the failed ones, if any rank has an error."""
+        """Raise CheckpointError on all ranks, naming the failed ones, if any rank has an error.
+
+        It is a DamagedError if that of any rank is one.
+        """
         # Without errors, the usual case, only one number is exchanged.
         if self.all_true(error is None):
             return
-        text = None
-        if error is not None:
-            text = str(error)
-        texts = self.all_gather(text)
         if self.size == 1 and error is not None:
             raise error
+        failure = None
+        if error is not None:
+            failure = (str(error), isinstance(error, DamagedError))
+        failures = self.all_gather(failure)
 
         # One line per distinct message, with the ranks that report it
         ranks_of_text: dict[str, list[str]] = {}
-        for rank, text in enumerate(texts):
-            if text is not None:
-                ranks = ranks_of_text.setdefault(text, [])
+        is_damage = False
+        for rank, failure in enumerate(failures):
+            if failure is not None:
+                ranks = ranks_of_text.setdefault(failure[0], [])
                 ranks.append(str(rank))
+                is_damage |= failure[1]
         lines = []
         for text, ranks in ranks_of_text.items():
             all_ranks = ", ".join(ranks)
             lines.append(f"rank {all_ranks}: {text}")
-        raise CheckpointError("\n".join(lines)) from error
+        kind = DamagedError if is_damage else CheckpointError
+        raise kind("\n".join(lines)) from error
 
     def run_on_all(self, function: Callable[[], T]) -> T:
         """Return the result of `function()` on this rank.

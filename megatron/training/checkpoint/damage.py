@@ -1,0 +1,63 @@
+"""Name an older, intact checkpoint when the one that a run starts from turns out to be damaged."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron.conversion.formats import find_problem, list_newest_first
+from megatron.core.dist_checkpointing import CheckpointDirectory, DamagedError, find_damage
+from megatron.core.dist_checkpointing.planning.coordination import Coordination
+
+logger = logging.getLogger(__name__)
+
+_TRIED = 3  # older checkpoints that are read
+
+
+@contextlib.contextmanager
+def damage_explained(directory: Path) -> Iterator[None]:
+    """Add the fix to a DamagedError of the block, which all ranks raise together.
+
+    The fix is the newest older checkpoint of the same run whose checksums match. All ranks share
+    the reading of it, so that this takes about as long as a load.
+    """
+    try:
+        yield
+    except DamagedError as error:
+        root = directory.parent
+        intact = _find_older_intact(directory)
+        if intact is None:
+            raise
+        raise DamagedError(
+            f"{error}\n{intact.name} is intact: continue from it with --load {root} --ckpt-step "
+            f"{int(intact.name.removeprefix('iter_'))}"
+        ) from error
+
+
+def _find_older_intact(directory: Path) -> Path | None:
+    """Return the newest checkpoint before `directory` whose checksums match. Collective."""
+    ranks = Coordination.of(None)
+    candidates = ranks.run_on_rank0(lambda: _list_older(directory))
+    for candidate in candidates:
+        logger.info(f"{directory} is damaged: comparing the checksums of {candidate}")
+        problems = find_damage(candidate, ranks.rank, ranks.size)
+        if ranks.all_true(not problems):
+            return candidate
+    return None
+
+
+def _list_older(directory: Path) -> list[Path]:
+    """Return complete checkpoints of the same branch as `directory`, newest first."""
+    root = directory.parent
+    checkpoints = CheckpointDirectory(root)
+    iterations = {checkpoints.path(number): number for number in checkpoints.list_iterations()}
+    if directory not in iterations:
+        return []
+    older: list[Path] = []
+    for path in list_newest_first(root, directory):
+        is_older = iterations.get(path, iterations[directory]) < iterations[directory]
+        if is_older and len(older) < _TRIED and find_problem(path) is None:
+            older.append(path)
+    return older
