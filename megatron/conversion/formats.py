@@ -31,6 +31,7 @@ from megatron.conversion.megatron_lm.zarr import describe_zarr_checkpoint
 from megatron.core.dist_checkpointing import (
     CheckpointDirectory,
     CheckpointError,
+    Lineage,
     find_missing_or_truncated,
     is_complete,
     is_unfinished,
@@ -258,13 +259,13 @@ def list_newest_first(root: Path, head: Path | None = None) -> list[Path]:
     start (see `dist_checkpointing.lineage`).
     """
     checkpoints = CheckpointDirectory(root)
-    end = None
+    branch = checkpoints.list_branch()
     if head is not None and head.is_dir() and head.parent == root:
-        end = read_lineage(head)
+        branch = _list_branch_of(checkpoints, read_lineage(head))
 
     # Iterations, those of DeepSpeed included.
     iterations: dict[Path, int] = {}
-    for iteration in checkpoints.list_branch(end):
+    for iteration in branch:
         iterations[checkpoints.path(iteration)] = iteration
     for path in root.glob("global_step*_universal"):
         match = _UNIVERSAL.fullmatch(path.name)
@@ -278,6 +279,22 @@ def list_newest_first(root: Path, head: Path | None = None) -> list[Path]:
         if path not in ordered:
             ordered.append(path)
     return [path for path in ordered if path.is_dir() and any(path.iterdir())]
+
+
+def _list_branch_of(checkpoints: CheckpointDirectory, end: Lineage) -> list[int]:
+    """Return the iterations on the branch that ends with `end`, newest first."""
+    branch = checkpoints.list_branch(end)
+    if end.generation > 0:
+        return branch
+    # A checkpoint of generation 0 is of another program, or has lost its lineage, e.g., in a copy
+    # of a run in progress. It ends the branch of the latest start, unless complete checkpoints of
+    # generation 0 are not on that branch.
+    latest = {number for number in checkpoints.list_branch() if number <= end.iteration}
+    for number in branch:
+        is_other = number != end.iteration and number not in latest
+        if is_other and find_problem(checkpoints.path(number)) is None:
+            return branch
+    return sorted(latest.union(branch), reverse=True)
 
 
 # ---- Finding a checkpoint ----

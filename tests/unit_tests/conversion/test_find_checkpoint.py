@@ -18,6 +18,8 @@ from megatron.conversion.model_space.source import no_progress, read_whole
 from megatron.conversion.options import WriteOptions
 from megatron.core.dist_checkpointing import (
     CheckpointDirectory,
+    Lineage,
+    Segment,
     iteration_in_name,
     write_tracker,
 )
@@ -135,6 +137,38 @@ def test_every_missing_or_truncated_file_is_detected(run):
     assert find_checkpoint(root) == CheckpointRef(new, form)
     needed = {"torch_dist": "*.distcp", "legacy": "*.pt", "universal": "zero/*/[fe]*.pt"}
     assert found_out >= (1 if form == "universal" else 3) * len(list(new.rglob(needed[form])))
+
+
+def branch(*segments):
+    """A lineage of (generation, last iteration) pairs."""
+    return Lineage(tuple(Segment(number, last, "a" * number or None) for number, last in segments))
+
+
+@pytest.mark.parametrize(
+    ("saved", "expected"),
+    [
+        # The run of one start, and one that Megatron-LM began.
+        ({4: branch((1, 4)), 6: branch((1, 6)), 8: branch((1, 8)), 12: branch((1, 12))}, 8),
+        ({4: None, 6: None, 8: branch((0, 6), (1, 8))}, 8),
+        # An abandoned branch of Megatron-LM, and one that began anew.
+        ({4: None, 6: None, 8: branch((1, 8))}, 6),
+    ],
+)
+def test_fallback_from_a_checkpoint_without_its_lineage(runs, tmp_path, saved, expected):
+    """A copy of a run in progress may contain parts of the newest checkpoints."""
+    intact = CheckpointDirectory(runs["torch_dist"]).path(5)
+    checkpoints = CheckpointDirectory(tmp_path)
+    for iteration, lineage in saved.items():
+        shutil.copytree(intact, checkpoints.path(iteration))
+        if lineage is not None:
+            (checkpoints.path(iteration) / "lineage.json").write_bytes(lineage.encode(None))
+    for iteration in (9, 10):
+        checkpoints.path(iteration).mkdir()
+        shutil.copy(intact / ".metadata", checkpoints.path(iteration))
+    write_tracker(tmp_path, 10)
+    found = find_checkpoint(tmp_path)
+    assert found.directory == checkpoints.path(expected)
+    assert "the tracker names 10, but it is damaged: metadata.json is missing" in found.note
 
 
 def test_only_damaged_checkpoints_are_an_error(run):
