@@ -15,8 +15,9 @@ from megatron.core.object_storage import ObjectPath
 
 FOLLOW_LINKS = "MEGATRON_FOLLOW_LINKS"
 
-# Directories named by the user: absolute path as given -> real path.
-_named_directories: dict[str, str] = {}
+# Directories named by the user: absolute paths as given. Their real paths may change: a run that
+# saves goes on if its directory is moved and a link to the new place is left.
+_named_directories: set[str] = set()
 
 
 def confine_links(directory: Path) -> None:
@@ -26,7 +27,7 @@ def confine_links(directory: Path) -> None:
     """
     if isinstance(directory, ObjectPath):
         return
-    _named_directories[os.path.abspath(directory)] = os.path.realpath(directory)
+    _named_directories.add(os.path.abspath(directory))
 
 
 def allow_links() -> None:
@@ -57,7 +58,7 @@ def _find_home(path: str) -> str:
     # must not be a link that leaves `run`.
     containing = [named for named in _named_directories if _is_inside(path, named)]
     if containing:
-        return _named_directories[min(containing, key=len)]
+        return os.path.realpath(min(containing, key=len))
     return os.path.realpath(os.path.dirname(path))
 
 

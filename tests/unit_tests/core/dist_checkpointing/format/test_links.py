@@ -104,6 +104,15 @@ def test_named_directory_may_be_a_link(checkpoints: Path, tmp_path: Path) -> Non
     assert found is not None and found.directory == tmp_path / "step"
 
 
+def test_named_directory_may_move_and_leave_a_link(checkpoints: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(checkpoints / "torch_dist", run)
+    before = find_checkpoint(run)
+    run.rename(tmp_path / "moved")
+    run.symlink_to(tmp_path / "moved")
+    assert find_checkpoint(run) == before is not None
+
+
 def test_cache_of_hugging_face_keeps_working(checkpoints: Path, tmp_path: Path) -> None:
     """In the cache every file of a snapshot is a link to a blob of the same model."""
     blobs = tmp_path / "models--a--b/blobs"

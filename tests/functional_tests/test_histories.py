@@ -1,0 +1,43 @@
+"""What happens to directories of checkpoints outside of the program: moved, linked, damaged."""
+
+import pytest
+
+from megatron.core.dist_checkpointing import verify
+from tests.support.training_harness import COMMON, LLAMA
+
+FLAGS = f"{COMMON} {LLAMA} --num-layers 1 --mock-data --lr-decay-iters 40 "
+
+
+def test_run_goes_on_in_a_directory_that_moves_and_leaves_a_link(launcher, tmp_path):
+    root = tmp_path / "run"
+    flags = f"{FLAGS} --save {root} --load {root} --save-interval 2 --async-save --keep-last-n 2"
+    job = launcher.start(1, f"{flags} --train-iters 1000000")
+    job.until(job.saved, "a save")
+    job.suspend()
+    root.rename(tmp_path / "moved")
+    root.symlink_to(tmp_path / "moved")
+    count = len(job.saved())
+    job.resume()
+    job.until(lambda: len(job.saved()) > count + 3, "further saves")
+    assert not job.has_ended() and "WARNING" not in job.output()
+    assert verify(root / f"iter_{job.saved()[-1]:07d}").ok
+
+
+@pytest.mark.parametrize("damaged", ["common.pt", "__1_0.distcp"])
+def test_wrong_checksum_names_an_older_intact_checkpoint(launcher, tmp_path, damaged):
+    """Iteration 8 is damaged, too, in a file that the resumed run does not reach."""
+    flags = f"{FLAGS} --save {tmp_path} --load {tmp_path} --save-interval 2"
+    launcher.run(2, f"{flags} --train-iters 10")
+    for path in (tmp_path / "iter_0000010" / damaged, tmp_path / "iter_0000008/__0_0.distcp"):
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    job = launcher.start(2, f"{flags} --train-iters 12")
+    job.until(job.has_ended, "the error")
+    job.kill(1)  # as launchers do
+    assert job.wait()[0] == 1
+    assert f"iter_0000010/{damaged}: damaged: wrong checksum" in job.output()
+    fix = f"--load {tmp_path} --ckpt-step 6"
+    assert f"iter_0000006 is intact: continue from it with {fix}" in job.output()
+    again = launcher.run(2, f"{FLAGS} --save {tmp_path} {fix} --train-iters 10")
+    assert again.resumed_at() == 6
