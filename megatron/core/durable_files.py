@@ -164,13 +164,13 @@ def put_in_place(pending: Path, directory: Path) -> None:
     """
     old = pending.with_name(f"{REPLACED}{directory.name}")
     try:
-        if directory.exists():
+        if os.path.lexists(directory):  # possibly as a link whose target is gone
             remove(old)
             os.replace(directory, old)
         os.replace(pending, directory)
     except BaseException:
         # The second rename has failed: the old directory gets its name back.
-        if old.exists() and not directory.exists():
+        if os.path.lexists(old) and not os.path.lexists(directory):
             os.replace(old, directory)
         raise
     fsync_directory(directory.parent)
@@ -183,7 +183,7 @@ def restore_replaced(path: Path, root: Path) -> bool:
     Returns whether that was possible: another directory may have the name.
     """
     original = root / path.name.removeprefix(REPLACED)
-    if original.exists():
+    if os.path.lexists(original):
         return False
     os.rename(path, original)
     fsync_directory(root)

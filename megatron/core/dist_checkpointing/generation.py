@@ -126,7 +126,12 @@ class Generation:
                 break
             generation._withdraw()
             number = newest.number + 1
-        generation._revoke_older()
+        try:
+            generation._revoke_older()
+        except OSError:
+            # Without the permission to revoke, the former owner keeps the directory.
+            generation._withdraw()
+            raise
         return generation
 
     def is_current(self) -> bool:

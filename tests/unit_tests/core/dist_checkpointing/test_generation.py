@@ -1,5 +1,6 @@
 """Fencing: a directory of checkpoints has one owner, even if earlier owners are suspended."""
 
+import errno
 import json
 import os
 import random
@@ -212,6 +213,35 @@ def test_checkpoints_without_lineage_are_ordered_by_number(tmp_path):
     (tmp_path / "iter_0000002").mkdir()
     (tmp_path / "iter_0000002/lineage.json").write_text("{}")
     assert read_lineage(tmp_path / "iter_0000002") == old[2]
+
+
+def test_checkpoint_whose_link_leads_nowhere_is_replaced(tmp_path):
+    generation = Generation.take(tmp_path, {})
+    (tmp_path / "iter_0000005").symlink_to(tmp_path / "unmounted")
+    publish(tmp_path, generation, 5)
+    assert (tmp_path / "iter_0000005/data").read_text() == generation.token
+    # The link has its name again after a crash between the two renames, and keeps it.
+    (generation.directory / ".replaced-iter_0000006").mkdir()
+    (tmp_path / "iter_0000006").symlink_to(tmp_path / "unmounted")
+    Generation.take(tmp_path, {})
+    assert (tmp_path / "iter_0000006").is_symlink()
+
+
+def test_start_that_cannot_revoke_the_owner_leaves_it_the_directory(tmp_path, monkeypatch):
+    """In a directory with the sticky bit, only the user who created an entry can rename it."""
+    owner = Generation.take(tmp_path, {"host": "owner"})
+    rename = os.rename
+
+    def rename_own(source, target):
+        if Path(source) == owner.directory:
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(source))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", rename_own)
+    with pytest.raises(PermissionError):
+        Generation.take(tmp_path, {"host": "other user"})
+    assert [path.name for path in tmp_path.iterdir()] == [owner.id.name]
+    assert read_current_owner(tmp_path)["host"] == "owner"
 
 
 def publish(root, generation, iteration):
