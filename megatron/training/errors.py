@@ -37,10 +37,10 @@ class TrainingInterrupted(KeyboardInterrupt):
 def errors_explained_once(status: int = 1) -> Iterator[None]:
     """End the process on an error that the user can correct, with a message and no traceback.
 
-    These are ValueError, lack of memory and Ctrl-C. If all ranks have the same error, rank 0
-    reports it: the others wait before they report, and if rank 0 fails, too, the launcher ends them
-    in the meantime; otherwise they report their own error. torchrun shows the first error of all
-    ranks as the root cause.
+    These are ValueError, an OSError that names a file, lack of memory and Ctrl-C. If all ranks have
+    the same error, rank 0 reports it: the others wait before they report, and if rank 0 fails, too,
+    the launcher ends them in the meantime; otherwise they report their own error. torchrun shows
+    the first error of all ranks as the root cause.
     """
     try:
         yield
@@ -53,7 +53,9 @@ def errors_explained_once(status: int = 1) -> Iterator[None]:
         raise
     except Exception as error:
         explained: str | None = explain_error(error)
-        if not isinstance(error, ValueError):
+        # An OSError of a connection names no file.
+        names_file = isinstance(error, OSError) and error.filename is not None
+        if not isinstance(error, ValueError) and not names_file:
             explained = explain_lack_of_memory(error)
         if explained is None:
             _write_error_file(traceback.format_exc(), time.time())

@@ -155,6 +155,11 @@ def _create_probe(root: Path) -> Path | None:
     if isinstance(root, ObjectPath):
         check_conditional_requests(root)
         return None
+    if root.is_symlink() and not root.exists():
+        raise ValueError(
+            f"checkpoints cannot be saved to {root}: it is a link to {os.readlink(root)}, which "
+            "does not exist"
+        )
     try:
         root.mkdir(parents=True, exist_ok=True)
         # An existing directory may be read-only.

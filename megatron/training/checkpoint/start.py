@@ -432,6 +432,10 @@ def _check_random_weights(config: CheckpointConfig, directory: Path) -> None:
     Scripts for Megatron-LM name a --load before anything is saved, so this is a warning unless a
     flag requires a checkpoint, and normal for the restart idiom.
     """
+    if directory.is_symlink() and not directory.exists():
+        raise ValueError(
+            f"--load {directory} is a link to {directory.readlink()}, which does not exist"
+        )
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"--load {directory} is a file: give the directory of a checkpoint")
     if config.exit_on_missing_checkpoint:

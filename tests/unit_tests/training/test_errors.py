@@ -47,6 +47,15 @@ def test_other_errors_keep_their_traceback():
         raise RuntimeError("shapes do not match")
 
 
+def test_os_error_of_a_file_is_one_line(capsys, tmp_path):
+    with pytest.raises(OSError) as missing:
+        (tmp_path / "file").read_bytes()
+    code, output = end_with(missing.value, capsys)
+    assert code == 1 and output.startswith("error: [Errno 2]") and f"{tmp_path}/file" in output
+    with pytest.raises(ConnectionError), errors_explained_once():
+        raise ConnectionError("reset by peer")
+
+
 def test_interrupt_ends_with_130(capsys, monkeypatch):
     assert end_with(TrainingInterrupted("saved x"), capsys) == (130, "\nsaved x\n")
     assert end_with(KeyboardInterrupt(), capsys) == (130, "\ninterrupted\n")

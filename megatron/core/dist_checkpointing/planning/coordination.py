@@ -154,13 +154,13 @@ class Coordination:
     def run_on_all(self, function: Callable[[], T]) -> T:
         """Return the result of `function()` on this rank.
 
-        If it raises a ValueError on any rank, all ranks raise CheckpointError.
+        If it raises a ValueError or an OSError on any rank, all ranks raise CheckpointError.
         """
         result: list[T] = []
-        error: ValueError | None = None
+        error: ValueError | OSError | None = None
         try:
             result.append(function())
-        except ValueError as caught:
+        except (ValueError, OSError) as caught:
             error = caught
         self.raise_on_all(error)
         return result[0]

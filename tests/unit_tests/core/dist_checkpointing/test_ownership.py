@@ -28,6 +28,14 @@ def test_directory_that_cannot_be_written_is_an_error(tmp_path):
         prepare_directory(tmp_path / "file" / "run")
 
 
+def test_link_that_leads_nowhere_is_an_error(tmp_path):
+    (tmp_path / "run").symlink_to(tmp_path / "unmounted")
+    with pytest.raises(
+        ValueError, match=r"run: it is a link to .*/unmounted, which does not exist"
+    ):
+        prepare_directory(tmp_path / "run")
+
+
 def test_restart_keeps_the_id_of_its_job(tmp_path):
     first = take_directory(tmp_path, FIRST)
     previous = read_previous_owner(tmp_path, RESTARTED)

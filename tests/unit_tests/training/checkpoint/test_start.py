@@ -17,6 +17,14 @@ def test_flag_that_requires_a_checkpoint_is_an_error_in_an_empty_directory(tmp_p
         find_start(config, root)
 
 
+def test_link_that_leads_nowhere_is_an_error(tmp_path):
+    """The disk may not be mounted, so it is not an empty directory."""
+    (tmp_path / "run").symlink_to(tmp_path / "unmounted")
+    config = CheckpointConfig(load=str(tmp_path / "run"), save=str(tmp_path / "other"))
+    with pytest.raises(ValueError, match=r"is a link to .*/unmounted, which does not exist"):
+        find_start(config, tmp_path / "other")
+
+
 def test_first_start_of_a_run_needs_no_checkpoint(tmp_path, caplog):
     config = CheckpointConfig(load=str(tmp_path), save=str(tmp_path), use_checkpoint_args=True)
     with caplog.at_level("INFO"):
