@@ -135,8 +135,15 @@ class Generation:
         return generation
 
     def is_current(self) -> bool:
-        """Return whether this rank sees the generation, and no other start has taken over."""
-        return read_owner(self.root, self.id).get("token") == self.token
+        """Return whether this rank sees the generation, and no other start has taken over.
+
+        Raises OSError if the file system cannot tell.
+        """
+        try:
+            owner = _read_owner_file(self.root, self.id)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return owner.get("token") == self.token
 
     @contextlib.contextmanager
     def fenced(self) -> Iterator[None]:
@@ -330,12 +337,20 @@ def find_starts(root: Path) -> frozenset[tuple[int, str | None]]:
 
 def read_owner(root: Path, generation: GenerationId) -> dict[str, Any]:
     """Read who owns `generation` of `root`; empty if that cannot be read."""
+    try:
+        return _read_owner_file(root, generation)
+    except OSError:
+        return {}
+
+
+def _read_owner_file(root: Path, generation: GenerationId) -> dict[str, Any]:
+    """Read who owns `generation` of `root`; empty if that is not valid. Raises OSError."""
     path = root / generation.name
     if not isinstance(root, ObjectPath):  # there a generation is one object
         path = path / OWNER
     try:
         content = parse_json(read_regular(path, limit=_OWNER_LIMIT), str(path))
-    except (OSError, CheckpointError):
+    except CheckpointError:
         return {}
     return content if isinstance(content, dict) else {}
 

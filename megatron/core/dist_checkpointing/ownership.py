@@ -219,9 +219,8 @@ def take_directory(root: Path, job: Job, tier: LocalTier | None = None) -> Gener
 def _take_on_all(ranks: Coordination, root: Path, job: Job, above: int) -> Generation:
     """Take the next generation, which exceeds `above`, and return it on all ranks. Collective."""
     generation = ranks.run_on_rank0(lambda: _take(root, job, above))
-    # The answer of rank 0 counts: other ranks may see a network file system with a delay.
-    is_current = ranks.all_gather(generation.is_current())
-    if not is_current[0]:
+    # Only rank 0 looks: other ranks may see a network file system with a delay.
+    if not ranks.run_on_rank0(generation.is_current):
         generation.check()  # raises: another start has already taken the directory over
     return generation
 

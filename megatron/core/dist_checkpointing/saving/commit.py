@@ -6,6 +6,7 @@ ranks, and gives it its name by one rename.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -22,10 +23,12 @@ from megatron.core.dist_checkpointing.generation import Generation, SupersededEr
 from megatron.core.dist_checkpointing.saving.save_barrier import Outcome
 from megatron.core.dist_checkpointing.saving.shard import Shard, ShardFile
 from megatron.core.durable_files import (
+    DISCARDED,
     check_free_space,
     discard,
     fsync_directory,
     put_in_place,
+    remove,
     write_flushed,
 )
 
@@ -72,6 +75,10 @@ class PendingCheckpoint:
             self.pending.parent.mkdir(parents=True, exist_ok=True)
         else:
             self.generation.restore()
+            # Failed saves whose files could not be removed at the time still occupy the disk.
+            for path in self.generation.directory.glob(f"{DISCARDED}*"):
+                with contextlib.suppress(OSError):
+                    remove(path)
         # Fails if the name exists, so that two saves never write to the same directory.
         self.pending.mkdir()
         check_free_space(self.pending, nbytes)

@@ -70,8 +70,8 @@ class Retention:
     the machine stops, every directory with the name of a checkpoint is complete.
 
     Call `apply` after every commit, `wait` before the next save writes anything, so that the disk
-    has room, and `close` at the end. The directory is read once: only its owner changes it.
-    `is_checkpoint` recognizes the directories that the rules apply to.
+    has room, and `close` at the end. The directory is read once, because only its owner changes it,
+    and again after `forget`. `is_checkpoint` recognizes the directories that the rules apply to.
     """
 
     def __init__(
@@ -84,7 +84,8 @@ class Retention:
         self._generation = generation
         self._is_checkpoint = is_checkpoint
         self._directory = CheckpointDirectory(generation.root)
-        self._losses: dict[int, float] | None = None  # of the checkpoints on the branch of the run
+        self._losses: dict[int, float] = {}  # of the checkpoints on the branch of the run
+        self._is_read = False
         self._remover: Workers | None = None
         self._removals: list[Future[None]] = []
 
@@ -97,7 +98,8 @@ class Retention:
         if not self._rules.removes_checkpoints:
             return []
         # The first call reads the directory; later ones know what was added and removed.
-        if self._losses is None:
+        if not self._is_read:
+            self._is_read = True
             self._losses = self._find_losses(lineage)
         self._losses[newest] = loss
         superseded = select_superseded(self._losses, newest, self._rules, self._losses)
@@ -112,6 +114,14 @@ class Retention:
             assert self._remover is not None
             self._removals.append(self._remover.submit(partial(self._generation.remove, path)))
         return directories
+
+    def forget(self) -> None:
+        """Let the next `apply` read the directory again; any thread may call it.
+
+        A save that is reported as failed may have left its checkpoint, if the file system failed
+        after the commit.
+        """
+        self._is_read = False
 
     def wait(self) -> None:
         """Return when the files of all superseded checkpoints are removed."""

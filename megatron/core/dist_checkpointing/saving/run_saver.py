@@ -440,6 +440,8 @@ class RunSaver:
             return
         if not is_local:
             self._last_failure = message
+            if self._retention is not None:
+                self._retention.forget()
         # A run that has lost its directory cannot save any more: it must stop.
         if report.superseded or (self._options.must_succeed and not is_local):
             self.failure = message

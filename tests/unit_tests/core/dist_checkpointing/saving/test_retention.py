@@ -182,6 +182,20 @@ def test_other_directories_are_left_alone(tmp_path):
     }
 
 
+def test_checkpoint_of_a_save_that_failed_after_its_commit_is_removed_later(tmp_path):
+    """E.g., the directory could not be flushed: the save is reported as failed."""
+    job = start(tmp_path)
+    retention = Retention(RetentionRules(keep_last=1), job[0])
+    for iteration in (2, 4):
+        retention.apply(iteration, make(job, iteration), math.nan)
+    make(job, 6)
+    retention.forget()
+    removed = retention.apply(8, make(job, 8), math.nan)
+    retention.close()
+    assert [path.name for path in removed] == ["iter_0000004", "iter_0000006"]
+    assert CheckpointDirectory(tmp_path).list_iterations() == [8]
+
+
 def test_abandoned_branch_is_neither_counted_nor_removed(tmp_path):
     """Save 2, 4, 6, 8, 10; return to 4 and save 5 and 6: 8 and 10 are of an abandoned branch."""
     first = start(tmp_path)

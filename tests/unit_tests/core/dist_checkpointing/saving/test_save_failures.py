@@ -20,6 +20,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing import (
     AsyncSaver,
     CheckpointError,
+    Generation,
     ShardedObject,
     ShardedTensor,
     save,
@@ -115,6 +116,49 @@ def test_a_file_system_that_fails_again_when_files_are_closed(tmp_path):
 class Interrupts:
     def __reduce__(self):
         raise KeyboardInterrupt
+
+
+def test_files_of_a_failed_save_that_cannot_be_removed_are_removed_by_the_next(
+    tmp_path, monkeypatch
+):
+    training = Training(0)
+    generation = Generation.take(tmp_path, {})
+
+    def cannot(*args, **kwargs):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    def save_as(name):
+        path = tmp_path / name
+        return saver.save(
+            training.state(), path, common=training.common, generation=generation
+        ).wait()
+
+    with AsyncSaver() as saver:
+        with monkeypatch.context() as failing:
+            failing.setattr(os, "fsync", cannot)
+            failing.setattr(os, "unlink", cannot)
+            assert os.strerror(errno.ESTALE) in save_as("bad").error
+        assert list(generation.directory.glob(".discarded-*"))
+        assert save_as("next").error is None
+    assert os.listdir(generation.directory) == ["owner.json"]
+
+
+def test_unreadable_owner_is_not_a_removed_generation(tmp_path, monkeypatch):
+    """As a network file system or a process without file descriptors left."""
+    generation = Generation.take(tmp_path, {})
+    real = os.open
+
+    def fail(path, *args, **kwargs):
+        if str(path).endswith("owner.json"):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return real(path, *args, **kwargs)
+
+    with monkeypatch.context() as failing:
+        failing.setattr(os, "open", fail)
+        with pytest.raises(OSError, match="Stale file handle"):
+            generation.restore()
+    assert os.listdir(tmp_path) == [generation.id.name]
+    assert generation.is_current()
 
 
 def test_an_interrupt_while_objects_are_copied_ends_the_save(tmp_path):
