@@ -27,6 +27,7 @@ def program_imports() -> Iterator[None]:
     if "torch" in sys.modules:
         yield
         return
+    _open_missing_streams()
     # A shell starts background jobs with SIGINT ignored, and a program may have its own handler.
     is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     exits = is_default and threading.current_thread() is threading.main_thread()
@@ -42,6 +43,24 @@ def program_imports() -> Iterator[None]:
         gc.freeze()
         if collects:
             gc.enable()
+
+
+def _open_missing_streams() -> None:
+    """Open the null device for every standard stream that the process was started without (`2>&-`).
+
+    The next file that is opened would get its descriptor, and a library that writes a message to
+    descriptor 2 would write it into that file, possibly the shard of a checkpoint.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor, which is this one
+            os.set_inheritable(descriptor, True)
+    # Python has None for a missing stream.
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(descriptor, "w", closefd=False))
 
 
 def _exit_interrupted(number: int, frame: FrameType | None) -> None:
