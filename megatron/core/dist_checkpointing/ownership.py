@@ -142,7 +142,8 @@ def prepare_directory(root: Path) -> None:
     if probe is None:
         return
     try:
-        seen = ranks.all_gather((socket.gethostname(), probe.exists()))  # (host, is visible)
+        is_visible = ranks.run_on_all(probe.exists)
+        seen = ranks.all_gather((socket.gethostname(), is_visible))
     finally:
         if ranks.is_coordinator:
             with contextlib.suppress(OSError):

@@ -1,10 +1,14 @@
 """Ownership of a directory of checkpoints: restarts, other jobs, directories not shared."""
 
+import errno
 import os
 import shutil
+from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.dist_checkpointing.generation import GenerationId
 from megatron.core.dist_checkpointing.local_tier import LocalTier
 from megatron.core.dist_checkpointing.ownership import (
@@ -34,6 +38,25 @@ def test_link_that_leads_nowhere_is_an_error(tmp_path):
         ValueError, match=r"run: it is a link to .*/unmounted, which does not exist"
     ):
         prepare_directory(tmp_path / "run")
+
+
+def prepare_with_an_error_on_rank_1(rank, world_size, root):
+    exists = Path.exists
+
+    def fail(path):
+        if rank == 1 and path.name.startswith(".probe-"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return exists(path)
+
+    with mock.patch.object(Path, "exists", fail), pytest.raises(CheckpointError) as failed:
+        prepare_directory(root)
+    return str(failed.value)
+
+
+def test_error_of_the_file_system_on_one_rank_is_reported_by_all(pool, tmp_path):
+    for message in pool.run(prepare_with_an_error_on_rank_1, 2, tmp_path):
+        assert message.startswith("rank 1: ") and os.strerror(errno.EIO) in message
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_restart_keeps_the_id_of_its_job(tmp_path):
