@@ -7,13 +7,14 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
 from megatron.core.datasets import IndexedDatasetBuilder
-from megatron.core.dist_checkpointing import CheckpointDirectory
+from megatron.core.dist_checkpointing import CheckpointDirectory, ownership
 from megatron.training.config.parsing import parse_args
 from megatron.training.run import Loss
 from megatron.training.training import pretrain
@@ -264,7 +265,8 @@ def train_elsewhere(rank, world_size, root, flags):
     """Every rank has its own disk under the same name."""
     os.chdir(root / str(rank))
     try:
-        return train(rank, world_size, flags)
+        with mock.patch.object(ownership, "VISIBLE_WITHIN", 0.0):
+            return train(rank, world_size, flags)
     finally:
         os.chdir(ROOT)
 

@@ -59,6 +59,27 @@ def test_error_of_the_file_system_on_one_rank_is_reported_by_all(pool, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
+def prepare_with_a_late_rank_1(rank, world_size, root):
+    exists = Path.exists
+    looks = 0
+
+    def exist_at_the_third_look(path):
+        nonlocal looks
+        if rank == 1 and path.name.startswith(".probe-"):
+            looks += 1
+            return looks >= 3 and exists(path)
+        return exists(path)
+
+    with mock.patch.object(Path, "exists", exist_at_the_third_look):
+        prepare_directory(root)
+    return looks
+
+
+def test_directory_may_become_visible_late(pool, tmp_path):
+    """A network file system may remember that a name did not exist."""
+    assert pool.run(prepare_with_a_late_rank_1, 2, tmp_path) == [0, 3]
+
+
 def test_restart_keeps_the_id_of_its_job(tmp_path):
     first = take_directory(tmp_path, FIRST)
     previous = read_previous_owner(tmp_path, RESTARTED)
