@@ -1,4 +1,4 @@
-"""What happens to directories of checkpoints outside of the program: moved, linked, damaged."""
+"""Directories of checkpoints that are moved, linked or damaged outside of the program."""
 
 import pytest
 

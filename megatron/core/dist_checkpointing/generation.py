@@ -137,7 +137,7 @@ class Generation:
     def is_current(self) -> bool:
         """Return whether this rank sees the generation, and no other start has taken over.
 
-        Raises OSError if the file system cannot tell.
+        Raises OSError if the file system fails.
         """
         try:
             owner = _read_owner_file(self.root, self.id)

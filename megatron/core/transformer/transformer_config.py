@@ -116,7 +116,7 @@ def is_used(field: dataclasses.Field[Any], conditions: Mapping[str, Any]) -> boo
 
 
 def find_conditions(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `when` of a field may name: `values`, and properties derived from several.
+    """Return the conditions that fields depend on: `values`, and properties derived from several.
 
     `values` are those of a `TransformerConfig` or the arguments of a checkpoint, which may lack
     fields.

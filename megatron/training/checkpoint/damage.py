@@ -52,12 +52,13 @@ def _list_older(directory: Path) -> list[Path]:
     """Return complete checkpoints of the same branch as `directory`, newest first."""
     root = directory.parent
     checkpoints = CheckpointDirectory(root)
-    iterations = {checkpoints.path(number): number for number in checkpoints.list_iterations()}
-    if directory not in iterations:
+    iterations = sorted(checkpoints.list_iterations())
+    paths = [checkpoints.path(number) for number in iterations]
+    if directory not in paths:
         return []
+    before = paths[: paths.index(directory)]
     older: list[Path] = []
     for path in list_newest_first(root, directory):
-        is_older = iterations.get(path, iterations[directory]) < iterations[directory]
-        if is_older and len(older) < _TRIED and find_problem(path) is None:
+        if len(older) < _TRIED and path in before and find_problem(path) is None:
             older.append(path)
     return older

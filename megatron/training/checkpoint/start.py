@@ -126,12 +126,14 @@ def find_start(
     options = ReadOptions(optimizer=not without_optimizer, as_saved=True, verify=config.ckpt_verify)
     with damage_explained(found.directory):
         source = coordination.run_on_all(lambda: open_found(found, options))
-    coordination.run_on_rank0(lambda: _warn_of_unused(source))
+    if coordination.is_coordinator:
+        _warn_of_unused(source)
     lineage = coordination.run_on_rank0(lambda: _base_lineage(choice, found.directory))
     return Start(found.directory, source, choice.weights_only, lineage, choice.continues)
 
 
 def _warn_of_unused(source: Source) -> None:
+    """Name the parts of a checkpoint that the model does not have."""
     if source.unused:
         logger.warning(
             f"{source.description}: {len(source.unused)} unused parts: {_abbreviate(source.unused)}"

@@ -59,6 +59,22 @@ def hash_blocks(data: bytes | memoryview) -> bytes:
     return b"".join(digests)
 
 
+def split_at_blocks(start: int, stop: int, max_blocks: int) -> Iterator[tuple[int, int]]:
+    """Yield start and stop of the pieces of a range: its whole blocks, at most `max_blocks` at
+    once, and the parts of blocks at its ends.
+    """
+    while start < stop:
+        num_blocks = 0
+        if start % BLOCK_SIZE == 0:
+            num_blocks = min(max_blocks, (stop - start) // BLOCK_SIZE)
+        if num_blocks > 0:
+            end = start + num_blocks * BLOCK_SIZE
+        else:
+            end = min(stop, (start // BLOCK_SIZE + 1) * BLOCK_SIZE)
+        yield start, end
+        start = end
+
+
 def count_blocks(size: int) -> int:
     """Return the number of blocks of `size` bytes; the last one may be short."""
     return -(-size // BLOCK_SIZE)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import errno
 import json
 import math
+import mmap
 import os
 import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,6 +30,8 @@ from megatron.core.dist_checkpointing.format import links
 from megatron.core.object_storage import PART_SIZE, ObjectPath, path_of
 from megatron.core.terminal import escape_control_chars
 
+_MADV_POPULATE_READ = 22  # <linux/mman.h>; Python has no name for it yet
+
 
 class CheckpointError(ValueError):
     """A checkpoint cannot be written or read.
@@ -38,7 +41,7 @@ class CheckpointError(ValueError):
 
 
 class DamagedError(CheckpointError):
-    """The content of a file is not what was saved."""
+    """A file differs from the one that was saved."""
 
 
 class UnsafePickleError(CheckpointError):
@@ -361,6 +364,25 @@ class OpenFile:
             ) from error
         self.read_into(memoryview(content), position)
         return bytes(content)
+
+    def map(self, start: int, stop: int) -> mmap.mmap | None:
+        """Map a range that begins with a page, and let the kernel read its pages.
+
+        Returns None where that is not possible, or fails: the range must be read then, which
+        reports errors of the disk. In a mapping they would be a SIGBUS.
+        """
+        if self.descriptor is None:
+            return None
+        try:
+            mapped = mmap.mmap(self.descriptor, stop - start, offset=start, prot=mmap.PROT_READ)
+        except (OSError, ValueError):  # cannot be mapped, or has become shorter
+            return None
+        try:
+            mapped.madvise(_MADV_POPULATE_READ)
+        except OSError:  # of the disk, or Linux is older than 5.14
+            mapped.close()
+            return None
+        return mapped
 
     def read_into(self, view: memoryview, position: int) -> None:
         """Fill `view`. Raises CheckpointError if the file is too short or cannot be read."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import mmap
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +17,7 @@ from megatron.core.dist_checkpointing.format.checksums import (
     find_checksums,
     hash_blocks,
     read_checksums,
+    split_at_blocks,
 )
 from megatron.core.dist_checkpointing.format.schema import (
     CheckpointError,
@@ -25,8 +26,7 @@ from megatron.core.dist_checkpointing.format.schema import (
     open_file,
 )
 
-_READ_SIZE = 4 * BLOCK_SIZE
-MADV_POPULATE_READ = 22  # <linux/mman.h>; Python has no name for it yet
+_BLOCKS_AT_ONCE = 4
 
 
 class ChecksumVerifier:
@@ -164,16 +164,15 @@ class VerifiedFile(OpenFile):
     def _read_blocks(self, view: memoryview, position: int) -> None:
         """Read and compare a range returned by `widen`."""
         stop = position + len(view)
-        start = position
-        while start < stop:
-            end = stop
-            if self.descriptor is not None:
-                end = _find_end_of_piece(start, stop)
+        pieces: Iterable[tuple[int, int]] = [(position, stop)]
+        if self.descriptor is not None:
+            # Pieces that are still in the CPU's cache when they are hashed
+            pieces = split_at_blocks(position, stop, _BLOCKS_AT_ONCE)
+        for start, end in pieces:
             part = view[start - position : end - position]
             if not self._copy_from_page_cache(part, start):
                 self._file.read_into(part, start)
                 self.check(part, start)
-            start = end
 
     def _copy_from_page_cache(self, view: memoryview, position: int) -> bool:
         """Copy and compare whole blocks via a mapping of the file, in half the processor time.
@@ -190,17 +189,10 @@ class VerifiedFile(OpenFile):
         target = np.frombuffer(view, np.uint8).ctypes.data
         if target % hashed_copy.ALIGNMENT != 0:
             return False
-        assert self.descriptor is not None
-        try:
-            mapped = mmap.mmap(self.descriptor, length, offset=position, prot=mmap.PROT_READ)
-        except (OSError, ValueError):  # cannot be mapped, or has become shorter
+        mapped = self.map(position, position + length)
+        if mapped is None:
             return False
         with mapped:
-            try:
-                # Errors of a disk would be a SIGBUS later.
-                mapped.madvise(MADV_POPULATE_READ)
-            except OSError:  # of the disk, which reading reports, or Linux is older than 5.14
-                return False
             source = np.frombuffer(mapped, np.uint8).ctypes.data
             digests = hashed_copy.copy_and_hash(target, source, length)
         first = position // BLOCK_SIZE
@@ -240,19 +232,3 @@ class VerifiedFile(OpenFile):
                 part = view[start - position : end - position]
                 part[:] = block[start - first : end - first]
             start = end
-
-
-def _find_end_of_piece(start: int, stop: int) -> int:
-    """Return the end of the first piece of a range that is read at once.
-
-    Pieces are still in the CPU's cache when they are hashed. Whole blocks are separate from parts
-    of blocks at the ends of the range.
-    """
-    if start % BLOCK_SIZE != 0:
-        next_block = (start // BLOCK_SIZE + 1) * BLOCK_SIZE
-        return min(stop, next_block)
-    next_piece = (start // _READ_SIZE + 1) * _READ_SIZE
-    if next_piece <= stop:
-        return next_piece
-    last_block = stop // BLOCK_SIZE * BLOCK_SIZE
-    return last_block if last_block > start else stop

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
 import threading
@@ -23,11 +22,7 @@ from megatron.core.dist_checkpointing.format.metadata_file import read_metadata
 from megatron.core.dist_checkpointing.format.schema import CheckpointError, OpenFile, open_file
 from megatron.core.dist_checkpointing.format.torch_load import FileTensor, open_archive, safe_load
 from megatron.core.dist_checkpointing.format.torch_zip import make_tensor_envelope, view_bytes
-from megatron.core.dist_checkpointing.format.verified_file import (
-    MADV_POPULATE_READ,
-    ChecksumVerifier,
-    VerifiedFile,
-)
+from megatron.core.dist_checkpointing.format.verified_file import ChecksumVerifier, VerifiedFile
 from megatron.core.dist_checkpointing.mapping import (
     Runs,
     Shape,
@@ -347,34 +342,19 @@ class _ShardReader:
     def _map(self, position: int, length: int) -> _MappedRange | None:
         """Map a range of the file, let the kernel read its pages, and verify its blocks.
 
-        Returns None where the kernel cannot read a mapping ahead or the file cannot be mapped.
+        Returns None if the range must be read instead.
         """
         stop = position + length
-        if self._file.descriptor is None or stop > self._file.size:
+        if stop > self._file.size:
             return None
 
         # Widen the range to whole blocks, which have checksums, and to whole pages.
         if isinstance(self._file, VerifiedFile):
             position, stop = self._file.widen(position, stop)
         start = position - position % mmap.ALLOCATIONGRANULARITY
-        try:
-            mapped = mmap.mmap(
-                self._file.descriptor, stop - start, offset=start, prot=mmap.PROT_READ
-            )
-        except (OSError, ValueError):  # the file cannot be mapped, or has become shorter
+        mapped = self._file.map(start, stop)
+        if mapped is None:
             return None
-
-        # Read the pages.
-        try:
-            # Without this call, a disk error would be a SIGBUS instead of an OSError.
-            mapped.madvise(MADV_POPULATE_READ)
-        except OSError as error:
-            mapped.close()
-            if error.errno == errno.EINVAL:  # older than Linux 5.14
-                return None
-            raise CheckpointError(
-                f"{self._path}: cannot be read at {position}: {error.strerror}"
-            ) from error
         self._count_read_bytes(stop - position)
 
         # Verify the blocks.

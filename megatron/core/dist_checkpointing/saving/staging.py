@@ -26,12 +26,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.core.dist_checkpointing.background import Slot, Workers
+from megatron.core.dist_checkpointing.background import SLOT_SIZE, Slot, Workers
 from megatron.core.dist_checkpointing.format.checksums import (
     BLOCK_SIZE,
     FileChecksums,
     compute_checksums,
     hash_blocks,
+    split_at_blocks,
 )
 from megatron.core.dist_checkpointing.format.hashed_copy import copy_and_hash
 from megatron.core.dist_checkpointing.format.schema import CheckpointError, abbreviate
@@ -79,7 +80,7 @@ class LiveSource:
 
     @property
     def is_converted(self) -> bool:
-        """Whether the checkpoint stores another dtype than the tensor has."""
+        """Return whether the checkpoint stores another dtype than that of the tensor."""
         return self._dtype != torch.uint8
 
     def was_modified(self) -> bool:
@@ -233,9 +234,8 @@ def copy_on_host(source: ByteSource, slot: Slot, part: SourceRange) -> None:
     source.copy(slot, part)
 
 
-def split_at_blocks(part: SourceRange, source: ByteSource) -> list[SourceRange]:
-    """Separate the whole blocks of checksums in the part of a live tensor from what precedes and
-    follows them.
+def split_part(part: SourceRange, source: ByteSource) -> list[SourceRange]:
+    """Separate the whole blocks of checksums from the ends of a live tensor's part.
 
     The blocks of a converted tensor are separate pieces, so that each is hashed while it is in the
     processor's second-level cache. Other sources remain whole: short ones, and those that are read
@@ -243,18 +243,11 @@ def split_at_blocks(part: SourceRange, source: ByteSource) -> list[SourceRange]:
     """
     if not isinstance(source, HostSource):
         return [part]
-    end = part.at + part.length
-    blocks_end = end // BLOCK_SIZE * BLOCK_SIZE
+    max_blocks = 1 if source.is_converted else SLOT_SIZE // BLOCK_SIZE
     pieces = []
-    at = part.at
-    while at < end:
-        next_block = (at // BLOCK_SIZE + 1) * BLOCK_SIZE
-        if at % BLOCK_SIZE == 0 and not source.is_converted:
-            next_block = max(next_block, blocks_end)
-        length = min(next_block, end) - at
+    for at, end in split_at_blocks(part.at, part.at + part.length, max_blocks):
         start = part.start + at - part.at
-        pieces.append(SourceRange(at, part.source, start, length))
-        at += length
+        pieces.append(SourceRange(at, part.source, start, end - at))
     return pieces
 
 
@@ -465,7 +458,7 @@ class StageAndWrite:
         # The parts are in order and cover the chunk.
         for part in chunk.parts:
             source = self._sources[part.source]
-            for piece in split_at_blocks(part, source):
+            for piece in split_part(part, source):
                 end = piece.at + piece.length
                 is_whole_blocks = piece.at % BLOCK_SIZE == 0 and end % BLOCK_SIZE == 0
                 if is_whole_blocks and isinstance(source, HostSource):
