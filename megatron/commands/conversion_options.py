@@ -15,6 +15,8 @@ from megatron.conversion.edit_options import EditOptions
 from megatron.conversion.options import ReadOptions, WriteOptions, parse_size
 from megatron.core.terminal import print_line
 
+_MOST_LINES = 30  # about foreign tensors
+
 
 def make_edits(args: argparse.Namespace) -> EditOptions:
     """Return the edits on the command line."""
@@ -55,7 +57,7 @@ def make_read_options(
     args: argparse.Namespace, given: dict[str, Any], optimizer: bool
 ) -> ReadOptions:
     """Return the read options; `given` contains the model's arguments on the command line."""
-    if args.foreign_split and not args.keep_foreign:
+    if args.foreign_split and args.keep_foreign is not True:
         raise ValueError("--foreign-split needs --keep-foreign")
     # By default, checksums are compared if the source has any.
     verify = None
@@ -68,7 +70,7 @@ def make_read_options(
         optimizer=optimizer,
         verify=verify,
         renames=tuple(args.rename),
-        keep_foreign=args.keep_foreign,
+        keep_foreign=args.keep_foreign is True,
         foreign_splits=tuple(args.foreign_split),
     )
 
@@ -85,7 +87,10 @@ def make_write_options(
             value = parse_size(value)  # bytes
         option = TARGET_FLAGS[name].option
         fields[option] = value
-    return WriteOptions(**fields, optimizer=optimizer, note=note, edits=make_edits(args))
+    foreign = None if args.keep_foreign is True else args.keep_foreign
+    return WriteOptions(
+        **fields, optimizer=optimizer, foreign=foreign, note=note, edits=make_edits(args)
+    )
 
 
 def print_report(outcome: ConversionReport, args: argparse.Namespace, notes: Sequence[str]) -> None:
@@ -98,7 +103,13 @@ def print_report(outcome: ConversionReport, args: argparse.Namespace, notes: Seq
         print_line(f"   no effect: {name}")
     for name in outcome.not_carried:
         print_line(f"   not carried: {name}")
+    by_action: dict[str, list[str]] = {}
     for name, action in outcome.foreign.items():
-        print_line(f"   foreign, {action}: {name}")
+        by_action.setdefault(action, []).append(name)
+    for action, names in by_action.items():
+        if len(names) > _MOST_LINES:
+            names = [f"{len(names)} tensors, e.g. {names[0]}"]
+        for name in names:
+            print_line(f"   foreign, {action}: {name}")
     if outcome.verified is not None:
         print_line(f"   verified: {outcome.verified} tensors are bitwise those of the source")

@@ -140,4 +140,6 @@ def run(
         )
     if report.unused and not args.keep_foreign:
         note("unused tensors are merged with --keep-foreign")
+    if options.foreign is not None:  # copied from another checkpoint
+        return report
     return dataclasses.replace(report, foreign=dict.fromkeys(report.foreign, "merged"))

@@ -185,9 +185,13 @@ def add_read_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--keep-foreign",
-        action="store_true",
+        nargs="?",
+        type=Path,
+        const=True,
+        metavar="CHECKPOINT",
         help="keep tensors that the model does not have, under their names: convert.py copies them "
-        "byte for byte, merge.py merges them like weights; default: list them as unused and leave "
+        "byte for byte, merge.py merges them like weights. With CHECKPOINT, those of the model "
+        "that the source was trained from are copied. Default: list them as unused and leave "
         "them out",
     )
     add(

@@ -32,7 +32,7 @@ from megatron.conversion.megatron_lm.torch_dist import (
     open_torch_dist,
     write_torch_dist,
 )
-from megatron.conversion.model_space.foreign import describe_foreign_mixers
+from megatron.conversion.model_space.foreign import WithForeignTensors, describe_foreign_mixers
 from megatron.conversion.model_space.model import Layout
 from megatron.conversion.model_space.pieces import is_bitwise_equal
 from megatron.conversion.model_space.source import (
@@ -295,6 +295,8 @@ def write_checkpoint(
 ) -> ConversionReport:
     """Write `source`, which is read from the paths `origins`, as `convert` does."""
     options = options or WriteOptions()
+    if options.foreign is not None:
+        origins = [*origins, options.foreign]
     _check_target(save_dir, origins, saver, overwrite)
     if verify and options.quantization is not None:
         raise ValueError(
@@ -306,6 +308,10 @@ def write_checkpoint(
         trusted=(*options.trusted, *origins),
         optim_sidecar=options.optim_sidecar and source.training is not None,
     )
+    if options.foreign is not None:
+        kept = ReadOptions(keep_foreign=True, optimizer=False)
+        original = open_checkpoint(options.foreign, read_options=kept)
+        source = WithForeignTensors(source, original)
     notes = []
     if options.average:
         source = AveragedWeights(source, options.dtype)

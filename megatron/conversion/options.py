@@ -84,6 +84,8 @@ class WriteOptions:
     """Write one tensor for all layers instead of one per layer."""
     hybrid_layers: bool = False
     """Write the keys of HybridModel, with two layers for each."""
+    foreign: Path | None = None
+    """Checkpoint with the tensors that the model does not have, instead of the source."""
     trusted: tuple[Path, ...] = ()
     """Directories next to the checkpoint's own from which a tokenizer named in it may be copied."""
     note: Callable[[str], None] = lambda text: None

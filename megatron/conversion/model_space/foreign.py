@@ -23,6 +23,7 @@ from megatron.conversion.model_space.pieces import (
 from megatron.conversion.model_space.source import (
     Progress,
     Source,
+    SourceView,
     TensorInfo,
     foreign_key,
     foreign_name,
@@ -136,3 +137,40 @@ def write_foreign_file(source: Source, path: Path, workers: int, progress: Progr
             place = FilePlace(offset, slot.shape, temporary, positions[slot])
             jobs.append(partial(write_to_places, source, key, [place], progress))
         run_jobs(jobs, workers)
+
+
+_SIZES = ("num_layers", "hidden_size")  # which foreign tensors depend on
+
+
+class WithForeignTensors(SourceView):
+    """A model with the foreign tensors of `original`, the checkpoint that it was trained from.
+
+    Raises ValueError if `original` has none, or is a model of another size.
+    """
+
+    def __init__(self, source: Source, original: Source) -> None:
+        super().__init__(source)
+        self._original = original
+        keys = list_foreign(original.tensors)
+        if not keys:
+            raise ValueError(
+                f"--keep-foreign: {original.description} has no tensors that the model does not "
+                "have: leave the flag out"
+            )
+        for name in _SIZES:
+            if source.args[name] != original.args[name]:
+                raise ValueError(
+                    f"--keep-foreign: {original.description} has {name} = {original.args[name]}, "
+                    f"but {source.description} {source.args[name]}: they are different models"
+                )
+        for key in keys:
+            self.tensors[key] = original.tensors[key]
+        # The fields of config.json that belong to them. Tokens are those of the model.
+        for name, value in original.args.items():
+            if name.startswith("hf_") and name != "hf_token_ids":
+                self.args[name] = value
+
+    def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
+        if is_foreign(key):
+            return self._original.read(key, offset, shape)
+        return self._source.read(key, offset, shape)

@@ -80,6 +80,24 @@ def test_foreign_tensors_return_bitwise(
     assert result["vision_config"] == {"depth": 2}
 
 
+@pytest.mark.parametrize("saver", ["hf", "torch_dist", "legacy", "universal"])
+def test_foreign_tensors_are_taken_from_another_checkpoint(
+    model: Path, tmp_path: Path, saver: str
+) -> None:
+    """A run does not save them, so they come from the checkpoint that it was trained from."""
+    write_huggingface(random_source(LLAMA_ARGS | {"bf16": True}, seed=7), tmp_path / "trained")
+    ignore = ("--hf-ignore-fields", "vision_config")
+    convert("torch_dist", model, tmp_path / "original", "--keep-foreign", *ignore)
+    keep = ("--keep-foreign", tmp_path / "original")
+    said = convert(saver, tmp_path / "trained", tmp_path / "whole", *keep, "--verify-target")
+    assert "foreign, copied as it is: model.visual.patch_embed.weight" in said
+    convert("hf", tmp_path / "whole", tmp_path / "result", "--keep-foreign", *ignore)
+    expected = read_bytes(model) | read_bytes(tmp_path / "trained")
+    assert read_bytes(tmp_path / "result") == expected
+    result = json.loads((tmp_path / "result" / "config.json").read_text())
+    assert result["vision_config"] == {"depth": 2}
+
+
 def test_foreign_tensors_return_from_universal(model: Path, tmp_path: Path) -> None:
     """DeepSpeed's directories of parameters are unchanged; foreign tensors have their own file."""
     keep = ("--keep-foreign", "--verify-target")
