@@ -7,3 +7,10 @@ ZERO = "zero"  # the directory of parameters in a universal checkpoint
 RELEASE = "release"  # in a tracker and as a directory: weights that belong to no iteration
 PARAMS = "params.json"  # of a Llama model of Meta
 CONSOLIDATED = "consolidated.*.pth"  # its weights
+# Files of transformers that prepare the images of a multimodal model.
+PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "chat_template.json",
+)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.conversion.file_names import PROCESSOR_FILES
 from megatron.core.dist_checkpointing.format.schema import MAX_JSON, read_regular
 from megatron.core.durable_files import committed
 from megatron.core.object_storage import path_of
@@ -24,7 +25,7 @@ _FILES: dict[str, dict[str, str]] = {
 }
 
 
-# Files of a Hugging Face tokenizer.
+# Files of a Hugging Face tokenizer, or of a processor with one.
 _HUGGING_FACE = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -34,6 +35,7 @@ _HUGGING_FACE = (
     "vocab.json",
     "merges.txt",
     "chat_template.jinja",
+    *PROCESSOR_FILES,
 )
 
 

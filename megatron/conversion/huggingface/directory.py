@@ -40,8 +40,10 @@ from megatron.conversion.huggingface.stored_parameters import (
 )
 from megatron.conversion.huggingface.stored_weights import HEAD, StoredWeights
 from megatron.conversion.huggingface.tokenizer import (
+    copy_processor,
     export_tokenizer,
     read_tokenizer_arguments,
+    select_stated_ids,
     write_generation_config,
 )
 from megatron.conversion.huggingface.weight_files import (
@@ -53,6 +55,8 @@ from megatron.conversion.huggingface.weight_files import (
     open_weights,
     write_weight_files,
 )
+from megatron.conversion.huggingface.wrapper import LanguageModel
+from megatron.conversion.huggingface.wrappers import find_wrapper
 from megatron.conversion.model_space.foreign import format_layers
 from megatron.conversion.model_space.model import (
     check_optimizer_complete,
@@ -91,7 +95,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig, comp
 
 CONFIG = "config.json"
 _QUANTIZATION = "quantization_config"
-_FOREIGN_FIELDS = "hf_foreign_fields"  # argument: ignored fields of config.json
+# Arguments: fields of config.json that belong to foreign tensors (ignored fields, or all of a
+# wrapper), and the prefix of the language model's names in the files of a wrapper.
+_FOREIGN_FIELDS = "hf_foreign_fields"
+_TEXT_PREFIX = "hf_text_prefix"
 _OTHER_MODEL = "belongs to another model: leave it out (--no-optim) or remove it"
 
 
@@ -113,30 +120,42 @@ class HuggingFaceSource:
             hf = schema.read_json(directory / "config.json")
         else:
             hf = read_params(directory, open_weights(directory))
-        quantization = hf.get(_QUANTIZATION)
+        quantization = hf.pop(_QUANTIZATION, None)
+
+        # Of a multimodal model, read the language model.
+        multimodal: LanguageModel | None = None
+        token_ids = hf
+        with _errors_about(directory):
+            wrapper = find_wrapper(hf)
+        if wrapper is not None:
+            stored = open_weights(directory)
+            files = rename_tensors(stored, read_options.renames, self.description)
+            with _errors_about(directory):
+                multimodal = wrapper.find_language_model(hf, files)
+            hf = multimodal.text
+            quantization = quantization or hf.pop(_QUANTIZATION, None)
+            token_ids = hf | select_stated_ids(multimodal.hf)
         if _QUANTIZATION in read_options.ignored_fields:
             quantization = None
-        ignored_fields = (*read_options.ignored_fields, _QUANTIZATION)
         block = None
-        try:
-            family = find_family(hf)
-            self.args = family.read_config(hf, given, ignored_fields)
+        with _errors_about(directory):
+            family = find_family(hf) if multimodal is None else multimodal.family
+            self.args = family.read_config(hf, given, read_options.ignored_fields)
             if quantization is not None:
                 block = read_block_size(quantization)
-        except ValueError as error:
-            raise schema.CheckpointError(f"{directory}: {error}") from error
 
         # Open the weights. Biases that config.json switches off are zero in a model with others.
-        stored = use_transformers_layout(open_weights(directory), hf)
-        files = rename_tensors(stored, read_options.renames, self.description)
+        if multimodal is not None:
+            files = multimodal.files
+        else:
+            stored = use_transformers_layout(open_weights(directory), hf)
+            files = rename_tensors(stored, read_options.renames, self.description)
         refuse_adapted_modules(files, directory)
         if "mtp_num_layers" not in given and not _has_prediction_layers(files, self.args):
             # transformers leaves these layers out when it saves a model, but not the field.
             self.args["mtp_num_layers"] = None
-        try:
+        with _errors_about(directory):
             mixers = family.find_foreign_mixers(files, self.args)
-        except ValueError as error:
-            raise schema.CheckpointError(f"{directory}: {error}") from error
         self.args["foreign_mixers"] = mixers
         config = model_config(self.args, self.args["vocab_size"], self.description)
         if block is not None:
@@ -157,6 +176,8 @@ class HuggingFaceSource:
                 if name != HEAD:
                     self._foreign[foreign_key(family.add_prefix(name))] = files[name]
             self.unused = [name for name in self.unused if name == HEAD]
+        elif multimodal is not None:
+            self.unused = multimodal.summarize(self.unused)
 
         # Complete the arguments. Those of the user come last: they override all files.
         if "bf16" not in self.args and "fp16" not in self.args:  # config.json has no dtype
@@ -166,11 +187,13 @@ class HuggingFaceSource:
         self.args["hf_model_type"] = family.model_type
         self.args["hf_fields"] = family.repeated_fields(hf)
         if mixers is not None:
-            fields = {name: value for name, value in hf.items() if name != _QUANTIZATION}
-            self.args["hf_fields"] = fields
-        self.args |= read_tokenizer_arguments(directory, hf) | dict(given)
+            self.args["hf_fields"] = hf
+        self.args |= read_tokenizer_arguments(directory, token_ids) | dict(given)
 
-        if read_options.keep_foreign:
+        if read_options.keep_foreign and multimodal is not None:
+            self.args[_FOREIGN_FIELDS] = multimodal.fields
+            self.args[_TEXT_PREFIX] = multimodal.prefix
+        elif read_options.keep_foreign:
             ignored = set(read_options.ignored_fields) - {_QUANTIZATION}
             self.args[_FOREIGN_FIELDS] = {name: hf[name] for name in hf if name in ignored}
 
@@ -239,6 +262,15 @@ class HuggingFaceSource:
         check_optimizer_complete(self.tensors, self.args, str(where))
 
 
+@contextmanager
+def _errors_about(directory: Path) -> Iterator[None]:
+    """Name the directory in errors about its content."""
+    try:
+        yield
+    except ValueError as error:
+        raise schema.CheckpointError(f"{directory}: {error}") from error
+
+
 def _has_prediction_layers(files: Mapping[str, Stored], args: Mapping[str, Any]) -> bool:
     """Return whether the files have layers for multi-token prediction, after those of the model."""
     projection = f"layers.{args['num_layers']}.eh_proj.weight"
@@ -291,9 +323,18 @@ def write_huggingface(
     # Plan and check everything.
     config = _make_config(source, options)
     foreign = [key for key in source.tensors if is_foreign(key)]
-    model_type = source.args.get("hf_model_type")
-    family = choose_family(config, model_type, foreign, _get_stored_fields(source.args))
-    fields = family.write_config(config, get_imported_fields(family, config, source.args))
+    foreign_fields = get_foreign_fields(source.args)
+    wrapper = find_wrapper(foreign_fields)
+    if wrapper is not None and not foreign:  # the language model alone
+        wrapper = None
+        foreign_fields = {}
+    if wrapper is not None:
+        _check_multimodal_options(options)
+        family, fields = wrapper.update_text_config(foreign_fields, config)
+    else:
+        model_type = source.args.get("hf_model_type")
+        family = choose_family(config, model_type, foreign, _get_stored_fields(source.args))
+        fields = family.write_config(config, get_imported_fields(family, config, source.args))
     if has_foreign_mixers(config):
         _check_foreign_mixers(source, family, foreign)
     shapes = model_tensors(config)
@@ -304,13 +345,21 @@ def write_huggingface(
     parts += copied_parameters(shapes, family.layers, config)
     _check_complete(source, config, shapes, {part.key for part in parts})
     parts = _leave_out_biases(source, family, fields, parts)
+    foreign_names = {key: foreign_name(key) for key in foreign}
+    if wrapper is not None:
+        prefixes = wrapper.get_prefixes(source.args.get(_TEXT_PREFIX))
+        for number, part in enumerate(parts):
+            names = tuple(prefixes.add(name) for name in part.names)
+            parts[number] = dataclasses.replace(part, names=names)
+        for key, name in foreign_names.items():
+            foreign_names[key] = prefixes.add(name)
     weights: list[OutgoingTensor] = []
     for part in parts:
         weights.append(_prepare_weight(source, part, config.params_dtype, options.quantization))
     if options.quantization is not None:
         fields[_QUANTIZATION] = make_quantization_config(_list_unquantized(parts, foreign))
     for key in foreign:
-        weights.append(OutgoingForeign(source, key))
+        weights.append(OutgoingForeign(source, key, foreign_names[key]))
     optimizer: Sequence[Outgoing] = []
     if options.optim_sidecar:
         optimizer = collect_optimizer_tensors(source, shapes)
@@ -327,8 +376,11 @@ def write_huggingface(
             files = write_weight_files(folder, "optimizer", optimizer, *limits)
             write_state(folder, source, files)
 
-        fields = get_foreign_fields(source.args) | fields
-        lost = write_small_files(small_files, source.args, fields, options)
+        if wrapper is not None:
+            fields = wrapper.write_config(foreign_fields, fields)
+        else:
+            fields = foreign_fields | fields
+        lost = write_small_files(small_files, source.args, fields, options, wrapper is not None)
     # A sidecar keeps the full precision.
     if options.dtype is None and not optimizer:
         lost = [*lost, *_list_rounded(source, parts, config.params_dtype)]
@@ -403,19 +455,31 @@ def remove_model(directory: Path) -> None:
 
 
 def write_small_files(
-    directory: Path, args: Mapping[str, Any], fields: Mapping[str, Any], options: WriteOptions
+    directory: Path,
+    args: Mapping[str, Any],
+    fields: Mapping[str, Any],
+    options: WriteOptions,
+    is_multimodal: bool = False,
 ) -> list[str]:
     """Write tokenizer and configuration next to the weights; return notes about lost parts.
 
-    `fields` are those of config.json without the tokens of the tokenizer.
+    `fields` are those of config.json without the tokens of the tokenizer, which a multimodal model
+    has only if they are among its fields.
     """
     tokenizer = export_tokenizer(args, options.tokenizer, directory, options.trusted)
+    if is_multimodal:
+        copy_processor(tokenizer, options.foreign, directory)
     write_generation_config(directory, tokenizer.ids)
     for copied in tokenizer.copied:
         options.note(f"tokenizer: {copied}")
     # Readers recognize a model by config.json: it must not be durable before the weights are.
     fsync_tree(directory)
-    write_json(directory / CONFIG, {"use_cache": True, **fields, **tokenizer.ids})
+    if is_multimodal:
+        changed = select_stated_ids(tokenizer.ids)
+        fields = {**fields, **{name: changed[name] for name in changed if name in fields}}
+    else:
+        fields = {"use_cache": True, **fields, **tokenizer.ids}
+    write_json(directory / CONFIG, fields)
     fsync_tree(directory)
     return tokenizer.lost
 
@@ -501,13 +565,23 @@ def get_foreign_fields(args: Mapping[str, Any]) -> dict[str, Any]:
     return dict(fields)
 
 
+def _check_multimodal_options(options: WriteOptions) -> None:
+    """Raise ValueError for options that are not supported for multimodal models."""
+    if options.quantization is not None:
+        raise ValueError(
+            f"--quantize {options.quantization} is not supported for multimodal models: leave it "
+            "out, or leave out --keep-foreign to write the language model alone"
+        )
+
+
 def _leave_out_biases(
     source: Source, family: Family, fields: dict[str, Any], parts: list[StoredParameter]
 ) -> list[StoredParameter]:
     """Leave out the biases that `fields` switch off; switch them on if one of them is not zero."""
+    unbiased = family.list_unbiased_parts(fields)
     for field, name in family.switched_biases():
         biases = [part for part in parts if part.is_bias and name in part.key]
-        if fields[field] or not biases:
+        if not biases or name not in unbiased:
             continue
         is_used = any(torch.count_nonzero(read_whole(source, bias.key)) for bias in biases)
         if is_used:

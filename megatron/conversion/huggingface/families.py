@@ -43,7 +43,6 @@ FAMILIES = (
 
 # Models that are not supported -> the part that our model does not have.
 _LACKING = {
-    "gemma3": "images as input; its text model alone, gemma3_text, is supported",
     "olmo": "norms without weights",
     "opt": "positions that start at 2, and ReLU",
     "phimoe": "experts that are chosen one after the other",

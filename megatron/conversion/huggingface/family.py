@@ -176,7 +176,7 @@ class Family:
         imported = imported or {}
         config = spell_out_mup(config)  # no family has muP, some have its factors
         if has_foreign_mixers(config):
-            return self._update_config(imported, config)
+            return self.update_config(imported, config)
         for rule in self.all_rules:
             fields |= rule.write(config)
             repeated = {name: imported[name] for name in rule.repeated if name in imported}
@@ -184,15 +184,19 @@ class Family:
                 fields |= repeated
         return fields
 
-    def _update_config(self, imported: Mapping[str, Any], config: TransformerConfig) -> Json:
-        """Return the config.json of a model with foreign mixers: all imported fields, and the
-        fields of rules that would write something else now, e.g. after a change of the dtype.
+    def update_config(self, imported: Mapping[str, Any], config: TransformerConfig) -> Json:
+        """Return the config.json of a model that is stored with tensors which it does not have:
+        all imported fields, and the fields of rules that would write something else now, e.g. after
+        a change of the dtype.
         """
+        config = spell_out_mup(config)
         before = _make_config(self.read_config(dict(imported), {}, ignored=imported))
         fields = dict(imported)
         for rule in self.all_rules:
             written = rule.write(config)
             if written != rule.write(before):
+                if rule.update is not None:
+                    written = rule.update(fields, config)
                 for name in rule.fields:
                     fields.pop(name, None)
                 fields |= written

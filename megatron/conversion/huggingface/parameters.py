@@ -260,6 +260,15 @@ GPT_OSS_ROWS = (
         "mlp.experts.experts.linear_fc2.": Row(("mlp.experts.down_proj",), **_TRANSPOSED_EXPERTS),
     }
 )
+# transformers 5 saves these experts without transposing them.
+QWEN3_VL_MOE_ROWS = QWEN3_ROWS | {
+    "mlp.experts.experts.linear_fc1.": Row(
+        ("mlp.experts.gate_up_proj",), biased=False, **_TRANSPOSED_EXPERTS
+    ),
+    "mlp.experts.experts.linear_fc2.": Row(
+        ("mlp.experts.down_proj",), biased=False, **_TRANSPOSED_EXPERTS
+    ),
+}
 ARIA_ROWS = (
     LLAMA_ROWS
     | _SHARED_EXPERT

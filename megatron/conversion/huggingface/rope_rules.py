@@ -533,3 +533,37 @@ def _read_hunyuan_rope(found: ConfigFields, args: Json) -> Json:
 
 
 HUNYUAN_ROPE = Rule(_COMMON_ROPE.fields, _read_hunyuan_rope, _COMMON_ROPE.write)
+
+
+# Multimodal models rotate sections of a head by different positions, which are equal for text.
+_SECTIONS = ("mrope_section", "mrope_interleaved", "xdrope_section")
+_SECTIONED_TYPES = {"mrope": "default", "xdrope": "dynamic"}  # name of a type with sections -> type
+_SCALING_FIELDS = ("rope_scaling", "rope_parameters")
+
+
+def with_sections(rule: Rule) -> Rule:
+    """Return the rule of a rope for the language model of a wrapper, which may have sections."""
+
+    def read(found: ConfigFields, args: Json) -> Json:
+        stated = dict(found.stated)
+        for field in _SCALING_FIELDS:
+            if stated.get(field):
+                parameters = _leave_out(stated[field], _SECTIONS)
+                for name in _TYPE_FIELDS:
+                    if name in parameters:
+                        kind = parameters[name]
+                        parameters[name] = _SECTIONED_TYPES.get(kind, kind)
+                stated[field] = parameters
+        return rule.read(ConfigFields(stated, found.defaults), args)
+
+    def update(imported: Json, config: TransformerConfig) -> Json:
+        sections = {}
+        for field in _SCALING_FIELDS:
+            for name, value in (imported.get(field) or {}).items():
+                if name in _SECTIONS:
+                    sections[name] = value
+        fields = rule.write(config)
+        scaling = fields.get("rope_scaling") or {"rope_type": "default"}
+        return fields | {"rope_scaling": scaling | sections}
+
+    return rule._replace(read=read, update=update)

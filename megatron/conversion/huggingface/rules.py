@@ -36,6 +36,9 @@ class Rule(NamedTuple):
     repeated: tuple[str, ...] = ()
     # Switches of biases -> the part of a layer that has them.
     biased_parts: Mapping[str, str] = MappingProxyType({})
+    # `update(fields, config)` returns the fields of a changed model that was imported with
+    # `fields`, if that differs from `write(config)`.
+    update: Callable[[Json, TransformerConfig], Json] | None = None
 
 
 def unsupported(field: str, value: Any, wanted: str) -> ValueError:

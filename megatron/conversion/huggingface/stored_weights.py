@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 
@@ -56,6 +57,7 @@ class StoredWeights:
         )
         for part in parts:
             if self._is_stored(part):
+                part = self._find_orientation(part)
                 self._check_shapes(part)
                 self._parts[part.key].append(part)
         self._copies: list[StoredParameter] = []
@@ -166,6 +168,14 @@ class StoredWeights:
                 wrapper = name.removesuffix(with_prefix)
                 return f"{name} is in them: add --rename '{wrapper}*=*'"
         return f"they have e.g. {min(self._files, default='no tensors')}"
+
+    def _find_orientation(self, part: StoredParameter) -> StoredParameter:
+        """Return the part as it is stored: some releases do not transpose packed experts."""
+        if part.packed is None or not part.transposed:
+            return part
+        other = replace(part, transposed=False)
+        shapes = [self._stored(name).shape for name in part.names]
+        return other if shapes == other.stored_shapes() != part.stored_shapes() else part
 
     def _check_shapes(self, part: StoredParameter) -> None:
         """Raise ValueError for a tensor of another dtype or shape than config.json implies."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.conversion.file_names import PROCESSOR_FILES
 from megatron.conversion.huggingface.sentencepiece_model import (
     check_model,
     make_tokenizer,
@@ -37,6 +38,11 @@ def _check_token_ids(value: Any, where: str) -> Any:
 
 
 TOKEN_IDS = schema.record({f"{name}?": _check_token_ids for name in _IDS})
+
+
+def select_stated_ids(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the ids of special tokens that a config.json states."""
+    return {name: fields[name] for name in _IDS if fields.get(name) is not None}
 
 
 def read_tokenizer_arguments(directory: Path, hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,6 +82,7 @@ class ExportedTokenizer:
     ids: dict[str, Any]  # for config.json; null where unknown
     lost: list[str]  # notes about files that were not copied
     copied: list[str]  # "source -> name"
+    origin: Path | None = None  # directory of the tokenizer
 
 
 def export_tokenizer(
@@ -112,6 +119,24 @@ def export_tokenizer(
     else:
         result.lost.append(f"tokenizer: {tokenizer} does not exist; give --tokenizer")
     return result
+
+
+def copy_processor(result: ExportedTokenizer, other: Path | None, directory: Path) -> None:
+    """Copy the files that prepare the images of a multimodal model into `directory`: those next to
+    the tokenizer of `result`, or else in the directory `other`.
+    """
+    found = False
+    for origin in (result.origin, other):
+        if origin is None or found:
+            continue
+        for name in PROCESSOR_FILES:
+            path = schema.named_file(origin, name, str(origin))
+            if path.exists():
+                found = _copy(path, directory / name, result) or found
+    if not found:
+        result.lost.append(
+            f"processor: {', '.join(PROCESSOR_FILES)} of the original model were not found"
+        )
 
 
 def count_tokens(
@@ -190,6 +215,7 @@ def _confirm_path(value: Any, trusted: Sequence[Path], result: ExportedTokenizer
 
 def _export_directory(tokenizer: Path, directory: Path, result: ExportedTokenizer) -> None:
     """Copy the files of a Hugging Face tokenizer and read the ids of its special tokens."""
+    result.origin = tokenizer
     for name in _CONTENTS:
         path = schema.named_file(tokenizer, name, str(tokenizer))
         if path.exists():
@@ -265,7 +291,7 @@ def _copy(source: Path, target: Path, result: ExportedTokenizer) -> bool:
     """Copy the content of a file, not its mode; return False if its check fails."""
     try:
         content = schema.read_regular(source)
-        _CONTENTS[target.name](content, str(source))
+        _CHECKS[target.name](content, str(source))
     except CheckpointError as error:
         result.lost.append(f"tokenizer: {error}")
         return False
@@ -323,3 +349,4 @@ _CONTENTS: dict[str, Callable[[bytes, str], None]] = {
     "chat_template.jinja": _check_template,
     "generation_config.json": _OBJECT,
 }
+_CHECKS = _CONTENTS | dict.fromkeys(PROCESSOR_FILES, _OBJECT)

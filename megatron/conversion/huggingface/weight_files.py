@@ -366,10 +366,11 @@ class OutgoingForeign:
 
     source: Source
     key: str
+    name: str  # in the files
 
     def stored_tensors(self) -> dict[str, TensorInfo]:
         """Return shape and dtype of the tensor by its name in the files."""
-        return {foreign_name(self.key): self.source.tensors[self.key]}
+        return {self.name: self.source.tensors[self.key]}
 
     def list_jobs(
         self, files: Mapping[str, SafetensorsWriter], progress: Progress
@@ -395,10 +396,9 @@ class OutgoingForeign:
         progress: Progress,
     ) -> None:
         """Write one box of whole rows."""
-        name = foreign_name(self.key)
         rows = self.source.read(self.key, offset, shape)
         first = offset[0] if offset else 0
-        files[name].write(name, rows, first)
+        files[self.name].write(self.name, rows, first)
         progress(rows.nbytes)
 
 

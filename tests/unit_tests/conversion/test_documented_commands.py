@@ -3,8 +3,11 @@
 import re
 import shlex
 import shutil
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from megatron.commands.convert import run
 from megatron.conversion.convert import WRITERS, convert, open_checkpoint
@@ -52,6 +55,10 @@ def test_documented_commands_work(command, sources, tmp_path, monkeypatch):
     args, given = parse(shlex.split(command))
     form = SOURCES[str(args.load_dir)]
     shutil.copytree(sources / form, args.load_dir)
+    if isinstance(args.keep_foreign, Path):  # an original with more tensors
+        shutil.copytree(sources / "hf", args.keep_foreign)
+        weights = args.keep_foreign / "model.safetensors"
+        save_file(load_file(weights) | {"vision.weight": torch.ones(2)}, weights)
     outcome = run(args, given)
     result = open_checkpoint(outcome.target, args.saver)
     assert outcome.num_tensors and result.tensors

@@ -401,7 +401,7 @@ def test_export_is_compared_with_the_plan(tmp_path: Path) -> None:
     source = random_source(LLAMA_ARGS, optimizer=False)
     source.values["foreign.a"] = torch.zeros(2, 2)
     source.values["foreign.b"] = torch.zeros(3)
-    planned = [OutgoingForeign(source, "foreign.a"), OutgoingForeign(source, "foreign.b")]
+    planned = [OutgoingForeign(source, f"foreign.{name}", name) for name in ("a", "b")]
     write_weight_files(tmp_path, "model", planned, 10**9, 1, no_progress)
     check_weight_files(tmp_path, planned)
     with pytest.raises(ValueError, match="2 tensors were written, 1 were expected; b differs"):
