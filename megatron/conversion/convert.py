@@ -21,7 +21,7 @@ from megatron.conversion.edits import apply_edits
 from megatron.conversion.formats import CheckpointRef, require_checkpoint
 from megatron.conversion.huggingface.directory import (
     HuggingFaceSource,
-    get_foreign_fields,
+    list_foreign_fields,
     write_huggingface,
 )
 from megatron.conversion.megatron_lm.hybrid import HybridLayers
@@ -340,7 +340,7 @@ def write_checkpoint(
             has_optimizer = bool(optimizer_states(changed.tensors))
             written = ReadOptions(
                 optimizer=has_optimizer,
-                ignored_fields=tuple(get_foreign_fields(changed.args)),
+                ignored_fields=tuple(list_foreign_fields(changed.args)),
                 keep_foreign=bool(foreign),
             )
             target = open_checkpoint(directory, read_options=written)

@@ -55,7 +55,7 @@ from megatron.conversion.huggingface.weight_files import (
     open_weights,
     write_weight_files,
 )
-from megatron.conversion.huggingface.wrapper import LanguageModel
+from megatron.conversion.huggingface.wrapper import TEXT_CONFIG, LanguageModel
 from megatron.conversion.huggingface.wrappers import find_wrapper
 from megatron.conversion.model_space.foreign import format_layers
 from megatron.conversion.model_space.model import (
@@ -563,6 +563,14 @@ def get_foreign_fields(args: Mapping[str, Any]) -> dict[str, Any]:
     fields: dict[str, Any] = args.get(_FOREIGN_FIELDS) or {}
     _FIELDS(fields, f"the arguments: {_FOREIGN_FIELDS}")
     return dict(fields)
+
+
+def list_foreign_fields(args: Mapping[str, Any]) -> list[str]:
+    """Return the names of the fields of config.json that belong to foreign tensors, and of those of
+    the language model of a wrapper, which repeats all of them.
+    """
+    fields = get_foreign_fields(args)
+    return [*fields, *(fields.get(TEXT_CONFIG) or ())]
 
 
 def _check_multimodal_options(options: WriteOptions) -> None:

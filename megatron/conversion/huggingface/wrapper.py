@@ -106,9 +106,7 @@ class LanguageModel(NamedTuple):
 
 @dataclass(frozen=True)
 class Wrapper:
-    """One multimodal `model_type` of transformers, which computes on text what its language model
-    does.
-    """
+    """One multimodal `model_type` of transformers; for text, the function of its language model."""
 
     model_type: str
     families: tuple[Family, ...]  # supported language models; the first is the default
@@ -152,7 +150,7 @@ class Wrapper:
     def _find_family(self, text: Json) -> Family:
         """Return the family of the language model with the config.json `text`."""
         for family in self.families:
-            if text["model_type"] == family.model_type:
+            if text["model_type"] in (family.model_type, *family.aliases):
                 return family
         supported = ", ".join(family.model_type for family in self.families)
         raise ValueError(

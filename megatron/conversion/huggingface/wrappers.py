@@ -1,8 +1,8 @@
 """All multimodal models of transformers whose language model is supported.
 
-A wrapper is added when its modeling code shows, and a test confirms, that it computes on text what
-a family of this program does: positions of text are equal in all sections of a rope, only images
-see later tokens, and nothing else is added to or taken from the hidden states.
+Before you add a wrapper, confirm in its modeling code and with a test that it computes the same
+function of text as a family of this program: all sections of a rope have equal positions, tokens
+attend only to earlier ones, and hidden states and logits are those of the language model.
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ def _adapt(family: Family, model_type: str) -> Family:
     return replace(family, model_type=model_type, rules=tuple(rules), harmless=harmless)
 
 
+# Its wrapper does not cap the logits.
+GEMMA3 = replace(dense.GEMMA3, rules=(fixed("final_logit_softcapping", None), *dense.GEMMA3.rules))
 QWEN2_VL = _adapt(dense.QWEN2, "qwen2_vl_text")
 QWEN2_5_VL = _adapt(dense.QWEN2, "qwen2_5_vl_text")
 QWEN3_VL = Family(
@@ -121,41 +123,48 @@ _ANY = (
     *(dense.SMOLLM3, dense.OLMO2, dense.EXAONE4, dense.SEED_OSS),
     *(experts.QWEN3_MOE, experts.MIXTRAL, experts.GPT_OSS, experts.DEEPSEEK_V3),
 )
+
+
+def _list_language_models(default: Family) -> tuple[Family, ...]:
+    """Return the language models of a wrapper with this default."""
+    return default, *(family for family in _ANY if family is not default)
+
+
 _QWEN_FIELDS = (
     *("vision_config", "image_token_id", "video_token_id", "vision_token_id"),
     *("vision_start_token_id", "vision_end_token_id"),
 )
 WRAPPERS = (
-    Wrapper("gemma3", (dense.GEMMA3,), (_OLD, _NEW)),
-    Wrapper("mistral3", (dense.MISTRAL, *_ANY), (_OLD, _NEW)),
+    Wrapper("gemma3", (GEMMA3,), (_OLD, _NEW)),
+    Wrapper("mistral3", _list_language_models(dense.MISTRAL), (_OLD, _NEW)),
     Wrapper("qwen3_vl", (QWEN3_VL,), (_NEW,)),
     Wrapper("qwen3_vl_moe", (QWEN3_VL_MOE,), (_NEW,)),
     Wrapper("qwen2_5_vl", (QWEN2_5_VL,), (_NEW, _BARE), _QWEN_FIELDS),
     Wrapper("qwen2_vl", (QWEN2_VL,), (_NEW, _BARE), _QWEN_FIELDS),
     Wrapper("qwen3_5", (dense.QWEN3_5,), (_NEW,)),
     Wrapper("qwen3_5_moe", (experts.QWEN3_5_MOE,), (_NEW,)),
-    Wrapper("llava", _ANY, (_OLD, _NEW)),
-    Wrapper("llava_next", _ANY, (_OLD, _NEW)),
-    Wrapper("llava_onevision", (dense.QWEN2, *_ANY), (_OLD, _NEW)),
-    Wrapper("internvl", (dense.QWEN2, *_ANY), (_OLD, _NEW)),
+    Wrapper("llava", _list_language_models(dense.LLAMA), (_OLD, _NEW)),
+    Wrapper("llava_next", _list_language_models(dense.LLAMA), (_OLD, _NEW)),
+    Wrapper("llava_onevision", _list_language_models(dense.QWEN2), (_OLD, _NEW)),
+    Wrapper("internvl", _list_language_models(dense.QWEN2), (_OLD, _NEW)),
     Wrapper("glm4v", (GLM4V,), (_NEW,)),
     Wrapper("glm46v", (GLM4V, GLM4V_MOE), (_NEW,)),
     Wrapper("glm4v_moe", (GLM4V_MOE,), (_NEW,)),
     Wrapper("kimi_k25", (experts.DEEPSEEK_V3,), (_OLD,)),
     Wrapper("hunyuan_vl", (HUNYUAN_VL,), (_NEW, _BARE)),
-    Wrapper("idefics3", _ANY, (_TEXT_MODEL,)),
-    Wrapper("smolvlm", _ANY, (_TEXT_MODEL,)),
+    Wrapper("idefics3", _list_language_models(dense.LLAMA), (_TEXT_MODEL,)),
+    Wrapper("smolvlm", _list_language_models(dense.LLAMA), (_TEXT_MODEL,)),
     Wrapper("exaone4_5", (dense.EXAONE4,), (_NEW,)),
-    Wrapper("ovis2", (dense.QWEN2, *_ANY), (_NEW,)),
-    Wrapper("llava_next_video", _ANY, (_OLD, _NEW)),
-    Wrapper("video_llava", _ANY, (_OLD, _NEW)),
-    Wrapper("vipllava", _ANY, (_OLD, _NEW)),
-    Wrapper("idefics2", (dense.MISTRAL, *_ANY), (_TEXT_MODEL,)),
-    Wrapper("lighton_ocr", (dense.QWEN3, *_ANY), (_NEW,)),
-    Wrapper("got_ocr2", (dense.QWEN2, *_ANY), (_OLD, _NEW)),
-    Wrapper("deepseek_vl", _ANY, (_NEW,)),
+    Wrapper("ovis2", _list_language_models(dense.QWEN2), (_NEW,)),
+    Wrapper("llava_next_video", _list_language_models(dense.LLAMA), (_OLD, _NEW)),
+    Wrapper("video_llava", _list_language_models(dense.LLAMA), (_OLD, _NEW)),
+    Wrapper("vipllava", _list_language_models(dense.LLAMA), (_OLD, _NEW)),
+    Wrapper("idefics2", _list_language_models(dense.MISTRAL), (_TEXT_MODEL,)),
+    Wrapper("lighton_ocr", _list_language_models(dense.QWEN3), (_NEW,)),
+    Wrapper("got_ocr2", _list_language_models(dense.QWEN2), (_OLD, _NEW)),
+    Wrapper("deepseek_vl", _list_language_models(dense.LLAMA), (_NEW,)),
     Wrapper("aria", (experts.ARIA_TEXT,), (_OLD, _NEW)),
-    Wrapper("qwen2_audio", (dense.QWEN2, *_ANY), (_OLD, _NEW)),
+    Wrapper("qwen2_audio", _list_language_models(dense.QWEN2), (_OLD, _NEW)),
 )
 
 # Wrappers that are not supported -> the reason.

@@ -28,7 +28,7 @@ from megatron.conversion.options import ReadOptions
 from megatron.core.progress import format_size
 from tests import ROOT
 from tests.unit_tests.conversion.convert_tool import run_convert
-from tests.unit_tests.conversion.huggingface.test_family_models import logits_of
+from tests.unit_tests.conversion.huggingface.test_family_models import YARN, logits_of
 
 KEEP = ReadOptions(keep_foreign=True)
 TOKENS = torch.randint(0, 80, (2, 24), generator=torch.Generator().manual_seed(5))
@@ -48,6 +48,7 @@ TEXT: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+WINDOWS = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 DEEPSEEK_EXPERTS = {
     "n_routed_experts": 4,
@@ -122,7 +123,7 @@ WHISPER |= {"encoder_attention_heads": 2, "encoder_ffn_dim": 16}
 # Fields of text_config, and those outside of it.
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gemma3": (
-        {"sliding_window": 7, "query_pre_attn_scalar": 8},
+        WINDOWS | {"query_pre_attn_scalar": 8},
         {"vision_config": SIGLIP, "mm_tokens_per_image": 4},
     ),
     "mistral3": ({"model_type": "ministral3"}, {"vision_config": PIXTRAL}),
@@ -164,7 +165,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "idefics3": ({"model_type": "llama"}, {"vision_config": SQUARE, "scale_factor": 2}),
     "smolvlm": ({"model_type": "llama"}, {"vision_config": SQUARE, "scale_factor": 2}),
-    "exaone4_5": ({"model_type": "exaone4", "sliding_window": 7}, {"vision_config": QWEN}),
+    "exaone4_5": (WINDOWS | {"model_type": "exaone4"}, {"vision_config": QWEN}),
     "ovis2": ({"model_type": "qwen2"}, {"vision_config": OVIS, "hidden_size": 32}),
     "llava_next_video": (
         {"model_type": "llama"},
@@ -546,6 +547,72 @@ def test_changed_fields_are_written_and_others_kept(
     assert model.lm_head.weight.dtype == torch.bfloat16
     visual = "model.visual.merger.linear_fc1.weight"  # foreign tensors are copied as they are
     assert load_file(tmp_path / "hf/model.safetensors")[visual].dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changed"),
+    [
+        ("qwen2_5_vl", WINDOWS | {"use_sliding_window": True, "max_window_layers": 0}),
+        ("qwen2_5_vl", {"rope_parameters": YARN | {"mrope_section": [1, 1, 2]}}),
+        ("qwen3_vl", {"attention_bias": True}),
+        ("qwen3_vl_moe", {"mlp_only_layers": [0]}),
+        ("glm4v_moe", {"attention_bias": False, "n_group": 2, "n_shared_experts": 2}),
+    ],
+)
+def test_other_language_models_of_a_family_are_read(
+    model_type: str, changed: dict[str, Any], tmp_path: Path
+) -> None:
+    model = save_model(model_type, tmp_path / "model", **changed)
+    expected = compute_logits(model, input_ids=TOKENS)
+    found = logits_of(open_checkpoint(tmp_path / "model"), TOKENS)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
+    convert(tmp_path / "model", tmp_path / "hf", "hf", read_options=KEEP)
+    assert torch.equal(compute_logits(load_model(tmp_path / "hf"), input_ids=TOKENS), expected)
+
+
+def test_capped_logits_are_refused(tmp_path: Path) -> None:
+    """transformers' multimodal class does not cap them, unlike that of the language model."""
+    save_model("gemma3", tmp_path / "model", final_logit_softcapping=2.0)
+    message = r"final_logit_softcapping = 2\.0 is not supported, only None is"
+    with pytest.raises(ValueError, match=message):
+        open_checkpoint(tmp_path / "model")
+
+
+def test_ignored_fields_return(saved: Callable[[str], Saved], tmp_path: Path) -> None:
+    directory, _ = saved("llava")
+    shutil.copytree(directory, tmp_path / "model")
+    config = read_config(directory)
+    config["text_config"]["new"] = 1
+    write_config(tmp_path / "model", config)
+    words = ("--load-dir", tmp_path / "model", "--save-dir", tmp_path / "hf", "--saver", "hf")
+    ignored = ("--hf-ignore-fields", "new", "--keep-foreign", "--verify-target")
+    done = run_convert(*words, *ignored)
+    assert done.returncode == 0, done.stderr
+    assert read_config(tmp_path / "hf") == config
+
+
+def test_quantized_weights_are_dequantized(saved: Callable[[str], Saved], tmp_path: Path) -> None:
+    """The config.json of the wrapper describes the quantization of its language model."""
+    directory, _ = saved("llava")
+    words = ("--load-dir", directory, "--saver", "hf", "--save-dir", tmp_path / "text")
+    done = run_convert(*words, "--quantize", "fp8-block")
+    assert done.returncode == 0, done.stderr
+    shutil.copytree(directory, tmp_path / "model")
+    weights = load_file(directory / "model.safetensors")
+    for name, tensor in load_file(tmp_path / "text/model.safetensors").items():
+        weights[f"language_model.{name}"] = tensor
+    save_file(weights, tmp_path / "model/model.safetensors", metadata={"format": "pt"})
+    quantization = read_config(tmp_path / "text")["quantization_config"]
+    write_config(tmp_path / "model", read_config(directory) | {"quantization_config": quantization})
+    found = logits_of(open_checkpoint(tmp_path / "model"), TOKENS)
+    assert torch.equal(found, logits_of(open_checkpoint(tmp_path / "text"), TOKENS))
+    assert not torch.equal(found, logits_of(open_checkpoint(directory), TOKENS))
+
+    convert(tmp_path / "model", tmp_path / "hf", "hf", read_options=KEEP)
+    assert read_config(tmp_path / "hf") == read_config(directory)
+    model = load_model(tmp_path / "hf")
+    logits = compute_logits(model, input_ids=TOKENS)
+    torch.testing.assert_close(logits, found, rtol=1e-4, atol=2e-5)
 
 
 def test_processor_returns_from_other_formats(
