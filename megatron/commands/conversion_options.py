@@ -28,6 +28,7 @@ def make_edits(args: argparse.Namespace) -> EditOptions:
         new_rows=args.new_rows,
         experts=args.upcycle_experts,
         topk=args.topk,
+        adapters=tuple(args.lora),
     )
 
 

@@ -22,6 +22,7 @@ from megatron.conversion.choices import (
     UNIVERSAL_STYLES,
 )
 from megatron.conversion.edit_options import parse_foreign_split, parse_layers, parse_rename
+from megatron.core.object_storage import path_of
 from megatron.core.terminal import format_error, print_line
 
 _T = TypeVar("_T")
@@ -236,6 +237,14 @@ def add_target_flags(parser: argparse.ArgumentParser) -> None:
 def add_edit_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that change the model."""
     add = parser.add_argument
+    add(
+        "--lora",
+        nargs="+",
+        type=path_of,
+        default=[],
+        metavar="DIR",
+        help="merge these LoRA adapters of PEFT, one after the other, as merge_and_unload() does",
+    )
     add(
         "--layers",
         type=parse_argument(parse_layers),

@@ -297,7 +297,7 @@ def write_checkpoint(
     options = options or WriteOptions()
     if options.foreign is not None:
         origins = [*origins, options.foreign]
-    _check_target(save_dir, origins, saver, overwrite)
+    _check_target(save_dir, [*origins, *options.edits.adapters], saver, overwrite)
     if verify and options.quantization is not None:
         raise ValueError(
             f"--quantize {options.quantization} rounds the weights, so --verify-target would find "
@@ -331,8 +331,11 @@ def write_checkpoint(
         foreign = {}
         for key, info in changed.tensors.items():
             if is_foreign(key):
-                is_same = info == source.tensors[key]
-                action = "copied as it is" if is_same else f"cast to {info.dtype_name}"
+                action = "copied as it is"
+                if info != source.tensors[key]:
+                    action = f"cast to {info.dtype_name}"
+                elif options.edits.adapters:
+                    action = "copied, unless an adapter changes it"
                 foreign[foreign_name(key)] = action
         compared = None
         if verify:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 _T = TypeVar("_T")
@@ -26,6 +27,8 @@ class EditOptions:
     """Number of copies of each dense MLP that become experts."""
     topk: int | None = None
     """Experts per token. Default: as in the arguments, else 2."""
+    adapters: tuple[Path, ...] = ()
+    """Directories of LoRA adapters of PEFT to merge, in order."""
 
 
 def parse_layers(text: str) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ import torch
 
 from megatron.conversion.edit_options import EditOptions
 from megatron.conversion.huggingface.tokenizer import count_tokens
+from megatron.conversion.lora import merge_adapters
 from megatron.conversion.model_space.model import (
     SPLITS,
     model_config,
@@ -45,16 +46,22 @@ _DEFAULT_SEED = 1234  # of training
 
 
 def apply_edits(source: Source, options: WriteOptions) -> Source:
-    """Return `source` with the edits in `options`: first layers, then vocabulary, then experts."""
+    """Return `source` with the edits in `options`.
+
+    The order is vocabulary, adapters, layers, experts: an adapter belongs to a model with all
+    layers, and with the tokens that were added before its training.
+    """
     edits = options.edits
     if any(map(is_foreign, source.tensors)):
         _refuse_foreign(edits)
     if not source.args.get("mtp_num_layers"):
         source = leave_out_prediction_layers(source, options)
-    if edits.layers is not None:
-        source = SelectedLayers(source, edits.layers)
     if edits.vocab_size is not None:
         source = ResizedVocabulary(source, edits.vocab_size, edits.new_rows, options)
+    if edits.adapters:
+        source = merge_adapters(source, edits.adapters, options)
+    if edits.layers is not None:
+        source = SelectedLayers(source, edits.layers)
     if edits.experts is not None:
         source = UpcycledExperts(source, edits.experts, edits.topk, options)
     return source

@@ -1,4 +1,4 @@
-"""Train an export with peft and trl, and read what they save.
+"""Train an export with peft and trl, and read what they save; merge adapters as peft does.
 
     python -m tests.interop.peft_trl_check PYTHON WORK
 
@@ -12,14 +12,38 @@ from pathlib import Path
 
 import torch
 
-from megatron.conversion.convert import open_checkpoint
+from megatron.conversion.convert import convert, open_checkpoint
+from megatron.conversion.edit_options import EditOptions
+from megatron.conversion.edits import apply_edits
 from megatron.conversion.huggingface.directory import write_huggingface
-from megatron.conversion.model_space.source import read_whole
+from megatron.conversion.model_space.pieces import is_bitwise_equal
+from megatron.conversion.model_space.source import WORD_EMBEDDINGS, read_whole
+from megatron.conversion.options import WriteOptions
 from tests.interop import peft_trl_train
 from tests.support.memory_source import LLAMA_ARGS, random_source
 from tests.unit_tests.conversion.filled_model import model_logits
 
 TOKENS = torch.arange(20).view(1, 20)
+NUM_ADAPTERS = 100
+
+
+def check_merge(trial: Path, through_torch_dist: bool) -> int:
+    """Return the number of tensors of a merged model, all bitwise those of peft."""
+    base = trial / "base"
+    if through_torch_dist:
+        convert(base, trial / "torch_dist", "torch_dist")
+        base = trial / "torch_dist"
+    options = WriteOptions(edits=EditOptions(adapters=(trial / "adapter",)))
+    merged = apply_edits(open_checkpoint(base), options)
+    expected = open_checkpoint(trial / "merged")
+    for key in merged.tensors:
+        # A model whose adapter has no effect on the output layer remains tied.
+        stored = key if key in expected.tensors else WORD_EMBEDDINGS
+        found = read_whole(merged, key)
+        # Modules that were trained as a whole may be fp32 in peft's model.
+        wanted = read_whole(expected, stored).to(found.dtype)
+        assert is_bitwise_equal(found, wanted), f"{trial}: {key}"
+    return len(merged.tensors)
 
 
 def main() -> None:
@@ -42,6 +66,16 @@ def main() -> None:
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
         error = (found - expected).abs().max().item()
         print(f"{name}: {changed} tensors were trained; logits within {error:.1e}", flush=True)
+
+    # Imports peft, which this environment does not have.
+    script = str(Path(__file__).with_name("peft_adapters.py"))
+    count = str(NUM_ADAPTERS)
+    trials = work / "adapters"
+    subprocess.run([python, script, "trials", str(trials), count], check=True, env=environment)
+    num_tensors = 0
+    for seed in range(NUM_ADAPTERS):
+        num_tensors += check_merge(trials / str(seed), through_torch_dist=seed % 2 == 1)
+    print(f"peft: {num_tensors} tensors of {count} merged adapters are bitwise equal", flush=True)
 
 
 if __name__ == "__main__":

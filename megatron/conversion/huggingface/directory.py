@@ -333,7 +333,7 @@ def write_huggingface(
         family, fields = wrapper.update_text_config(foreign_fields, config)
     else:
         model_type = source.args.get("hf_model_type")
-        family = choose_family(config, model_type, foreign, _get_stored_fields(source.args))
+        family = choose_family(config, model_type, foreign, get_stored_fields(source.args))
         fields = family.write_config(config, get_imported_fields(family, config, source.args))
     if has_foreign_mixers(config):
         _check_foreign_mixers(source, family, foreign)
@@ -534,7 +534,7 @@ def _check_foreign_mixers(source: Source, family: Family, foreign: Sequence[str]
 _FIELDS = schema.mapping(schema.anything, keys=schema.key)
 
 
-def _get_stored_fields(args: Mapping[str, Any]) -> dict[str, Any]:
+def get_stored_fields(args: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of config.json among the arguments of a checkpoint."""
     fields: dict[str, Any] = args.get("hf_fields") or {}
     _FIELDS(fields, "the arguments: hf_fields")
@@ -550,7 +550,7 @@ def get_imported_fields(
     """
     if args.get("hf_model_type") != family.model_type:
         return {}
-    fields = _get_stored_fields(args)
+    fields = get_stored_fields(args)
     if has_foreign_mixers(config):
         family.check_fields(fields, ignored=fields)
         return fields

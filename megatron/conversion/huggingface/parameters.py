@@ -21,7 +21,9 @@ class Row:
     # Blocks of query groups, each [q; v; k]: CodeGen was trained on four devices.
     codegen_qkv: bool = False
     transposed: bool = False  # matrices are stored as [in, out] (Conv1D of GPT-2)
-    fused: str | None = None  # name of one tensor for all experts, as transformers 5 has in memory
+    # Name of one tensor for the parameter of all experts, or another name of the only tensor, as
+    # transformers 5 has in memory.
+    fused: str | None = None
     biased: bool = True  # False: the files have no bias
     packed: bool = False  # all experts are in one tensor
     scalars: tuple[str, ...] = ()  # kinds of one element that the files have without an axis
@@ -145,12 +147,20 @@ MINIMAX_M2_ROWS = MIXTRAL_ROWS | {
     "mlp.router.expert_": Row(("block_sparse_moe.e_score_correction_",))
 }
 GRANITEMOE_ROWS = QWEN3_ROWS | {
-    "mlp.router.": Row(("block_sparse_moe.router.layer.",), biased=False),
+    "mlp.router.": Row(
+        ("block_sparse_moe.router.layer.",), biased=False, fused="block_sparse_moe.router.weight"
+    ),
     "mlp.experts.experts.linear_fc1.": Row(
-        ("block_sparse_moe.input_linear.",), packed=True, biased=False
+        ("block_sparse_moe.input_linear.",),
+        packed=True,
+        biased=False,
+        fused="block_sparse_moe.experts.gate_up_proj",
     ),
     "mlp.experts.experts.linear_fc2.": Row(
-        ("block_sparse_moe.output_linear.",), packed=True, biased=False
+        ("block_sparse_moe.output_linear.",),
+        packed=True,
+        biased=False,
+        fused="block_sparse_moe.experts.down_proj",
     ),
     # Gate and up are one tensor.
     "mlp.shared_experts.linear_fc1.": Row(("shared_mlp.input_linear.",)),
@@ -185,7 +195,7 @@ HY_V3_ROWS = (
     LLAMA_ROWS
     | _SHARED_MLP
     | {
-        "mlp.router.": Row(("mlp.router.gate.",)),
+        "mlp.router.": Row(("mlp.router.gate.",), fused="mlp.gate.weight"),
         "mlp.router.expert_": Row(("mlp.expert_",)),
     }
 )
@@ -335,7 +345,7 @@ GPT_NEOX_ROWS = {
     "mlp.linear_fc1.": Row(("mlp.dense_h_to_4h.",)),
     "mlp.linear_fc2.": Row(("mlp.dense_4h_to_h.",)),
     "decoder.final_layernorm.": Row(("gpt_neox.final_layer_norm.",)),
-    "output_layer.": Row(("embed_out.",)),
+    "output_layer.": Row(("embed_out.",), fused="lm_head.weight"),
 }
 # Rows of the QKV projection are ordered by query group, as in the model.
 FALCON_ROWS = {

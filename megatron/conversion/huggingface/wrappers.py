@@ -196,3 +196,19 @@ def find_wrapper(hf: Json) -> Wrapper | None:
         f"config.json: the multimodal model_type {escape_control_chars(model_type)!r} is not "
         f"supported{reason}; supported are {supported}"
     )
+
+
+def find_text_family(model_type: str | None) -> Family | None:
+    """Return the family that only wrappers have with this `model_type`, None for any other."""
+    for wrapper in WRAPPERS:
+        for family in wrapper.families:
+            if family not in FAMILIES and family.model_type == model_type:
+                return family
+    return None
+
+
+def remove_wrapper_prefix(name: str) -> str:
+    """Return the language model's own name of a tensor that any wrapper may contain."""
+    for prefixes in (_OLD, _NEW, _TEXT_MODEL):
+        name = prefixes.remove(name)
+    return name

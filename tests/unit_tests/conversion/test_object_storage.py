@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron.conversion.convert import convert, open_checkpoint
+from megatron.conversion.edit_options import EditOptions
 from megatron.conversion.formats import find_checkpoint
 from megatron.conversion.huggingface import directory
 from megatron.conversion.huggingface.safetensors_files import SafetensorsWriter
@@ -13,6 +14,7 @@ from megatron.conversion.options import WriteOptions
 from megatron.core import object_storage
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.object_storage import path_of
+from tests import GOLDEN
 from tests.support.object_server import object_server
 from tests.unit_tests.tools.test_inspect import LLAMA, main
 
@@ -64,6 +66,21 @@ def test_unsupported_targets_are_refused(converted, saver, overwrite, message):
     with pytest.raises(ValueError, match=message):
         convert(SOURCE, path_of("s3://bucket/new"), saver, overwrite=overwrite)
     assert not path_of("s3://bucket/new").exists()
+
+
+def test_adapter_in_object_storage(converted, tmp_path):
+    """Merge the golden adapter of gpt2, which is a pickle, and that of a safetensors file."""
+    for name in ("gpt2_biases", "gpt2_dora"):
+        adapter = GOLDEN / "peft" / name
+        target = path_of(f"s3://bucket/{name}")
+        for path in adapter.iterdir():
+            target.store.put(f"{target.key}/{path.name}", path.read_bytes())
+        merged = {}
+        for location in (adapter, target):
+            options = WriteOptions(edits=EditOptions(adapters=(location,)))
+            convert(GOLDEN / "hf/gpt2", tmp_path / "merged", "hf", options=options, overwrite=True)
+            merged[location] = (tmp_path / "merged/model.safetensors").read_bytes()
+        assert merged[adapter] == merged[target]
 
 
 @pytest.mark.parametrize("max_shard_size", [10**9, 20_000], ids=["one_file", "shards"])

@@ -1,0 +1,375 @@
+"""A LoRA adapter of PEFT: the tensors of a model that it changes, and how."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatron.conversion.huggingface.adapter_changes import (
+    LowRankProduct,
+    add_bias,
+    add_to_experts,
+    add_to_matrix,
+    read_all,
+    replace_rows,
+    replace_tensor,
+)
+from megatron.conversion.huggingface.adapter_files import (
+    open_adapter_tensors,
+    read_adapter_config,
+    require_adapter,
+)
+from megatron.conversion.huggingface.family import Family
+from megatron.conversion.huggingface.safetensors_files import Stored
+from megatron.conversion.huggingface.wrappers import remove_wrapper_prefix
+from megatron.conversion.model_space.source import Shape
+from megatron.core.dist_checkpointing import CheckpointError
+from megatron.core.dist_checkpointing.format.schema import abbreviate, key
+
+_PREFIX = "base_model.model."
+_WRAPPER = ".base_layer"
+# Module, and kind of a tensor that describes a change of it. Others replace one of the model.
+_CHANGE = re.compile(
+    r"(?P<module>.+?)\.(?:"
+    r"(?P<linear>lora_[AB])\.(?P<kind>weight|bias)"
+    r"|(?P<embedding>lora_embedding_[AB])"
+    r"|(?P<magnitude>lora_magnitude_vector)(?:\.weight)?"
+    r"|token_adapter\.(?P<tokens>trainable_tokens_delta)"
+    r")"
+)
+
+
+@dataclass(frozen=True)
+class _Target:
+    """The tensor of the model that the matrices of a module change."""
+
+    name: str
+    is_parameter: bool  # PEFT wraps the parameter itself, not a linear layer
+
+
+class LoraAdapter:
+    """The tensors of an adapter under the names of a family's models.
+
+    Raises CheckpointError for files that are damaged or of another kind of adapter.
+    """
+
+    def __init__(self, directory: Path, family: Family) -> None:
+        require_adapter(directory)
+        self.directory = directory
+        self.config = read_adapter_config(directory)
+        self._stored_names: dict[str, str] = {}  # name of a tensor -> its name in the files
+        self._matrices: dict[str, dict[str, Stored]] = defaultdict(dict)  # by module and kind
+        self._tokens: dict[str, Stored] = {}  # by module
+        self._whole: dict[str, Stored] = {}  # by tensor of the model
+        tensors = open_adapter_tensors(directory)
+        if not tensors:
+            raise CheckpointError(f"{directory}: the adapter has no tensors")
+        for name, stored_name in _name_tensors(tensors, family, directory).items():
+            self._check_dtype(stored_name, tensors[stored_name])
+            self._add_tensor(name, stored_name, tensors[stored_name])
+        self._inner_modules = set(map(_strip_wrappers, self._matrices))
+
+    def _add_tensor(self, name: str, stored_name: str, stored: Stored) -> None:
+        """Sort a tensor of the adapter by the kind of its change."""
+        match = _CHANGE.fullmatch(name)
+        if match is None:
+            # Modules within other wrappers of PEFT have the name of the wrapper.
+            name = name.replace(f"{_WRAPPER}.", ".")
+            self._whole[name] = stored
+        elif match["tokens"]:
+            self._tokens[match["module"]] = stored
+            name = f"{match['module']}.tokens"
+        else:
+            kind = match["embedding"] or match["magnitude"] or match["linear"]
+            if match["kind"] == "bias":
+                kind += ".bias"
+            self._matrices[match["module"]][kind] = stored
+            name = f"{match['module']}.{kind}"
+        if name in self._stored_names:
+            raise CheckpointError(
+                f"{self.directory}: {self._stored_names[name]} and {stored_name} are changes of "
+                "the same tensor: remove one of them"
+            )
+        self._stored_names[name] = stored_name
+
+    def _check_dtype(self, name: str, stored: Stored) -> None:
+        """Raise CheckpointError unless the values of a tensor are numbers."""
+        if not stored.dtype.is_floating_point or stored.dtype.itemsize == 1:
+            raise CheckpointError(
+                f"{self.directory}: {name} has dtype {stored.dtype}: tensors of an adapter must be "
+                "floating point, of 16 bits or more"
+            )
+
+    # ---- Changes ----
+
+    def changes(self, name: str) -> bool:
+        """Return whether the adapter may change the tensor that transformers calls `name`."""
+        return name.rpartition(".")[0] in self._inner_modules or name in self._whole
+
+    def trains(self, module: str) -> bool:
+        """Return whether a module has matrices, or was trained as a whole."""
+        is_saved = f"{module}.weight" in self._whole and self.config.is_saved(module)
+        return module in self._matrices or is_saved
+
+    def trains_rows(self, module: str) -> bool:
+        """Return whether some rows of a module were trained."""
+        return module in self._tokens
+
+    def drop_copy(self, copy: str, original: str) -> bool:
+        """Leave out the changes of the module `copy` if they are those of `original`.
+
+        Return whether they are. The matrices of a linear layer are those of an embedding,
+        transposed.
+        """
+        pairs = []
+        name = f"{copy}.weight"
+        if name in self._whole:
+            pairs.append((self._whole[name], self._whole.get(f"{original}.weight"), False))
+        found = self._matrices.get(copy, {})
+        wanted = self._matrices.get(original, {})
+        for kind, stored in found.items():
+            other = {"lora_A": "lora_embedding_B", "lora_B": "lora_embedding_A"}.get(kind, "")
+            pairs.append((stored, wanted.get(other), True))
+        for first, second, is_transposed in pairs:
+            if second is None:
+                return False
+            value = read_all(first)
+            if is_transposed:
+                value = value.t()
+            if not torch.equal(value, read_all(second)):
+                return False
+        self._whole.pop(name, None)
+        self._matrices.pop(copy, None)
+        return True
+
+    # ---- Application ----
+
+    def apply(
+        self, tensors: Mapping[str, Stored], transposed: Collection[str]
+    ) -> dict[str, Stored]:
+        """Return the tensors that the adapter changes, by name.
+
+        `tensors` are those of the model, and `transposed` the names of matrices that are stored as
+        [in, out]. Raises CheckpointError if the adapter has a tensor that does not belong to one.
+        """
+        model = dict(tensors)
+        changed: dict[str, None] = {}
+        unused: list[str] = []
+
+        # Tensors that were trained as a whole, or saved next to their changes.
+        for name, stored in self._whole.items():
+            if name not in model:
+                unused.append(self._stored_names[name])
+                continue
+            self._check_changeable(name, model[name])
+            self._check_shape(name, stored, model[name].shape)
+            model[name] = replace_tensor(model[name], stored)
+            changed[name] = None
+
+        # Products of matrices.
+        children: dict[str, list[str]] = defaultdict(list)
+        for name in tensors:
+            children[name.rpartition(".")[0]].append(name)
+        for module, matrices in self._matrices.items():
+            target = self._find_target(module, children)
+            if target is None:
+                unused += [self._stored_names[f"{module}.{kind}"] for kind in matrices]
+                continue
+            base = model[target.name]
+            self._check_changeable(target.name, base)
+            product = self._make_product(module, target, base, target.name in transposed)
+            add = add_to_experts if len(base.shape) == 3 else add_to_matrix
+            model[target.name] = add(base, product)
+            changed[target.name] = None
+            if "lora_B.bias" in matrices:
+                bias_name = target.name.removesuffix("weight") + "bias"
+                model[bias_name] = self._add_bias(module, bias_name, model)
+                changed[bias_name] = None
+
+        # Rows.
+        for module, rows in self._tokens.items():
+            name = f"{module}.weight"
+            if name not in model:
+                unused.append(self._stored_names[f"{module}.tokens"])
+                continue
+            self._check_changeable(name, model[name])
+            numbers = self._find_rows(module, rows, model[name].shape)
+            model[name] = replace_rows(model[name], numbers, rows)
+            changed[name] = None
+
+        if unused:
+            raise CheckpointError(
+                f"{self.directory}: {len(unused)} of {len(self._stored_names)} tensors of the "
+                f"adapter change no tensor of the model: {abbreviate(unused, 3, ', ')}. It is an "
+                "adapter of another model, or of parts that were not read (--keep-foreign)"
+            )
+        return {name: model[name] for name in changed}
+
+    def _find_target(self, module: str, children: Mapping[str, list[str]]) -> _Target | None:
+        """Return the tensor that the matrices of a module change, or None if the model lacks it.
+
+        `children` are the tensors of each module. PEFT wraps a module once for each of its
+        parameters that is trained; the last parameter has the outermost wrapper.
+        """
+        inner = _strip_wrappers(module)
+        depth = (len(module) - len(inner)) // len(_WRAPPER)
+        parameters = [name for name in children[inner] if self.config.is_target_parameter(name)]
+        if parameters:
+            if depth < len(parameters):
+                return _Target(parameters[len(parameters) - 1 - depth], True)
+            return None
+        name = f"{inner}.weight"
+        if depth or name not in children[inner]:
+            return None
+        return _Target(name, False)
+
+    def _check_changeable(self, name: str, base: Stored) -> None:
+        """Raise CheckpointError for a tensor of the model that contains codes, not numbers."""
+        if not base.dtype.is_floating_point or base.dtype.itemsize == 1:
+            raise CheckpointError(
+                f"{self.directory} changes {name}, which has dtype {base.dtype}: dequantize the "
+                "base model first"
+            )
+
+    def _make_product(
+        self, module: str, target: _Target, base: Stored, is_transposed: bool
+    ) -> LowRankProduct:
+        """Return the change of a matrix, or of the matrices of all experts."""
+        matrices = self._matrices[module]
+        is_embedding = "lora_embedding_A" in matrices or "lora_embedding_B" in matrices
+        names = ["lora_embedding_A", "lora_embedding_B"] if is_embedding else ["lora_A", "lora_B"]
+        wanted = list(names)
+        if self.config.has_magnitudes:
+            wanted.append("lora_magnitude_vector")
+        self._check_kinds(module, wanted)
+
+        # Shapes. The matrices of all experts are stored as one.
+        pattern_name = target.name if target.is_parameter else _strip_wrappers(module)
+        rank = self.config.get_rank(pattern_name)
+        is_transposed = is_transposed or is_embedding
+        count = 1
+        shape = base.shape
+        if len(shape) == 3:
+            count, *rest = shape
+            shape = tuple(rest)
+        if len(shape) != 2:
+            raise CheckpointError(
+                f"{self.directory} changes {target.name} of shape {list(base.shape)}, which is not "
+                "a matrix"
+            )
+        out_size, in_size = shape[::-1] if is_transposed else shape
+        self._check_shape(f"{module}.{names[0]}", matrices[names[0]], (count * rank, in_size))
+        self._check_shape(f"{module}.{names[1]}", matrices[names[1]], (out_size, count * rank))
+        magnitude = matrices.get("lora_magnitude_vector")
+        is_linear = not target.is_parameter and count == 1
+        if not is_linear and (magnitude is not None or "lora_B.bias" in matrices):
+            raise CheckpointError(
+                f"{self.directory}: {module} has a magnitude or a bias, which only linear layers "
+                "and embeddings have in PEFT"
+            )
+        if magnitude is not None:
+            self._check_shape(f"{module}.lora_magnitude_vector", magnitude, (out_size,))
+        return LowRankProduct(
+            matrices[names[0]],
+            matrices[names[1]],
+            self.config.get_scaling(pattern_name),
+            magnitude,
+            is_transposed,
+            is_rounded=target.is_parameter or (is_embedding and magnitude is None),
+        )
+
+    def _check_kinds(self, module: str, wanted: list[str]) -> None:
+        """Raise CheckpointError unless a module has the wanted matrices, and at most a bias."""
+        found = self._matrices[module]
+        missing = [kind for kind in wanted if kind not in found]
+        if missing:
+            raise CheckpointError(
+                f"{self.directory}: {module} has {', '.join(found)}, but no {', '.join(missing)}: "
+                "the adapter is incomplete, or its configuration is another one's"
+            )
+        extra = [kind for kind in found if kind not in (*wanted, "lora_B.bias")]
+        if extra:
+            name = self._stored_names[f"{module}.{extra[0]}"]
+            raise CheckpointError(
+                f"{self.directory}: {name} is not used by an adapter with this configuration"
+            )
+
+    def _add_bias(self, module: str, name: str, tensors: Mapping[str, Stored]) -> Stored:
+        """Return the bias of a layer with that of the matrices."""
+        change = self._matrices[module]["lora_B.bias"]
+        if name not in tensors:
+            raise CheckpointError(
+                f"{self.directory}: {module} has a bias (lora_bias), but the model does not have "
+                f"{name}"
+            )
+        base = tensors[name]
+        self._check_changeable(name, base)
+        self._check_shape(f"{module}.lora_B.bias", change, base.shape)
+        return add_bias(base, change, self.config.get_scaling(module))
+
+    def _find_rows(self, module: str, stored: Stored, shape: Shape) -> list[int]:
+        """Return the rows of a matrix that the adapter replaces."""
+        rows = self.config.get_tokens(module)
+        if not rows:
+            raise CheckpointError(
+                f"{self.directory}: trainable_token_indices has no tokens of {module}, of which "
+                "the adapter has rows"
+            )
+        self._check_shape(f"{module}.tokens", stored, (len(rows), shape[1]))
+        if len(set(rows)) < len(rows):
+            raise CheckpointError(f"{self.directory}: trainable_token_indices has a token twice")
+        if max(rows) >= shape[0]:
+            raise CheckpointError(
+                f"{self.directory} trains token {max(rows)}, but the model has {shape[0]} tokens"
+                f"{_describe_growth(max(rows) + 1)}"
+            )
+        return rows
+
+    def _check_shape(self, name: str, stored: Stored, expected: Shape) -> None:
+        """Raise CheckpointError if a tensor of the adapter does not have the expected shape."""
+        if stored.shape == expected:
+            return
+        hint = ""
+        has_more_rows = len(expected) == 2 and stored.shape[1:] == expected[1:]
+        if name in self._whole and has_more_rows and stored.shape[0] > expected[0]:
+            hint = _describe_growth(stored.shape[0])
+        raise CheckpointError(
+            f"{self.directory}: {self._stored_names[name]} has shape {list(stored.shape)}, but the "
+            f"model and adapter_config.json make it {list(expected)}{hint}"
+        )
+
+
+def _name_tensors(stored_names: Iterable[str], family: Family, directory: Path) -> dict[str, str]:
+    """Return the stored name of each tensor of an adapter by its name in the model."""
+    names: dict[str, str] = {}
+    for stored_name in stored_names:
+        key(stored_name, f"{directory}: the name of a tensor")
+        name = remove_wrapper_prefix(stored_name.removeprefix(_PREFIX))
+        if name in names:
+            raise CheckpointError(
+                f"{directory}: {names[name]} and {stored_name} are changes of the same tensor: "
+                "remove one of them"
+            )
+        names[name] = stored_name
+    # Adapters of the base model alone (AutoModel) name its modules without the prefix.
+    layers = family.layers.removeprefix(family.prefix)
+    if any(name.startswith(layers) for name in names):
+        return {family.prefix + name: stored_name for name, stored_name in names.items()}
+    return names
+
+
+def _strip_wrappers(module: str) -> str:
+    """Return the name of a module without PEFT's wrappers around it."""
+    while module.endswith(_WRAPPER):
+        module = module.removesuffix(_WRAPPER)
+    return module
+
+
+def _describe_growth(rows: int) -> str:
+    """Return how to add tokens to the base model, for a message."""
+    return f". If tokens were added before training, give --target-vocab-size {rows}"
