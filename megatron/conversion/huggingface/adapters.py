@@ -1,42 +1,84 @@
-"""Adapters of PEFT, which are not read: a model without its adapter is another model."""
+"""Adapters of PEFT where a model is expected: refused, because the model without them is another
+one, with the command that merges them.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+import shlex
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.dist_checkpointing.format.schema import format_value, read_json
 
 ADAPTER_CONFIG = "adapter_config.json"
+_ADAPTER_FILES = f"{ADAPTER_CONFIG} and adapter_model.*"
 # Names of low-rank matrices, and those that PEFT gives to the modules that it wraps.
 _ADAPTED = re.compile(r"\.(?:lora_\w+|base_layer|original_module|modules_to_save)(?:\.|$)")
 
 
 def describe_adapter(directory: Path) -> str | None:
-    """Return the way to convert the adapter in a directory, None if it contains none."""
-    path = directory / ADAPTER_CONFIG
-    if not path.is_file():
+    """Return the way to merge the adapter in a directory, None if it contains none."""
+    if not (directory / ADAPTER_CONFIG).is_file():
         return None
-    fields = read_json(path)
-    base = fields.get("base_model_name_or_path") if isinstance(fields, dict) else None
-    return (
+    fields = _read_fields(directory)
+    base = fields.get("base_model_name_or_path")
+    text = (
         f"{directory} contains an adapter of PEFT ({ADAPTER_CONFIG}, base model "
-        f"{format_value(base)}), which is not read. Merge it into its base model, and convert the "
-        f"result: peft.AutoPeftModelForCausalLM.from_pretrained({str(directory)!r})"
-        ".merge_and_unload().save_pretrained(MODEL)"
+        f"{format_value(base)}), not a model. "
+    )
+    if fields.get("peft_type") != "LORA":
+        return text + (
+            "Merge it into its base model with merge_and_unload() of peft, and convert the result"
+        )
+    local = _find_base(fields)
+    if local is not None:
+        return f"{text}Merge it into its base model: {_make_command(local, directory)}"
+    command = _make_command("BASE", directory)
+    return f"{text}Download its base model as BASE, and merge it: {command}"
+
+
+def _read_fields(directory: Path) -> dict[str, Any]:
+    """Return the configuration of an adapter, empty if it is damaged."""
+    fields = read_json(directory / ADAPTER_CONFIG)
+    return fields if isinstance(fields, dict) else {}
+
+
+def _find_base(fields: Mapping[str, Any]) -> str | None:
+    """Return the base model of an adapter if it is a local directory."""
+    base = fields.get("base_model_name_or_path")
+    if isinstance(base, str) and base != "" and Path(base).is_dir():
+        return base
+    return None
+
+
+def _make_command(base: str | Path, adapter: Path) -> str:
+    """Return the command that merges an adapter into a model."""
+    return (
+        f"python tools/checkpoint/convert.py --saver hf --load-dir {shlex.quote(str(base))} "
+        f"--lora {shlex.quote(str(adapter))} --save-dir MERGED"
     )
 
 
 def refuse_adapter(directory: Path) -> None:
     """Raise CheckpointError for a model with an adapter in the same directory."""
-    adapter = describe_adapter(directory)
-    if adapter is not None:
-        raise CheckpointError(
-            f"{adapter}. To use the weights next to it alone, e.g. because they are merged "
-            f"already, remove {ADAPTER_CONFIG}"
+    if not (directory / ADAPTER_CONFIG).is_file():
+        return
+    base = _find_base(_read_fields(directory))
+    if base is not None and Path(base).resolve() != directory.resolve():
+        merge = f"To merge the adapter into its base model, run {_make_command(base, directory)}"
+    else:
+        moved = directory / "adapter"
+        merge = (
+            f"To merge it into this model, move {_ADAPTER_FILES} to {moved}, and run "
+            f"{_make_command(directory, moved)}"
         )
+    raise CheckpointError(
+        f"{directory} contains a model and an adapter of PEFT. If the adapter is merged already, "
+        f"or to use the model without it, remove {ADAPTER_CONFIG}. {merge}"
+    )
 
 
 def refuse_adapted_modules(names: Iterable[str], directory: Path) -> None:

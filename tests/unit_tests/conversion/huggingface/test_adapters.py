@@ -1,6 +1,7 @@
 """Adapters of PEFT, without which a model is another one."""
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from megatron.core.dist_checkpointing import CheckpointError
 from megatron.training.checkpoint.start import find_start
 from megatron.training.config.options import CheckpointConfig
 from tests.support.memory_source import LLAMA_ARGS, random_source
+from tests.unit_tests.conversion.convert_tool import run_convert
 
 PROJECTION = "model.layers.0.self_attn.q_proj"
 
@@ -24,12 +26,17 @@ def llama(tmp_path: Path) -> Path:
     return tmp_path / "llama"
 
 
-def add_adapter(directory: Path) -> None:
+def add_adapter(directory: Path, **fields: str) -> None:
     """Create the files that `PeftModel.save_pretrained` writes."""
     directory.mkdir(exist_ok=True)
-    fields = {"peft_type": "LORA", "base_model_name_or_path": "org/base", "r": 2}
-    (directory / "adapter_config.json").write_text(json.dumps(fields))
-    lora = {f"base_model.model.{PROJECTION}.lora_A.weight": torch.ones(2, 32)}
+    defaults = {"peft_type": "LORA", "base_model_name_or_path": "org/base"}
+    config = {"r": 2, "lora_alpha": 2} | defaults | fields
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    module = f"base_model.model.{PROJECTION}"
+    lora = {
+        f"{module}.lora_A.weight": torch.ones(2, 32),
+        f"{module}.lora_B.weight": torch.ones(32, 2),
+    }
     save_file(lora, directory / "adapter_model.safetensors")
 
 
@@ -37,20 +44,45 @@ def test_adapter_next_to_a_model_is_not_ignored(llama: Path) -> None:
     open_checkpoint(llama)
     add_adapter(llama)
     for loader in ("auto", "hf"):
-        with pytest.raises(
-            CheckpointError, match=r"org/base.*merge_and_unload\(\).*remove adapter_c"
-        ):
+        with pytest.raises(CheckpointError, match="remove adapter_config.json") as caught:
             open_checkpoint(llama, loader)
+        moved = llama / "adapter"
+        assert f"convert.py --saver hf --load-dir {llama} --lora {moved} " in str(caught.value)
+    base = llama.parent
+    add_adapter(llama, base_model_name_or_path=str(base))
+    with pytest.raises(CheckpointError, match=f"--load-dir {base} --lora {llama} "):
+        open_checkpoint(llama)
 
 
 def test_adapter_alone_is_refused_with_its_base_model(tmp_path: Path) -> None:
     """Also where training would start from random weights."""
     add_adapter(tmp_path / "adapter")
-    with pytest.raises(NoCheckpointError, match=r"base model 'org/base'.*merge_and_unload\(\)"):
+    with pytest.raises(NoCheckpointError, match=r"base model 'org/base'.*--load-dir BASE --lora "):
         find_checkpoint(tmp_path / "adapter")
     flags = CheckpointConfig(load=str(tmp_path / "adapter"), save=str(tmp_path / "adapter"))
     with pytest.raises(NoCheckpointError, match="adapter of PEFT"):
         find_start(flags, tmp_path / "adapter")
+
+
+def test_adapter_of_a_local_model_is_refused_with_the_command_that_merges_it(
+    llama: Path, tmp_path: Path
+) -> None:
+    base = llama.rename(tmp_path / "base model")
+    add_adapter(tmp_path / "adapter", base_model_name_or_path=str(base))
+    with pytest.raises(NoCheckpointError, match="tools/checkpoint") as caught:
+        open_checkpoint(tmp_path / "adapter")
+    command = str(caught.value).partition("python tools/checkpoint/convert.py ")[2]
+    done = run_convert(*shlex.split(command.replace("MERGED", str(tmp_path / "merged"))))
+    assert done.returncode == 0, done.stderr
+    merged = load_file(tmp_path / "merged/model.safetensors")[f"{PROJECTION}.weight"]
+    weight = load_file(base / "model.safetensors")[f"{PROJECTION}.weight"]
+    assert torch.equal(merged, weight + 2.0)
+
+
+def test_adapters_without_low_rank_matrices_are_merged_by_peft(tmp_path: Path) -> None:
+    add_adapter(tmp_path / "adapter", peft_type="IA3")
+    with pytest.raises(NoCheckpointError, match=r"merge_and_unload\(\)"):
+        find_checkpoint(tmp_path / "adapter")
 
 
 @pytest.mark.parametrize(
