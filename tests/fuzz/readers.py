@@ -14,7 +14,9 @@ from pathlib import Path
 
 import numpy as np
 import sentencepiece
+import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 
 import pretrain_gpt
 from megatron.conversion.convert import convert
@@ -120,6 +122,13 @@ def verify_or_convert(case: Case) -> None:
         run_inspect("verify", str(case.source), "--quiet")
     else:
         run_convert(case.source, case, "hf", "--workers", "1")
+
+
+def merge_adapter(case: Case) -> None:
+    """Merge a damaged adapter into an intact model."""
+    adapter = case.source / case.rng.choice(("lora", "pickle"))
+    saver = case.rng.choice(("torch_dist", "hf"))
+    run_convert(case.original / "base", case, saver, "--lora", str(adapter), "--workers", "1")
 
 
 def read_data_set(case: Case) -> None:
@@ -285,6 +294,36 @@ def build_huggingface(root: Path) -> None:
     write_huggingface(build_source(), root, WriteOptions(optim_sidecar=True, max_shard_size=20_000))
 
 
+def build_adapters(root: Path) -> None:
+    """An adapter in both kinds of files, and its base model."""
+    root.mkdir()
+    write_huggingface(random_source(LLAMA_ARGS, optimizer=False), root / "base")
+    module = "base_model.model.model.layers.0.mlp.up_proj"
+    tensors = {
+        f"{module}.lora_A.weight": torch.ones(3, 32),
+        f"{module}.lora_B.weight": torch.ones(48, 3),
+        f"{module}.lora_magnitude_vector": torch.ones(48),
+        "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta": torch.ones(
+            2, 32
+        ),
+    }
+    config = {
+        "peft_type": "LORA",
+        "r": 3,
+        "lora_alpha": 6,
+        "use_dora": True,
+        "rank_pattern": {"down_proj": 4},
+        "alpha_pattern": {"layers.1.*": 3},
+        "target_modules": ["up_proj"],
+        "trainable_token_indices": {"embed_tokens": [5, 60]},
+    }
+    for name in ("lora", "pickle"):
+        (root / name).mkdir()
+        (root / name / "adapter_config.json").write_text(json.dumps(config))
+    save_file(tensors, root / "lora/adapter_model.safetensors")
+    torch.save(tensors, root / "pickle/adapter_model.bin")
+
+
 def build_source():
     return random_source(LLAMA_ARGS | {"consumed_train_samples": 28, "vocab_size": 66})
 
@@ -403,6 +442,7 @@ def build_markers(root: Path) -> None:
 MEGATRON = "megatron_lm/mcore_{}/llama_fp32_tp2pp2/{}/iter_*"
 BASES: dict[str, Callable[[Path], None]] = {
     "hf": build_huggingface,
+    "adapters": build_adapters,
     "torch_dist": build_converted("torch_dist"),
     "legacy": build_converted("legacy"),
     "universal": build_converted("universal"),
@@ -430,6 +470,12 @@ READERS = {
     "hf sidecar": Reader("hf", {"megatron_state/state.json": damaged_json}, read_checkpoint),
     "hf optimizer": Reader(
         "hf", {"megatron_state/*.safetensors": damaged_safetensors}, read_checkpoint
+    ),
+    "adapter config": Reader("adapters", {"*/adapter_config.json": damaged_json}, merge_adapter),
+    "adapter weights": Reader(
+        "adapters",
+        {"lora/*.safetensors": damaged_safetensors, "pickle/*.bin": damaged_archive},
+        merge_adapter,
     ),
     "torch_dist metadata": Reader(
         "torch_dist", {"iter_*/.metadata": damaged_pickle}, read_or_verify
