@@ -1,5 +1,6 @@
 """Every command in docs/converting.md works on a small model."""
 
+import json
 import re
 import shlex
 import shutil
@@ -35,6 +36,19 @@ def commands(tool="convert"):
                 yield " ".join(line.split()[2:])
 
 
+def write_adapter(directory):
+    """Create the files that `PeftModel.save_pretrained` writes."""
+    directory.mkdir()
+    fields = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
+    (directory / "adapter_config.json").write_text(json.dumps(fields))
+    module = "base_model.model.model.layers.0.mlp.down_proj"
+    tensors = {
+        f"{module}.lora_A.weight": torch.ones(2, LLAMA_ARGS["ffn_hidden_size"]),
+        f"{module}.lora_B.weight": torch.ones(LLAMA_ARGS["hidden_size"], 2),
+    }
+    save_file(tensors, directory / "adapter_model.safetensors")
+
+
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
     root = tmp_path_factory.mktemp("sources")
@@ -59,6 +73,8 @@ def test_documented_commands_work(command, sources, tmp_path, monkeypatch):
         shutil.copytree(sources / "hf", args.keep_foreign)
         weights = args.keep_foreign / "model.safetensors"
         save_file(load_file(weights) | {"vision.weight": torch.ones(2)}, weights)
+    for directory in args.lora:
+        write_adapter(directory)
     outcome = run(args, given)
     result = open_checkpoint(outcome.target, args.saver)
     assert outcome.num_tensors and result.tensors
