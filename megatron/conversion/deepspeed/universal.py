@@ -434,6 +434,11 @@ class _UniversalWriter:
                     "Megatron-DeepSpeed that stores blocks of q, k and v has no "
                     "--group-query-attention"
                 )
+            if config.attention_output_gate:
+                raise ValueError(
+                    "Megatron-DeepSpeed that stores blocks of q, k and v has no "
+                    "--attention-output-gate"
+                )
 
         # Optimizer
         self.states = optimizer_states(source.tensors)

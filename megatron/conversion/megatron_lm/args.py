@@ -75,7 +75,6 @@ _SUPPORTED: dict[str, tuple[Any, ...]] = {
     "normalization": ("LayerNorm", "RMSNorm"),
     "apply_residual_connection_post_layernorm": (False, None),
     "qk_l2_norm": (False, None),
-    "attention_output_gate": (False, None),
     "experimental_attention_variant": (None,),
     "linear_attention_freq": (None,),
     "is_hybrid_model": (False, None),

@@ -52,7 +52,7 @@ class MLP(MegatronModule):
             config.hidden_size,
             num_blocks * ffn_size,
             bias=config.add_bias_linear,
-            normed=not shared_expert and config.fuses_input_norms,
+            normed=not shared_expert and config.has_input_norms,
             num_blocks=num_blocks,
         )
         self.linear_fc2 = spec.make_output_projection(
@@ -209,6 +209,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "swiglu": partial(_apply_gated, name="swiglu"),
     "geglu": partial(_apply_gated, name="geglu"),
     "squared_relu": _apply_squared_relu,
+    "relu": F.relu,
     "gelu (tanh)": _tanh_gelu,
     "gelu (erf)": F.gelu,
 }

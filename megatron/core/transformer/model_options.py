@@ -25,6 +25,7 @@ _GELU = {
     "quick_geglu": False,
     "geglu": False,
     "squared_relu": False,
+    "relu": False,
     "xielu": False,
 }
 _QUICK_GEGLU = {"quick_geglu": True}
@@ -206,6 +207,10 @@ class ModelOptions(ExpertOptions, ComputeOptions):
     """Store norm weights zero-centered (w - 1): more precise in bf16, and weight decay pulls them
     towards 1.
     """
+    norm_weights: bool = flag(True, "--no-norm-weights", decides="shapes")
+    """Norms have trained weights, LayerNorm also biases. --no-norm-weights leaves both out (OLMo,
+    nanochat).
+    """
     norm_placement: str = flag("pre", choices=("pre", "post", "both"), decides="shapes")
     """Position of the norms of a layer: before attention and MLP (pre), on their output before it
     is added to the residual stream (post, OLMo 2), or both (Gemma 2).
@@ -244,6 +249,8 @@ class ModelOptions(ExpertOptions, ComputeOptions):
     """Use a gated MLP with GELU (tanh approximation) instead of GELU without a gate."""
     squared_relu: bool = flag(False, decides="mathematics")
     """Use the square of ReLU (So et al. 2021) instead of GELU."""
+    relu: bool = flag(False, decides="mathematics")
+    """Use ReLU instead of GELU (OPT)."""
     xielu: bool = flag(False, decides="shapes")
     """Use xIELU (Huang and Schlag 2024) instead of GELU, with two learned slopes per layer
     (Apertus).
@@ -270,6 +277,12 @@ class ModelOptions(ExpertOptions, ComputeOptions):
         False, decides="mathematics", when={"qk_layernorm": True} | _ROPE
     )
     """Normalize queries and keys after rotating them, instead of before (Hunyuan)."""
+    clip_qkv: float | None = flag(None, positive=True, decides="mathematics", when=_NOT_LATENT)
+    """Limit the absolute values of queries, keys and values, before rotation (OLMo, DBRX)."""
+    attention_output_gate: bool = flag(False, decides="shapes", when=_NOT_LATENT)
+    """Multiply the output of attention by the sigmoid of a projection of its input (gated
+    attention, Qiu et al. 2025; Qwen3-Next, AFMoE).
+    """
     apply_wd_to_qk_layernorm: bool = flag(False)
     """Apply weight decay to the norms of queries and keys, unlike to other norms."""
     softmax_scale: float | None = flag(
@@ -529,8 +542,8 @@ class ModelOptions(ExpertOptions, ComputeOptions):
         return self.ffn_hidden_size
 
     @property
-    def fuses_input_norms(self) -> bool:
-        """Return whether the norm before a branch is part of its first projection."""
+    def has_input_norms(self) -> bool:
+        """Return whether each branch has a norm of its own before its first projection."""
         return self.norm_placement != "post" and not self.share_parallel_norm
 
     @property
@@ -560,6 +573,7 @@ class ModelOptions(ExpertOptions, ComputeOptions):
             "quick_geglu": self.quick_geglu,
             "geglu": self.geglu,
             "squared_relu": self.squared_relu,
+            "relu": self.relu,
             "xielu": self.xielu,
         }
         for name, is_selected in functions.items():

@@ -48,6 +48,13 @@ def _check_attention(config: ModelOptions) -> Iterator[str]:
             f"--num-attention-heads {config.num_attention_heads} is not a multiple of "
             f"--num-query-groups {config.num_query_groups}"
         )
+    # Published models limit queries and keys after their norm, which may follow the limits here.
+    has_later_norm = config.qk_layernorm and not config.qk_layernorm_across_heads
+    if config.clip_qkv is not None and has_later_norm:
+        yield (
+            f"--clip-qkv {config.clip_qkv} supports --qk-layernorm only with "
+            "--qk-layernorm-across-heads: leave one of them out"
+        )
     # Such scores are computed by `blockwise_attention`, whose kernels do not have dropout.
     if config.attends_in_blocks and config.attention_dropout:
         if config.attn_logit_softcapping is not None:
@@ -68,7 +75,7 @@ def _check_mlp(config: ModelOptions) -> Iterator[str]:
             "--ffn-hidden-size: give one"
         )
     activations = []
-    for name in ("swiglu", "quick_geglu", "geglu", "squared_relu", "xielu"):
+    for name in ("swiglu", "quick_geglu", "geglu", "squared_relu", "relu", "xielu"):
         if getattr(config, name):
             activations.append(_format_flag(name))
     if len(activations) > 1:
@@ -164,17 +171,12 @@ def _is_pattern(values: list[int], num_layers: int) -> bool:
 
 
 def _check_norms(config: ModelOptions) -> Iterator[str]:
-    if config.norm_placement != "pre":
-        # Norms with several consumers are separate modules, which exist before a branch only.
-        unsupported = None
-        if config.has_experts:
-            unsupported = "--num-experts"
-        elif config.multi_latent_attention:
-            unsupported = "--multi-latent-attention"
-        if unsupported is not None:
-            yield (
-                f"--norm-placement {config.norm_placement} does not support {unsupported}: use pre"
-            )
+    if not config.norm_weights:
+        flag = "--no-norm-weights"
+        if config.transformer_impl == "transformer_engine":
+            yield f"{flag} does not support --transformer-impl transformer_engine: use local"
+        if config.apply_layernorm_1p:
+            yield f"{flag} and --apply-layernorm-1p are mutually exclusive"
     if config.qk_layernorm_across_heads:
         is_rms_norm = config.normalization == "RMSNorm"
         if not (config.qk_layernorm and is_rms_norm):
@@ -197,8 +199,6 @@ def _check_parallel_residual(config: ModelOptions) -> Iterator[str]:
         yield "--share-parallel-norm needs --parallel-residual"
     unsupported = {
         f"--norm-placement {config.norm_placement}": config.norm_placement != "pre",
-        "--num-experts": config.has_experts,
-        "--multi-latent-attention": config.multi_latent_attention,
         "--recompute-modules layernorm": config.recomputes("layernorm"),
     }
     for option, is_given in unsupported.items():
@@ -219,9 +219,8 @@ def _check_positions(config: ModelOptions) -> Iterator[str]:
     yield from _check_no_rope_freq(config)
     if config.query_length_scaling:
         flag = f"--query-length-scaling {config.query_length_scaling}"
-        if config.multi_latent_attention:
-            yield f"{flag} does not support --multi-latent-attention"
-        elif config.rope_type != "yarn" or config.position_embedding_type != "rope":
+        has_rope = config.multi_latent_attention or config.position_embedding_type == "rope"
+        if config.rope_type != "yarn" or not has_rope:
             yield f"{flag} needs --rope-type yarn"
     # The remaining rules are those of YaRN and LongRoPE.
     if config.rope_type == "rope":
@@ -299,6 +298,10 @@ def _check_latent_attention(config: ModelOptions) -> Iterator[str]:
         unsupported.append("--rotary-interleaved")
     if config.add_qkv_bias:
         unsupported.append("--add-qkv-bias")
+    if config.attention_output_gate:
+        unsupported.append("--attention-output-gate")
+    if config.clip_qkv is not None:
+        unsupported.append(f"--clip-qkv {config.clip_qkv}")
     if unsupported:
         yield f"--multi-latent-attention does not support {' and '.join(unsupported)}"
 

@@ -25,6 +25,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class Norm(MegatronModule):
     """Norm whose weight and bias are replicated over TP, unless it is given another sharding.
 
+    With --no-norm-weights it has neither.
+
     `partial_grad`: each TP rank normalizes other elements, so gradients are summed over TP.
     """
 
@@ -60,15 +62,18 @@ class NormAcrossHeads(Norm):
         """Normalize `[s, b, groups/tp, heads, d]`. Collective over TP."""
         # Squares of bf16 or fp16 would lose precision, or overflow.
         wide = x.float()
-        weight = self.weight.float().view(x.shape[2:])  # [groups/tp, heads, d]
-        if self.normalize.zero_centered:
-            weight = weight + 1.0
         local_squares = wide.square().sum((2, 3, 4), keepdim=True)  # [s, b, 1, 1, 1]
         # Each rank normalizes its own heads by the common mean, so that its gradient is a sum.
         squares = reduce_from_tensor_parallel(local_squares, self.tp)
         mean = copy_to_tensor_parallel(squares, self.tp) / self.size
         scale = torch.rsqrt(mean + self.normalize.epsilon)
-        return (wide * scale * weight).to(x.dtype)
+        normalized = wide * scale
+        if self.weight is not None:
+            weight = self.weight.float().view(x.shape[2:])  # [groups/tp, heads, d]
+            if self.normalize.zero_centered:
+                weight = weight + 1.0
+            normalized = normalized * weight
+        return normalized.to(x.dtype)
 
 
 class NormColumnParallelLinear(ColumnParallelLinear):
@@ -139,8 +144,8 @@ class Normalization:
         is_rms = config.normalization == "RMSNorm"
         return _get_shared(is_rms, config.norm_epsilon, config.apply_layernorm_1p, apex)
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if not self.zero_centered:
+    def __call__(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        if weight is None or not self.zero_centered:
             return self._normalize(x, weight, bias)
         # In fp32, since bf16 would round 1 + weight.
         wide_weight = weight.float() + 1.0
@@ -148,17 +153,18 @@ class Normalization:
             bias = bias.float()
         return self._normalize(x.float(), wide_weight, bias).to(x.dtype)
 
-    def _normalize(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _normalize(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        shape = x.shape[-1:]
         is_compiling = torch.compiler.is_compiling()
         if self.rms and is_compiling:
-            return F.rms_norm(x, weight.shape, weight, self.epsilon)  # fused with its neighbors
-        if self.apex is not None and not is_compiling:
+            return F.rms_norm(x, shape, weight, self.epsilon)  # fused with its neighbors
+        if self.apex is not None and weight is not None and not is_compiling:
             return self._run_apex(x, weight, bias)
         if self.rms and _has_fused_rms_norm(x, weight):
-            return F.rms_norm(x, weight.shape, weight, self.epsilon)
+            return F.rms_norm(x, shape, weight, self.epsilon)
         if self.rms:
             return _RMSNorm.apply(x, weight, self.epsilon)
-        return F.layer_norm(x, weight.shape, weight, bias, self.epsilon)
+        return F.layer_norm(x, shape, weight, bias, self.epsilon)
 
     def _run_apex(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         normed: Tensor
@@ -169,12 +175,13 @@ class Normalization:
         return normed
 
 
-def _has_fused_rms_norm(x: Tensor, weight: Tensor) -> bool:
+def _has_fused_rms_norm(x: Tensor, weight: Tensor | None) -> bool:
     """Return whether torch computes an RMSNorm in one kernel for each direction.
 
     Otherwise it takes more kernels, and keeps more tensors, than `_RMSNorm`.
     """
-    return x.is_cuda and x.dtype == weight.dtype and _HAS_FUSED_RMS_NORM
+    has_one_dtype = weight is None or x.dtype == weight.dtype
+    return x.is_cuda and has_one_dtype and _HAS_FUSED_RMS_NORM
 
 
 @cache
@@ -195,8 +202,10 @@ def make_norm_parameters(
     partial_grad: bool,
     device: torch.device | None,
     sharding: Sharding = REPLICATED,
-) -> tuple[nn.Parameter, nn.Parameter | None]:
+) -> tuple[nn.Parameter | None, nn.Parameter | None]:
     """Make the weight and the bias of a norm; RMSNorm does not have a bias."""
+    if not config.norm_weights:
+        return None, None
     # The initial weight is 1, which is stored as 0 if it is zero-centered.
     one = Constant(0.0 if config.apply_layernorm_1p else 1.0)
     weight_info = ParamInfo(one, sharding, partial_grad=partial_grad)
@@ -211,29 +220,39 @@ def make_norm_parameters(
 class _RMSNorm(torch.autograd.Function):
     """y = x / rms(x) * w (Zhang and Sennrich 2019), computed in fp32; keeps x and 1 / rms.
 
-    On a CPU torch's implementation makes a dozen passes over the data in each direction; this one
-    makes half as many.
+    Without a weight w is 1. On a CPU torch's implementation makes a dozen passes over the data in
+    each direction; this one makes half as many.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
         size = x.shape[-1]
         # The sum of the squares in fp32, without an fp32 copy of x
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
         scale = torch.rsqrt(norm.square() / size + epsilon)  # 1 / rms, [..., 1]
         ctx.save_for_backward(x, weight, scale)
+        if weight is None:
+            return (x * scale).to(x.dtype)
         if x.dtype == torch.float32:
             return (x * scale).mul_(weight)
         return torch.mul(x * scale, weight, out=torch.empty_like(x))
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(  # type: ignore[override]
+        ctx: Any, dy: Tensor
+    ) -> tuple[Tensor, Tensor | None, None]:
         x, weight, scale = ctx.saved_tensors
         size = x.shape[-1]
         normalized = x * scale  # fp32
         dy_normalized = dy * normalized
-        dw = dy_normalized.reshape(-1, size).sum(0)
         # dx = (dy * w - normalized * mean(dy * w * normalized)) / rms
-        mean = (dy_normalized @ weight.float()).unsqueeze(-1) / size
-        dx = (dy * weight).float().sub_(normalized.mul_(mean)).mul_(scale)
-        return dx.to(x.dtype), dw.to(weight.dtype), None
+        if weight is None:
+            dw = None
+            mean = dy_normalized.mean(-1, keepdim=True)
+            scaled = dy.to(torch.float32, copy=True)  # changed in place below
+        else:
+            dw = dy_normalized.reshape(-1, size).sum(0).to(weight.dtype)
+            mean = (dy_normalized @ weight.float()).unsqueeze(-1) / size
+            scaled = (dy * weight).float()
+        dx = scaled.sub_(normalized.mul_(mean)).mul_(scale)
+        return dx.to(x.dtype), dw, None

@@ -55,7 +55,8 @@ class TransformerLayer(MegatronModule):
         self.input_layernorm = None
         self.self_attention: Attention
         if config.multi_latent_attention:
-            self.input_layernorm = spec.make_hidden_norm(config, place)
+            if config.has_input_norms:
+                self.input_layernorm = spec.make_hidden_norm(config, place)
             self.self_attention = MultiLatentAttention(config, place, number=like)
         else:
             self.self_attention = SelfAttention(config, place, number=like)
@@ -64,7 +65,8 @@ class TransformerLayer(MegatronModule):
         self.pre_mlp_layernorm = None
         self.mlp: MLP | MoELayer
         if config.moe_layer_pattern[like]:
-            self.pre_mlp_layernorm = spec.make_hidden_norm(config, place)
+            if config.has_input_norms:
+                self.pre_mlp_layernorm = spec.make_hidden_norm(config, place)
             self.mlp = MoELayer(config, place, layer_number=number)
         else:
             self.mlp = MLP(config, place)

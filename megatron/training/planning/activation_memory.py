@@ -72,8 +72,11 @@ class ActivationMemory:
         self.normalizer = 2 * FP32
         if model.normalization == "RMSNorm":
             self.normalizer = FP32
-        # Output widths of the first matrix of the MLP; a gated one has gate and up projection.
+        # Output widths of the first matrix of the MLP that its activation keeps: a gated one has
+        # gate and up projection, and ReLU keeps its result only.
         self.mlp_inputs = 1 + model.gated
+        if model.relu:
+            self.mlp_inputs = 0
 
     @classmethod
     def from_run(cls, config: Config, device_type: str) -> ActivationMemory:
@@ -155,6 +158,7 @@ class ActivationMemory:
             total += self._count_latents()
         else:
             total += self._count_qk_norms()
+            total += self._count_limits_and_gates()
         if model.recomputes("mla_up_proj"):
             total += self.context
         else:
@@ -245,6 +249,17 @@ class ActivationMemory:
         num_rows = self.tokens * num_heads // self.tp_size
         inputs = self.per_head * num_heads
         return inputs + num_rows * self.normalizer
+
+    def _count_limits_and_gates(self) -> int:
+        """Return the bytes that --clip-qkv and --attention-output-gate keep."""
+        model = self.config
+        total = 0
+        if model.clip_qkv is not None:
+            total += self.per_head * model.num_attention_heads + self.key_values
+        if model.attention_output_gate:
+            # The sigmoid of the gates, and its product with the context.
+            total += 2 * self.context
+        return total
 
     def _count_latents(self) -> int:
         """Return the bytes of the compressed queries and keys of latent attention, before and after

@@ -143,6 +143,8 @@ def _count_attention_products(config: TransformerConfig, seq_length: int) -> flo
         qkv += query_input * num_heads * config.qk_width
     else:
         num_rows = num_heads + 2 * config.query_groups  # queries, keys and values
+        if config.attention_output_gate:
+            num_rows += num_heads
         qkv = hidden_size * num_rows * config.head_dim
 
     # Scores and weighted sum. Without a window, a token attends to half of the sequence on average.

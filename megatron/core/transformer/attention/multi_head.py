@@ -48,7 +48,8 @@ class SelfAttention(Attention):
 
     A rank has whole groups: query heads with their key and value head. The rows of `linear_qkv`,
     viewed as `[groups, q + 2, d]`, are the query heads of a group, its key and its value. The
-    global matrix is therefore the concatenation of the ranks' rows.
+    global matrix is therefore the concatenation of the ranks' rows. With --attention-output-gate
+    they are `[groups, 2 q + 2, d]`: the gates of the query heads follow these.
     """
 
     def __init__(self, config: TransformerConfig, place: Placement, *, number: int = 0) -> None:
@@ -65,17 +66,19 @@ class SelfAttention(Attention):
 
         # Projections
         query_width = config.num_attention_heads * head_dim
-        key_width = config.query_groups * head_dim
         group_width = self.queries_per_group * head_dim
+        row_blocks: tuple[int, ...] = (group_width, head_dim, head_dim)
+        if config.attention_output_gate:
+            row_blocks = (group_width, *row_blocks)
         self.linear_proj = spec.make_output_projection(config, place, query_width)
         self.linear_qkv = spec.make_input_projection(
             config,
             place,
             config.hidden_size,
-            query_width + 2 * key_width,
+            config.query_groups * sum(row_blocks),
             bias=config.has_qkv_bias,
-            normed=config.fuses_input_norms,
-            row_blocks=(group_width, head_dim, head_dim),
+            normed=config.has_input_norms,
+            row_blocks=row_blocks,
         )
 
         # Norms of queries and keys
@@ -144,15 +147,21 @@ class SelfAttention(Attention):
         # Project, and view the result by groups.
         mixed = self.linear_qkv(hidden_states)  # [s, b, (heads + 2 groups) / tp * d]
         length, batch, _ = mixed.shape
-        heads_per_group = self.queries_per_group + 2
-        # [s, b, groups / tp, q + 2, d]
-        mixed = mixed.view(length, batch, self.groups, heads_per_group, self.config.head_dim)
+        # [s, b, groups / tp, q + 2, d], with gates [s, b, groups / tp, 2 q + 2, d]
+        mixed = mixed.view(length, batch, self.groups, -1, self.config.head_dim)
+        gate = None
+        if self.config.attention_output_gate:
+            # Gates stay on this rank: they multiply the context after the exchange of heads.
+            mixed, gate = self._split_gate(mixed)
         if self.normalizes_across_heads:
             # Before the exchange of heads, while all heads of a token are on the TP ranks.
             query, key, value = split_qkv(mixed, self.queries_per_group, rotary=None)
             query = self.q_layernorm(query)
             key = self.k_layernorm(key)
             mixed = torch.cat((query, key, value), 3)
+
+        if self.config.clip_qkv is not None:
+            mixed = mixed.clamp(-self.config.clip_qkv, self.config.clip_qkv)
 
         # Exchange positions for heads where CP requires it: whole sequences from here on.
         mixed = self.cp.to_heads(mixed)
@@ -180,7 +189,18 @@ class SelfAttention(Attention):
         # Attend, and return to the residual stream.
         context = self.core_attention(query, key, value, documents)  # [s, b, heads / tp * d]
         context = self.cp.to_sequence(context)
+        if gate is not None:
+            context = context * torch.sigmoid(gate)
         return self.linear_proj(context)
+
+    def _split_gate(self, mixed: Tensor) -> tuple[Tensor, Tensor]:
+        """Split the heads of each group, `[s, b, g, 2 q + 2, d]`.
+
+        Returns queries, key and value, `[s, b, g, q + 2, d]`, and the gates, `[s, b, g * q * d]`.
+        """
+        widths = [self.queries_per_group, self.queries_per_group, 2]
+        query, gate, key_and_value = mixed.split(widths, 3)
+        return torch.cat((query, key_and_value), 3), gate.flatten(2)
 
 
 class MultiLatentAttention(Attention):
@@ -235,6 +255,9 @@ class MultiLatentAttention(Attention):
         # Rotation precedes an exchange of heads, so the positions are those of this rank for every
         # --cp-comm-type.
         self.rotary = RotaryTables(config, place.cp.axis, self.rotated, interleaved=True)
+        self.query_scales = None
+        if config.query_length_scaling:
+            self.query_scales = QueryScales(config, place.cp.axis)
         mscale = compute_yarn_mscale(config, config.mscale_all_dim)
         scale = mscale**2 / math.sqrt(config.qk_width)  # one factor each of queries and keys
         self.core_attention = spec.core_attention(
@@ -346,7 +369,10 @@ class MultiLatentAttention(Attention):
         query = query.unflatten(-1, (self.heads, 1, -1))
         plain, rotated = query.split([self.plain, self.rotated], -1)
         rotated = rotate(rotated, rotary)
-        return torch.cat((plain, rotated), -1)
+        query = torch.cat((plain, rotated), -1)
+        if self.query_scales is not None:
+            query = query * self.query_scales(query.shape[0], query.dtype, query.device)
+        return query
 
     def _project_key_and_value(
         self,

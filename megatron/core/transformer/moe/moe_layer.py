@@ -28,7 +28,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class MoELayer(MegatronModule):
-    """The weighted sum of the outputs of the selected experts, plus that of the shared expert."""
+    """The weighted sum of the outputs of the selected experts, plus that of the shared expert.
+
+    It includes the norm of its output, if --norm-placement requires one.
+    """
 
     def __init__(self, config: TransformerConfig, place: Placement, *, layer_number: int) -> None:
         super().__init__()
@@ -53,6 +56,9 @@ class MoELayer(MegatronModule):
         self.shared_experts = None
         if config.moe_shared_expert_intermediate_size:
             self.shared_experts = SharedExperts(config, place)
+        self.post_layernorm = None
+        if config.norm_placement != "pre":
+            self.post_layernorm = select_layer_spec(config).make_hidden_norm(config, place)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Return the output of the branch, `[s, b, h]` (or `[s/tp, b, h]`) as its input."""
@@ -61,9 +67,11 @@ class MoELayer(MegatronModule):
         routing = self.router(tokens, batch)
         output = self.dispatch(tokens, routing, self.experts, self.num_local, self.axes)
         output = output.view_as(hidden_states)
-        if self.shared_experts is None:
-            return output
-        return output + self.shared_experts(hidden_states)
+        if self.shared_experts is not None:
+            output = output + self.shared_experts(hidden_states)
+        if self.post_layernorm is not None:
+            output = self.post_layernorm(output)
+        return output
 
 
 class SharedExperts(MLP):

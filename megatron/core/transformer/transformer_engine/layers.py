@@ -113,6 +113,7 @@ class TENorm(Norm):
 
     def __init__(self, config: TransformerConfig, size: int, **options: Any) -> None:
         super().__init__(config, size, **options)
+        assert self.weight is not None, "--no-norm-weights needs --transformer-impl local"
         make = te.RMSNorm if self.normalize.rms else te.LayerNorm
         self.engine = Engine(
             self,

@@ -74,6 +74,22 @@ GEMMA = {
     },
 }
 OLMO2 = {**LLAMA, "norm_placement": "post", "qk_layernorm_across_heads": True}
+EXPERTS = {
+    **LLAMA,
+    "num_experts": 4,
+    "moe_layer_freq": [0, 1, 1, 1],
+    "moe_shared_expert_intermediate_size": 16,
+}
+LATENT = {
+    **LLAMA,
+    "group_query_attention": False,
+    "multi_latent_attention": True,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 8,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 8,
+}
 GRANITE = {
     **LLAMA,
     "no_rope_freq": 2,
@@ -100,6 +116,30 @@ MODELS = {
         "final_logit_softcapping": 0.2,
     },
     "apertus": {**LLAMA, "swiglu": False, "xielu": True},
+    "opt": {**GPT2, "relu": True},
+    "olmo": {
+        **LLAMA,
+        "normalization": "LayerNorm",
+        "norm_weights": False,
+        "qk_layernorm": False,
+        "clip_qkv": 0.05,
+    },
+    "nanochat": {
+        **LLAMA,
+        "norm_weights": False,
+        "qk_layernorm_across_heads": True,
+        "embedding_layernorm": True,
+    },
+    "gated_attention": {**LLAMA, "attention_output_gate": True},
+    "afmoe": {**EXPERTS, "attention_output_gate": True, "norm_placement": "both"},
+    "flex_olmo": {**EXPERTS, "norm_placement": "post"},
+    "cohere2_moe": {**EXPERTS, "parallel_residual": True, "share_parallel_norm": True},
+    "mistral4": {
+        **LATENT,
+        "norm_placement": "both",
+        "query_length_scaling": 0.5,
+        "original_max_position_embeddings": 4,
+    },
     "longrope": {
         **LLAMA,
         "rope_type": "longrope",
@@ -128,6 +168,7 @@ def build(
         post_process=post,
         tp=ps.tp,
         sequence_parallel=sequence_parallel,
+        experts=ps.expert_axes,
         make_vocab_size_divisible_by=multiple,
         rng=TensorParallelRng(11, ps.tp.rank),
     )
@@ -202,8 +243,13 @@ def compute_loss_and_gradients(rank, world_size, name, tp, sequence_parallel, mu
     return loss.detach(), logits, list_boxes(model, of_gradients=True)
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+def list_tensor_parallel_cases():
+    """Return model and sequence parallelism; experts require it."""
+    cases = [(name, True) for name in MODELS]
+    return cases + [(name, False) for name in MODELS if "num_experts" not in MODELS[name]]
+
+
+@pytest.mark.parametrize(("name", "sequence_parallel"), list_tensor_parallel_cases())
 @pytest.mark.parametrize("multiple", [4, 64])  # with 64 the second rank has padding only
 def test_tensor_parallel_equals_dense(pool, name, sequence_parallel, multiple):
     expected_loss, expected_logits, expected = compute_loss_and_gradients(0, 1, name, 1, False)

@@ -37,3 +37,25 @@ from tests.unit_tests.core.transformer.tiny_moe import make_config
 def test_contradictory_expert_options_are_rejected(options, message):
     with pytest.raises(ValueError, match=message):
         make_config(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"relu": True, "squared_relu": True}, "--squared-relu and --relu are mutually exclusive"),
+        ({"clip_qkv": 8.0, "qk_layernorm": True}, "--clip-qkv 8.0 supports --qk-layernorm only"),
+        ({"norm_weights": False, "apply_layernorm_1p": True}, "--no-norm-weights and --apply-"),
+        (
+            {"norm_weights": False, "transformer_impl": "transformer_engine"},
+            "--no-norm-weights does not support --transformer-impl transformer_engine",
+        ),
+        (
+            {"multi_latent_attention": True, "attention_output_gate": True, "clip_qkv": 8.0},
+            "does not support --attention-output-gate and --clip-qkv 8.0",
+        ),
+        ({"query_length_scaling": 0.1}, "--query-length-scaling 0.1 needs --rope-type yarn"),
+    ],
+)
+def test_contradictory_dense_options_are_rejected(options, message):
+    with pytest.raises(ValueError, match=message):
+        make_config(swiglu=False, **options)

@@ -156,10 +156,6 @@ def test_impossible_context_parallelism(flags, world, message):
             "--qk-layernorm-across-heads --qk-layernorm",
             "needs --qk-layernorm and --normalization RMSNorm",
         ),
-        (
-            "--norm-placement both --num-experts 4",
-            "--norm-placement both does not support --num-experts",
-        ),
         ("--swiglu --geglu", "--swiglu and --geglu are mutually exclusive"),
         (
             f"{CONTEXT} 2 --cp-comm-type p2p a2a a2a",

@@ -95,6 +95,10 @@ def saved_bytes(model):
         GATED | {"swiglu": False, "geglu": True, "norm_placement": "both"},
         GATED | {"norm_placement": "post"},
         GATED | GROUPED | GPT_OSS,
+        GATED | GROUPED | {"attention_output_gate": True},
+        GATED | GROUPED | {"clip_qkv": 1.0},
+        GATED | {"norm_weights": False},
+        {"norm_weights": False, "relu": True},
     ],
     ids=str,
 )

@@ -44,6 +44,7 @@ CASES = {  # changed fields of the model, and whether documents are masked
         {"softmax_type": "learnable", "window_size": (5, 0), "window_attn_skip_freq": 2}, False,
     ),
     "no rope in every second layer": ({"no_rope_freq": 2, "residual_multiplier": 0.3}, False),
+    "gate, limited values": ({"attention_output_gate": True, "clip_qkv": 0.05}, False),
     "off-by-one, documents, recomputed attention": (
         {"softmax_type": "off-by-one", "recompute_granularity": "selective"}, True,
     ),
