@@ -85,6 +85,18 @@ def _check_rotated_width(found: ConfigFields, args: Json) -> Json:
 LATENT_HEAD_DIM = Rule({"head_dim": COUNT}, _check_rotated_width)
 
 
+def _check_rotated_fraction(found: ConfigFields, args: Json) -> Json:
+    width = found.stated.get("head_dim")
+    wanted = found.first("qk_nope_head_dim") + found.first("qk_rope_head_dim")
+    if width not in (None, wanted):
+        raise unsupported("head_dim", width, f"qk_nope_head_dim + qk_rope_head_dim = {wanted} is")
+    return {}
+
+
+# Mistral 4 states the width of a whole head, and the rotated fraction of it.
+WHOLE_HEAD_DIM = Rule({"head_dim": COUNT}, _check_rotated_fraction)
+
+
 def _read_query_scalar(found: ConfigFields, args: Json) -> Json:
     return {"softmax_scale": found.first("query_pre_attn_scalar") ** -0.5}
 
@@ -457,10 +469,11 @@ NO_ROPE_LAYERS = Rule(
 )
 
 
-def hybrid_windows(always: bool) -> Rule:
+def hybrid_windows(always: bool, period_field: str = "sliding_window_pattern") -> Rule:
     """Map windows of families in which layers without one have no RoPE.
 
-    That is so `always` (Cohere 2), or only if the model has a window at all (EXAONE 4).
+    That is so `always` (Cohere 2), or only if the model has a window at all (EXAONE 4). Without
+    `layer_types`, every N-th layer has no window, where N is `period_field`.
     """
 
     def read(found: ConfigFields, args: Json) -> Json:
@@ -468,12 +481,12 @@ def hybrid_windows(always: bool) -> Rule:
         kinds = found.first("layer_types")
         if kinds is None and window is None and not always:
             return _make_uniform_window(None) | _make_no_rope([])
-        # By default every `skip`-th layer has full attention.
+        # By default every `period`-th layer has full attention.
         if kinds is None:
-            skip = found.first("sliding_window_pattern") or 4
-            if not isinstance(skip, int):
-                raise unsupported("sliding_window_pattern", skip, "a number, or layer_types, is")
-            kinds = _list_kinds([(layer + 1) % skip > 0 for layer in range(args["num_layers"])])
+            period = found.first(period_field) or 4
+            if not isinstance(period, int):
+                raise unsupported(period_field, period, "a number, or layer_types, is")
+            kinds = _list_kinds([(layer + 1) % period > 0 for layer in range(args["num_layers"])])
         has_no_rope = always or window is not None
         pattern = [has_no_rope and kind == _KINDS[0] for kind in kinds]
         return _make_windows(window, kinds) | _make_no_rope(pattern)
@@ -484,8 +497,25 @@ def hybrid_windows(always: bool) -> Rule:
         window = _get_written_window(config)
         return {"sliding_window": window, "layer_types": _list_kinds(config.window_pattern)}
 
-    fields = {"sliding_window": COUNT, "sliding_window_pattern": schema.anything}
+    fields = {"sliding_window": COUNT, period_field: schema.anything}
     return Rule(_LAYER_TYPES | fields, read, write)
+
+
+def _read_flint_windows(found: ConfigFields, args: Json) -> Json:
+    kinds = found.first("layer_types")
+    if kinds is None:
+        # Full attention in the first two layers, every fourth one and the last one.
+        last = args["num_layers"] - 1
+        pattern = [2 <= layer < last and layer % 4 != 1 for layer in range(args["num_layers"])]
+        kinds = _list_kinds(pattern)
+    has_no_rope = [kind == _KINDS[0] for kind in kinds]
+    return _make_windows(found.get("sliding_window"), kinds) | _make_no_rope(has_no_rope)
+
+
+# Layers without a window have no RoPE.
+FLINT_WINDOWS = Rule(
+    _LAYER_TYPES | {"sliding_window": COUNT}, _read_flint_windows, _write_listed_windows
+)
 
 
 def _read_alibi(found: ConfigFields, args: Json) -> Json:
@@ -653,14 +683,17 @@ _MPT_CONSTANTS = {
     "alibi_bias_max": 8,
     "attn_type": "multihead_attention",
     "attn_uses_sequence_id": False,
-    "clip_qkv": None,
     "prefix_lm": False,
     "qk_ln": False,
 }
 _MPT_FIELDS = record(
-    {"attn_pdrop?": optional(number(0, 1)), "softmax_scale?": optional(number(1e-9))}
+    {
+        "attn_pdrop?": optional(number(0, 1)),
+        "softmax_scale?": optional(number(1e-9)),
+        "clip_qkv?": optional(number(0)),
+    }
 )
-_MPT_NAMES = {"attn_pdrop", "softmax_scale", *_MPT_CONSTANTS}
+_MPT_NAMES = {"attn_pdrop", "softmax_scale", "clip_qkv", *_MPT_CONSTANTS}
 # The choice of a kernel, and fields that transformers adds to every configuration.
 _MPT_HARMLESS = {"attn_impl", "dtype", "is_encoder_decoder", *HARMLESS.split()}
 
@@ -675,11 +708,15 @@ def _read_mpt_attention(found: ConfigFields, args: Json) -> Json:
     return {
         "attention_dropout": float(stated.get("attn_pdrop") or 0.0),
         "softmax_scale": stated.get("softmax_scale"),
+        "clip_qkv": stated.get("clip_qkv") or None,  # 0 means no limit
     }
 
 
 def _write_mpt_attention(config: TransformerConfig) -> Json:
-    return {"attn_config": {"alibi": True, "softmax_scale": config.score_scale}}
+    fields: Json = {"alibi": True, "softmax_scale": config.score_scale}
+    if config.clip_qkv is not None:
+        fields["clip_qkv"] = config.clip_qkv
+    return {"attn_config": fields}
 
 
 MPT_ATTENTION = Rule({"attn_config": _MPT_FIELDS}, _read_mpt_attention, _write_mpt_attention)

@@ -51,6 +51,7 @@ from megatron.conversion.huggingface.rules import (
     ADJUSTED_WIDTH,
     ATTENTION,
     COMMON_BIASES,
+    EMBEDDING_WIDTH,
     MLP,
     POST_NORM,
     QKV,
@@ -66,6 +67,7 @@ from megatron.conversion.huggingface.rules import (
     nullable,
     opposite,
     reciprocal,
+    root_scale,
 )
 
 LLAMA = Family(
@@ -380,6 +382,19 @@ _OLMO_MODEL = (
     implied(qk_layernorm=True, qk_layernorm_across_heads=True),
 )
 OLMO_RULES = (*GATED_RULES, rope(), *_OLMO_MODEL)
+OLMO = Family(
+    "olmo",
+    "OlmoForCausalLM",
+    rows.QWEN3_ROWS,
+    (
+        *GATED_RULES,
+        rope(),
+        heads(always_written=False),
+        biases(attention_bias=ATTENTION),
+        nullable("clip_qkv"),
+        implied(normalization="LayerNorm", norm_weights=False, norm_epsilon=1e-5),
+    ),
+)
 OLMO2 = Family(
     "olmo2",
     "Olmo2ForCausalLM",
@@ -496,6 +511,28 @@ APERTUS = Family(
         fixed("qk_norm", True),
         fixed("post_norm", False),
         fixed("mlp_bias", False),
+    ),
+)
+NANOCHAT = Family(
+    "nanochat",
+    "NanoChatForCausalLM",
+    rows.NANOCHAT_ROWS,
+    (
+        *SIZES,
+        *SQUARED_RELU,
+        *RMS_NORM,
+        rope(),
+        UNTIED,
+        NO_DROPOUT,
+        heads(always_written=False),
+        biases(attention_bias=ATTENTION),
+        nullable("final_logit_softcapping"),
+        implied(
+            norm_weights=False,
+            embedding_layernorm=True,
+            qk_layernorm=True,
+            qk_layernorm_after_rope=True,
+        ),
     ),
 )
 JAIS2 = Family(
@@ -693,6 +730,59 @@ GPT_BIGCODE = Family(
         inference_runner max_batch_size max_sequence_length pad_key_length pre_allocate_kv_cache
         validate_runner_input runner_max_sequence_length""",
     layers="transformer.h.",
+)
+# Learned positions, of which two precede the first token.
+_OPT_MODEL = (
+    copied("num_layers", "num_hidden_layers", required=True),
+    copied("hidden_size", "hidden_size", required=True),
+    copied("num_attention_heads", "num_attention_heads", required=True),
+    copied("max_position_embeddings", "max_position_embeddings"),
+    UNTIED,
+    implied(
+        normalization="LayerNorm",
+        norm_epsilon=1e-5,
+        group_query_attention=False,
+        position_embedding_type="learned_absolute",
+    ),
+)
+OPT = Family(
+    "opt",
+    "OPTForCausalLM",
+    rows.OPT_ROWS,
+    (
+        *_OPT_MODEL,
+        copied("ffn_hidden_size", "ffn_dim", required=True),
+        gelu("activation_function", relu=True),
+        copied("add_bias_linear", "enable_bias"),
+        copied("norm_weights", "layer_norm_elementwise_affine"),
+        copied("hidden_dropout", "dropout"),
+        copied("attention_dropout", "attention_dropout"),
+        copied("init_method_std", "init_std"),
+        EMBEDDING_WIDTH,
+        fixed("do_layer_norm_before", True),
+        fixed("_remove_final_layer_norm", False),
+        fixed("learned_embeddings", True),
+        fixed("scale_embeddings", False),
+    ),
+    harmless="layerdrop activation_dropout",  # options of training
+    layers="model.decoder.layers.",
+)
+BIOGPT = Family(
+    "biogpt",
+    "BioGptForCausalLM",
+    rows.BIOGPT_ROWS,
+    (
+        *_OPT_MODEL,
+        copied("ffn_hidden_size", "intermediate_size", required=True),
+        gelu("hidden_act", relu=True),
+        root_scale("scale_embedding"),
+        copied("hidden_dropout", "hidden_dropout_prob"),
+        copied("attention_dropout", "attention_probs_dropout_prob"),
+        implied(add_bias_linear=True),
+    ),
+    # transformers does not read the first; the others are options of training.
+    harmless="layer_norm_eps layerdrop activation_dropout",
+    layers="biogpt.layers.",
 )
 GPT_NEO = Family(
     "gpt_neo",

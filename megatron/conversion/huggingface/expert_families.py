@@ -8,6 +8,7 @@ from megatron.conversion.huggingface.attention_rules import (
     COMMON_WINDOW,
     CONVOLUTION,
     CONVOLUTION_LAYERS,
+    FLINT_WINDOWS,
     FULL_ATTENTION,
     INDEXED_LAYERS,
     LATENT_HEAD_DIM,
@@ -15,6 +16,7 @@ from megatron.conversion.huggingface.attention_rules import (
     PERIODIC_ATTENTION,
     QWEN3_MOE_WINDOW,
     STATE_SPACE,
+    WHOLE_HEAD_DIM,
     alternating_windows,
     heads,
     hybrid_windows,
@@ -48,6 +50,7 @@ from megatron.conversion.huggingface.expert_rules import (
     EXPERT_INTERVAL,
     EXPERT_LAYERS,
     EXPERTS_PER_TOKEN,
+    FLINT_EXPERT_LAYERS,
     LAYER_TOPK,
     NORMALIZED_SIGMOID,
     NORMALIZED_WEIGHTS,
@@ -66,7 +69,12 @@ from megatron.conversion.huggingface.expert_rules import (
     normalized_weights,
 )
 from megatron.conversion.huggingface.family import Family
-from megatron.conversion.huggingface.rope_rules import SWITCHED_ROPE, rope, two_ropes
+from megatron.conversion.huggingface.rope_rules import (
+    MISTRAL4_ROPE,
+    SWITCHED_ROPE,
+    rope,
+    two_ropes,
+)
 from megatron.conversion.huggingface.rules import (
     ATTENTION,
     QKV,
@@ -79,6 +87,7 @@ from megatron.conversion.huggingface.rules import (
     implied,
     nullable,
     repeated,
+    root_scale,
 )
 from megatron.core.dist_checkpointing.format.schema import COUNT, anything, integer, sequence
 
@@ -206,7 +215,19 @@ OLMOE = Family(
         heads(always_written=False, free_width=False),
         *_experts(("num_experts", "num_local_experts"), "intermediate_size"),
         SWITCHED_NORMALIZATION,
-        fixed("clip_qkv", None),
+        nullable("clip_qkv"),
+    ),
+)
+FLEX_OLMO = Family(
+    "flex_olmo",
+    "FlexOlmoForCausalLM",
+    rows.OLMO2_ROWS,
+    (
+        *OLMO_RULES,
+        heads(always_written=False),
+        *_experts(("num_experts", "num_local_experts"), "intermediate_size"),
+        SWITCHED_NORMALIZATION,
+        implied(norm_placement="post"),
     ),
 )
 GPT_OSS = Family(
@@ -260,22 +281,21 @@ _SIGMOID_EXPERTS = (
 # known), and options of training.
 _DEEPSEEK_HARMLESS = """
     qk_head_dim num_nextn_predict_layers num_mtp_layers aux_loss_alpha seq_aux ep_size auto_map"""
-_LATENT_RULES = (
+_LATENT_MODEL = (
     *GATED_RULES,
     *RMS_NORM,
     NO_BIAS,
     *always(attention_bias=False),
-    rope(),
     NO_GROUPS,
     nullable("q_lora_rank"),
     copied("kv_lora_rank", "kv_lora_rank"),
     copied("qk_head_dim", "qk_nope_head_dim"),
     copied("qk_pos_emb_head_dim", "qk_rope_head_dim"),
     copied("v_head_dim", "v_head_dim"),
-    LATENT_HEAD_DIM,
     # The norms within attention always have this epsilon.
     implied(multi_latent_attention=True, qk_layernorm=True, latent_norm_epsilon=1e-6),
 )
+_LATENT_RULES = (*_LATENT_MODEL, rope(), LATENT_HEAD_DIM)
 DEEPSEEK_V2 = Family(
     "deepseek_v2",
     "DeepseekV2ForCausalLM",
@@ -313,6 +333,27 @@ DEEPSEEK_V3 = Family(
     ),
     harmless=_DEEPSEEK_HARMLESS,
     aliases=("kimi_k2",),
+)
+MISTRAL4 = Family(
+    "mistral4",
+    "Mistral4ForCausalLM",
+    rows.MISTRAL4_ROWS,
+    (
+        *_LATENT_MODEL,
+        MISTRAL4_ROPE,
+        WHOLE_HEAD_DIM,
+        DENSE_PREFIX,
+        EXPERTS_PER_TOKEN,
+        copied("num_experts", "n_routed_experts", "num_local_experts"),
+        copied("moe_ffn_hidden_size", "moe_intermediate_size"),
+        copied("moe_router_topk_scaling_factor", "routed_scaling_factor"),
+        _SHARED_EXPERTS,
+        SWITCHED_NORMALIZATION,
+        fixed("n_group", 1),
+        fixed("topk_group", 1),
+        *always(rope_interleave=True),
+    ),
+    harmless="qk_head_dim",
 )
 GLM4_MOE_LITE = Family(
     "glm4_moe_lite",
@@ -451,6 +492,58 @@ HY_V3 = Family(
         listed_expert_layers(num_dense=1),
     ),
     harmless="enable_moe_fp32_combine num_nextn_predict_layers",
+)
+AFMOE = Family(
+    "afmoe",
+    "AfmoeForCausalLM",
+    rows.AFMOE_ROWS,
+    (
+        *LLAMA_RULES,
+        heads(),
+        NO_BIAS,
+        *always(attention_bias=False),
+        implied(qk_layernorm=True, attention_output_gate=True, norm_placement="both"),
+        hybrid_windows(always=True, period_field="global_attn_every_n_layers"),
+        root_scale("mup_enabled"),
+        EXPERTS_PER_TOKEN,
+        copied("num_experts", "num_experts"),
+        copied("moe_ffn_hidden_size", "moe_intermediate_size"),
+        copied("moe_router_topk_scaling_factor", "route_scale"),
+        counted_shared_experts("num_shared_experts"),
+        dense_prefix("num_dense_layers"),
+        NORMALIZED_SIGMOID,
+        _SIGMOID_SCORES,
+        # Published models state these. transformers computes nothing else.
+        fixed("score_func", "sigmoid"),
+        fixed("route_norm", True),
+        fixed("n_group", 1),
+        fixed("topk_group", 1),
+        fixed("num_expert_groups", 1),
+        fixed("num_limited_groups", 1),
+    ),
+    harmless="auto_map load_balance_coeff use_grouped_mm",
+)
+FLINT = Family(
+    "flint",
+    "FlintForCausalLM",
+    rows.FLINT_ROWS,
+    (
+        *LLAMA_RULES,
+        heads(),
+        NO_BIAS,
+        *always(attention_bias=False),
+        implied(
+            qk_layernorm=True,
+            softmax_type="learnable",
+            moe_router_score_function="sigmoid",
+            moe_router_dtype="fp32",
+        ),
+        FLINT_WINDOWS,
+        *_experts(("num_experts", "num_local_experts"), "moe_intermediate_size"),
+        SIGMOID_NORMALIZATION,
+        copied("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size"),
+        FLINT_EXPERT_LAYERS,
+    ),
 )
 HUNYUAN_V1_MOE = Family(
     "hunyuan_v1_moe",

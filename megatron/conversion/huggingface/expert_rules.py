@@ -128,17 +128,27 @@ SIGMOID_NORMALIZATION = Rule(
 )
 
 
-def _read_expert_layers(found: ConfigFields, args: Json) -> Json:
-    """Give experts to every `decoder_sparse_step`-th layer, except those in `mlp_only_layers`."""
-    step = found.first("decoder_sparse_step") or 1
-    dense = set(found.first("mlp_only_layers") or ())
-    pattern = []  # 1 for each layer that has experts
-    for layer in range(args["num_layers"]):
-        has_experts = (layer + 1) % step == 0 and layer not in dense
-        pattern.append(int(has_experts))
-    if all(pattern):
-        return {"moe_layer_freq": 1}
-    return {"moe_layer_freq": pattern}
+def _expert_layers(default_dense: tuple[int, ...]) -> Rule:
+    """Give experts to every `decoder_sparse_step`-th layer, except those in `mlp_only_layers`.
+
+    Without the latter field they are the layers of `default_dense`.
+    """
+
+    def read(found: ConfigFields, args: Json) -> Json:
+        step = found.first("decoder_sparse_step") or 1
+        dense = found.first("mlp_only_layers")
+        if dense is None:
+            dense = default_dense
+        pattern = []  # 1 for each layer that has experts
+        for layer in range(args["num_layers"]):
+            has_experts = (layer + 1) % step == 0 and layer not in dense
+            pattern.append(int(has_experts))
+        if all(pattern):
+            return {"moe_layer_freq": 1}
+        return {"moe_layer_freq": pattern}
+
+    fields = {"decoder_sparse_step": COUNT, "mlp_only_layers": schema.sequence(COUNT, 10_000)}
+    return Rule(fields, read, _write_expert_layers)
 
 
 def _write_expert_layers(config: TransformerConfig) -> Json:
@@ -149,11 +159,8 @@ def _write_expert_layers(config: TransformerConfig) -> Json:
     return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
-EXPERT_LAYERS = Rule(
-    {"decoder_sparse_step": COUNT, "mlp_only_layers": schema.sequence(COUNT, 10_000)},
-    _read_expert_layers,
-    _write_expert_layers,
-)
+EXPERT_LAYERS = _expert_layers(())
+FLINT_EXPERT_LAYERS = _expert_layers((0, 1))
 
 
 _DENSE_PREFIX = "first_k_dense_replace"

@@ -16,8 +16,11 @@ class Row:
     """
 
     names: tuple[str, ...]
-    # Rows of the model are ordered by query group; the files have q, k and v one after the other.
+    # Rows of the model are ordered by query group; the files have q, k and v one after the other,
+    # or q, gate, k and v.
     qkv: bool = False
+    # The halves of each head of separate q and k are swapped: nanochat rotates by negative angles.
+    swapped_halves: bool = False
     # Blocks of query groups, each [q; v; k]: CodeGen was trained on four devices.
     codegen_qkv: bool = False
     transposed: bool = False  # matrices are stored as [in, out] (Conv1D of GPT-2)
@@ -28,6 +31,7 @@ class Row:
     packed: bool = False  # all experts are in one tensor
     scalars: tuple[str, ...] = ()  # kinds of one element that the files have without an axis
     single_rows: bool = False  # the files have vectors as matrices of one row
+    skipped_rows: int = 0  # rows of the files before those of the model; an export has zeros there
     alternating: bool = False  # rows of the two halves of the model's matrix alternate
     suffixes: Mapping[str, str] = field(default_factory=dict)  # "weight" or "bias" -> replacement
 
@@ -172,10 +176,33 @@ GRANITE_HYBRID_ROWS = GRANITEMOE_ROWS | {
     "mlp.linear_fc1.": Row(("shared_mlp.input_linear.",), biased=False),
     "mlp.linear_fc2.": Row(("shared_mlp.output_linear.",), biased=False),
 }
+AFMOE_ROWS = (
+    LLAMA_ROWS
+    | _SHARED_EXPERT
+    | {
+        "self_attention.linear_qkv.": Row(
+            (
+                "self_attn.q_proj.",
+                "self_attn.gate_proj.",
+                "self_attn.k_proj.",
+                "self_attn.v_proj.",
+            ),
+            qkv=True,
+        ),
+        "self_attention.linear_proj.post_layernorm.": Row(("post_attention_layernorm.",)),
+        "mlp.linear_fc1.layer_norm_": Row(("pre_mlp_layernorm.",)),
+        "mlp.linear_fc2.post_layernorm.": Row(("post_mlp_layernorm.",)),
+        "pre_mlp_layernorm.": Row(("pre_mlp_layernorm.",)),
+        "mlp.post_layernorm.": Row(("post_mlp_layernorm.",)),
+        "mlp.router.": Row(("mlp.router.gate.",)),
+        "mlp.router.expert_": Row(("mlp.expert_",)),
+    }
+)
 _SINKS = {
     "self_attention.core_attention.": Row(("self_attn.sinks",), suffixes={"softmax_offset": ""})
 }
 GRANITE_SWA_ROWS = LLAMA_ROWS | _SINKS
+FLINT_ROWS = QWEN3_ROWS | {"self_attention.core_attention.": Row(("self_attn.",))}
 _PACKED_EXPERTS: dict[str, Any] = {"packed": True, "suffixes": {"weight": "", "bias": "_bias"}}
 GRANITEMOE_SWA_ROWS = (
     GRANITEMOE_ROWS
@@ -209,6 +236,10 @@ DEEPSEEK_ROWS = GLM4_MOE_ROWS | {
     "self_attention.linear_kv_up_proj.layer_norm_": Row(("self_attn.kv_a_layernorm.",)),
     "self_attention.linear_kv_up_proj.": Row(("self_attn.kv_b_proj.",)),
 }
+MISTRAL4_ROWS = DEEPSEEK_ROWS | {
+    "mlp.experts.experts.linear_fc1.": Row(("mlp.experts.gate_up_proj",), **_PACKED_EXPERTS),
+    "mlp.experts.experts.linear_fc2.": Row(("mlp.experts.down_proj",), **_PACKED_EXPERTS),
+}
 # A single projection instead of gate and up.
 UNGATED_ROWS = LLAMA_ROWS | {"mlp.linear_fc1.": Row(("mlp.up_proj.",))}
 APERTUS_ROWS = QWEN3_ROWS | {
@@ -220,6 +251,7 @@ APERTUS_ROWS = QWEN3_ROWS | {
 _POST_NORMS = {
     "self_attention.linear_proj.post_layernorm.": Row(("post_attention_layernorm.",)),
     "mlp.linear_fc2.post_layernorm.": Row(("post_feedforward_layernorm.",)),
+    "mlp.post_layernorm.": Row(("post_feedforward_layernorm.",)),
 }
 OLMO2_ROWS = LLAMA_ROWS | _POST_NORMS
 GEMMA_ROWS = OLMO2_ROWS | {"mlp.linear_fc1.layer_norm_": Row(("pre_feedforward_layernorm.",))}
@@ -334,6 +366,36 @@ PHI_ROWS = PERSIMMON_ROWS | {
     ),
     "mlp.linear_fc1.": Row(("mlp.fc1.",)),
     "mlp.linear_fc2.": Row(("mlp.fc2.",)),
+}
+NANOCHAT_ROWS = QWEN3_ROWS | {
+    "self_attention.linear_qkv.": Row(
+        ("self_attn.q_proj.", "self_attn.k_proj.", "self_attn.v_proj."),
+        qkv=True,
+        swapped_halves=True,
+    ),
+    "mlp.linear_fc1.": Row(("mlp.fc1.",), biased=False),
+    "mlp.linear_fc2.": Row(("mlp.fc2.",), biased=False),
+}
+OPT_ROWS = {
+    "embedding.word_embeddings.": Row(("model.decoder.embed_tokens.",)),
+    # Positions start at 2.
+    "embedding.position_embeddings.": Row(("model.decoder.embed_positions.",), skipped_rows=2),
+    "self_attention.linear_qkv.layer_norm_": Row(("self_attn_layer_norm.",)),
+    "self_attention.linear_qkv.": Row(
+        ("self_attn.q_proj.", "self_attn.k_proj.", "self_attn.v_proj."), qkv=True
+    ),
+    "self_attention.linear_proj.": Row(("self_attn.out_proj.",)),
+    "mlp.linear_fc1.layer_norm_": Row(("final_layer_norm.",)),
+    "mlp.linear_fc1.": Row(("fc1.",)),
+    "mlp.linear_fc2.": Row(("fc2.",)),
+    "decoder.final_layernorm.": Row(("model.decoder.final_layer_norm.",)),
+    "output_layer.": Row(("lm_head.",)),
+}
+BIOGPT_ROWS = OPT_ROWS | {
+    "embedding.word_embeddings.": Row(("biogpt.embed_tokens.",)),
+    "embedding.position_embeddings.": Row(("biogpt.embed_positions.",), skipped_rows=2),
+    "decoder.final_layernorm.": Row(("biogpt.layer_norm.",)),
+    "output_layer.": Row(("output_projection.",)),
 }
 GPT_NEOX_ROWS = {
     "embedding.word_embeddings.": Row(("gpt_neox.embed_in.",)),

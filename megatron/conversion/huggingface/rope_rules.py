@@ -139,6 +139,24 @@ def _write_ministral3_rope(config: TransformerConfig) -> Json:
     return {"rope_parameters": scaling | {"rope_theta": config.rotary_base}}
 
 
+def _read_mistral4_rope(found: ConfigFields, args: Json) -> Json:
+    stated = found.stated.get("rope_parameters") or {}
+    fraction = stated.get("partial_rotary_factor")
+    rotated = found.first("qk_rope_head_dim")
+    wanted = rotated / (found.first("qk_nope_head_dim") + rotated)
+    if fraction not in (None, wanted):
+        wanted_text = f"the rotated part of a head, {wanted}, is"
+        raise unsupported("rope_parameters.partial_rotary_factor", fraction, wanted_text)
+    # The part is a head of its own for the rope, which rotates all of it.
+    fraction_name = ("partial_rotary_factor",)
+    fields = dict(found.stated)
+    if stated:
+        fields["rope_parameters"] = _leave_out(stated, fraction_name)
+    defaults = _leave_out(found.defaults, fraction_name)
+    defaults["rope_parameters"] = _leave_out(defaults["rope_parameters"], fraction_name)
+    return _read_ministral3_rope(ConfigFields(fields, defaults), args)
+
+
 # Ministral 3 also scales queries, by a number among the rope parameters. Only transformers 5 has
 # this family.
 MINISTRAL3_ROPE = Rule(
@@ -146,6 +164,10 @@ MINISTRAL3_ROPE = Rule(
     _read_ministral3_rope,
     _write_ministral3_rope,
 )
+
+
+# Mistral 4 has latent attention, of which the rotated part is a fraction of a head.
+MISTRAL4_ROPE = Rule(MINISTRAL3_ROPE.fields, _read_mistral4_rope, _write_ministral3_rope)
 
 
 def _read_gptj_rope(found: ConfigFields, args: Json) -> Json:

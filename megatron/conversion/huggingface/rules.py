@@ -7,6 +7,7 @@ is written, because both generations load it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -104,6 +105,19 @@ def reciprocal(argument: str, field: str) -> Rule:
     return Rule({field: schema.number(1e-9)}, read, write, repeated=(field,))
 
 
+def root_scale(field: str) -> Rule:
+    """Map the switch of a factor sqrt(hidden_size) of word embeddings."""
+
+    def read(found: ConfigFields, args: Json) -> Json:
+        factor = math.sqrt(args["hidden_size"]) if found.first(field) else 1.0
+        return {"embedding_multiplier": factor}
+
+    def write(config: TransformerConfig) -> Json:
+        return {field: config.embedding_factor != 1.0}
+
+    return Rule({field: boolean}, read, write)
+
+
 def fixed(field: str, *values: Any, written: bool = False) -> Rule:
     """Accept only `values` of a field; any other value, null included, is another model.
 
@@ -152,6 +166,17 @@ def feed_forward(field: str, free: bool) -> Rule:
         return {field: config.ffn_size} if free else {}
 
     return Rule({field: "ffn_hidden_size"}, read, write)
+
+
+def _check_embedding_width(found: ConfigFields, args: Json) -> Json:
+    width = found.get("word_embed_proj_dim")
+    if width not in (None, args["hidden_size"]):
+        raise unsupported("word_embed_proj_dim", width, f"hidden_size = {args['hidden_size']} is")
+    return {}
+
+
+# OPT 350M has embeddings of another width, and projections from and to it.
+EMBEDDING_WIDTH = Rule({"word_embed_proj_dim": "hidden_size"}, _check_embedding_width)
 
 
 _LFM2_WIDTH = ("block_ff_dim", "intermediate_size")
@@ -264,11 +289,16 @@ _TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_accurate")
 _EXACT_GELU = ("gelu", "gelu_python")
 
 
-def gelu(field: str) -> Rule:
-    """Map the name of a GELU: the tanh approximation or the exact function."""
+def gelu(field: str, relu: bool = False) -> Rule:
+    """Map the name of a GELU: the tanh approximation or the exact function.
+
+    With `relu` the field may also name ReLU.
+    """
 
     def read(found: ConfigFields, args: Json) -> Json:
         name = found.first(field)
+        if relu and name == "relu":
+            return {"swiglu": False, "relu": True}
         if name not in _TANH_GELU + _EXACT_GELU:
             wanted = "gelu_new (the tanh approximation) and gelu (exact) are"
             raise unsupported(field, name, wanted)
@@ -277,6 +307,8 @@ def gelu(field: str) -> Rule:
         return {"swiglu": False, "bias_gelu_fusion": is_tanh, "openai_gelu": is_tanh}
 
     def write(config: TransformerConfig) -> Json:
+        if relu and config.relu:
+            return {field: "relu"}
         return {field: "gelu_new" if config.tanh_gelu else "gelu"}
 
     return Rule({field: SHORT_TEXT}, read, write, repeated=(field,))

@@ -13,8 +13,10 @@ from megatron.conversion.model_space.pieces import (
     map_alternating,
     map_fused_qkv,
     map_separate_qkv,
+    map_skipped,
     map_stacked,
     map_unchanged,
+    swap_halves,
 )
 from megatron.conversion.model_space.source import WORD_EMBEDDINGS, Shape
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -41,6 +43,7 @@ class StoredParameter:
     packed: int | None = None  # number of experts in each stored tensor, if they are packed
     is_scalar: bool = False  # one element, which the files have without an axis
     is_single_row: bool = False  # a vector, which the files have as a matrix of one row
+    skips_rows: bool = False  # the files have rows that the model does not have
 
     @property
     def is_bias(self) -> bool:
@@ -108,6 +111,7 @@ def stored_parameters(
                 is_transposed,
                 is_scalar=kind in row.scalars,
                 is_single_row=row.single_rows,
+                skips_rows=row.skipped_rows > 0,
             )
             continue
 
@@ -154,9 +158,14 @@ def _make_row_map(row: Row, rows: int, config: TransformerConfig) -> RowMap:
     if row.codegen_qkv:
         return map_fused_qkv(*sizes, blocks=CODEGEN_BLOCKS, order="qvk")
     if row.qkv:
-        if len(row.names) == 3:
-            return map_separate_qkv(*sizes)
-        return map_fused_qkv(*sizes, blocks=1)
+        if len(row.names) == 1:
+            return map_fused_qkv(*sizes, blocks=1)
+        separate = map_separate_qkv(*sizes, gated=config.attention_output_gate)
+        if row.swapped_halves:
+            return swap_halves(separate, config.head_dim, sources=(0, 1))
+        return separate
+    if row.skipped_rows:
+        return map_skipped(rows, row.skipped_rows)
     if row.alternating:
         return map_alternating(rows // 2, 2)
     return map_stacked(rows // len(row.names), len(row.names))

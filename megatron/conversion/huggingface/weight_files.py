@@ -234,7 +234,8 @@ class Outgoing:
     def is_written_at_once(self) -> bool:
         """Return whether rows of the model differ from rows of the file."""
         part = self.part
-        return part.transposed or part.is_single_row or part.packed is not None
+        differs = part.transposed or part.is_single_row or part.skips_rows
+        return differs or part.packed is not None
 
     @property
     def rows_at_once(self) -> int:

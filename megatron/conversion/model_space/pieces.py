@@ -79,12 +79,14 @@ def map_alternating(rows: int, count: int) -> RowMap:
     return tuple(RowRun(0, start, rows, count) for start in range(count))
 
 
-def map_separate_qkv(heads: int, groups: int, head_dim: int) -> RowMap:
-    """Return the map of three stored tensors q, k and v.
+def map_separate_qkv(heads: int, groups: int, head_dim: int, gated: bool = False) -> RowMap:
+    """Return the map of three stored tensors q, k and v, or four, q, gate, k and v, if `gated`.
 
-    The model has query heads, key and value of each group in turn.
+    The model has query heads, their gates, key and value of each group in turn.
     """
-    rows_per_group = _count_qkv_rows(heads, groups, head_dim)
+    rows_per_group = list(_count_qkv_rows(heads, groups, head_dim))
+    if gated:
+        rows_per_group.insert(1, rows_per_group[0])
     runs = []
     for group in range(groups):
         for source, rows in enumerate(rows_per_group):
@@ -95,6 +97,25 @@ def map_separate_qkv(heads: int, groups: int, head_dim: int) -> RowMap:
 def _count_qkv_rows(heads: int, groups: int, head_dim: int) -> tuple[int, int, int]:
     """Return the numbers of query, key and value rows of a query group."""
     return (heads // groups * head_dim, head_dim, head_dim)
+
+
+def map_skipped(rows: int, skipped: int) -> RowMap:
+    """Return the map of one stored tensor with `skipped` rows before those of the model."""
+    return (RowRun(0, skipped, rows),)
+
+
+def swap_halves(row_map: RowMap, head_dim: int, sources: Sequence[int]) -> RowMap:
+    """Return the map of tensors of which `sources` have the halves of each head swapped."""
+    half = head_dim // 2
+    runs = []
+    for run in row_map:
+        if run.source not in sources:
+            runs.append(run)
+            continue
+        for start in range(run.start, run.start + run.rows, head_dim):
+            runs.append(RowRun(run.source, start + half, half))
+            runs.append(RowRun(run.source, start, half))
+    return tuple(runs)
 
 
 def map_fused_qkv(
@@ -131,7 +152,7 @@ def count_stored_rows(row_map: RowMap) -> list[int]:
     num_tensors = 1 + max(run.source for run in row_map)
     rows = [0] * num_tensors
     for run in row_map:
-        rows[run.source] += run.rows
+        rows[run.source] = max(rows[run.source], run.stored_slice.stop)
     return rows
 
 
@@ -170,9 +191,9 @@ def _join(pieces: list[torch.Tensor]) -> torch.Tensor:
 def pack_rows(row_map: RowMap, source: int, model: torch.Tensor) -> torch.Tensor:
     """Return stored tensor number `source` of the whole model-space tensor.
 
-    The inverse of `unpack_rows`.
+    The inverse of `unpack_rows`. Rows that the model does not have are zero.
     """
-    stored = model.new_empty(count_stored_rows(row_map)[source], *model.shape[1:])
+    stored = model.new_zeros(count_stored_rows(row_map)[source], *model.shape[1:])
     pieces = model.split([run.rows for run in row_map])
     for run, piece in zip(row_map, pieces, strict=True):
         if run.source == source:

@@ -96,7 +96,7 @@ def draw_indexer_types(rng: random.Random, drawn: Drawn) -> Any:
 
 
 def draw_mpt_attention(rng: random.Random, drawn: Drawn) -> Any:
-    return rng.choice([{"softmax_scale": 0.3}, {"clip_qkv": 0.5}, {"alibi": True}, OMITTED])
+    return rng.choice([{"softmax_scale": 0.3}, {"clip_qkv": 0.3}, {"alibi": True}, OMITTED])
 
 
 def draw_scaling(rng: random.Random) -> Drawn:
@@ -177,7 +177,9 @@ CONSTANTS: Drawn = {
     "use_mrope": False,
     "router_jitter_noise": 0.0,
     "qkv_bias": True,
-    "clip_qkv": None,
+    "_remove_final_layer_norm": False,
+    "learned_embeddings": True,
+    "scale_embeddings": False,
     "moe_layer_freq": 1,
     "swiglu_alpha": 1.702,
     "scale_attn_weights": True,
@@ -341,6 +343,25 @@ SAMPLERS |= {
     "index_topk_pattern": choose(OMITTED),
     "index_topk_freq": choose_optional(2),
     "index_skip_topk_offset": choose_optional(1, 2),
+    "clip_qkv": choose_optional(0.3, 2.0, None),
+    "ffn_dim": choose(20, 24),
+    "word_embed_proj_dim": choose_optional(32, None),
+    "do_layer_norm_before": choose_optional(True, True, False),
+    "enable_bias": choose_optional(True, False),
+    "layer_norm_elementwise_affine": choose_optional(True, False),
+    "dropout": choose_optional(0.0, 0.1),
+    "init_std": choose(0.2),
+    "hidden_dropout_prob": choose_optional(0.0, 0.1),
+    "attention_probs_dropout_prob": choose_optional(0.0, 0.1),
+    "scale_embedding": choose_optional(True, False),
+    "mup_enabled": choose_optional(True, False),
+    "global_attn_every_n_layers": choose_optional(2, 3),
+    "num_dense_layers": draw_dense_prefix,
+    "route_scale": choose_optional(1.0, 2.5),
+    "score_func": choose(OMITTED),
+    "route_norm": choose(OMITTED),
+    "num_expert_groups": choose(OMITTED),
+    "num_limited_groups": choose(OMITTED),
 }
 
 
@@ -424,7 +445,35 @@ OF_FAMILIES: dict[str, dict[str, Sampler]] = {
         "mlp_bias": choose_optional(True, False),
         "bias": choose(OMITTED),
     },
-    "iquestcoder": {"use_sliding_window": choose_optional(False)},
+    "iquestcoder": {"use_sliding_window": choose_optional(False), "clip_qkv": choose(None)},
+    "flex_olmo": {"attention_bias": _FALSE},
+    "olmo": {"head_dim": choose(OMITTED)},
+    "opt": {
+        "activation_function": choose_optional("relu", "relu", "gelu"),
+        "hidden_size": choose(32),
+    },
+    "biogpt": {"hidden_act": choose_optional("gelu", "gelu_new", "relu")},
+    "nanochat": _SQUARED_RELU | {"final_logit_softcapping": choose_optional(2.0, 0.5, None)},
+    "afmoe": _SIGMOID_EXPERTS
+    | {
+        "sliding_window": choose(3, 7),
+        "n_group": choose(OMITTED),
+        "topk_group": choose(OMITTED),
+    },
+    "flint": {
+        "attention_bias": _FALSE,
+        "norm_topk_prob": choose(True, True, False),
+        "num_hidden_layers": choose(3, 4, 5),
+        "mlp_only_layers": choose_optional([0], [1, 2], None),
+        "sliding_window": choose(3, 7),
+    },
+    "mistral4": _NO_HEAD_GROUPS
+    | {
+        "attention_bias": _FALSE,
+        "head_dim": choose(OMITTED),
+        "n_group": choose(1, 1, 2),
+        "topk_group": choose(1),
+    },
     "hyperclovax": {"attention_multiplier": choose_optional(0.3, 0.125)},
     "mpt": {"logit_scale": choose(OMITTED), "n_inner": choose(OMITTED)},
     "youtu": _NO_HEAD_GROUPS | {"attention_bias": _FALSE, "initializer_range": choose(0.2)},
@@ -507,7 +556,7 @@ def draw_config(family: Family, rng: random.Random) -> Drawn:
         drawn.pop("rope_scaling", None)
         drawn["rope_parameters"] = {"rope_type": "dynamic", "alpha": 50.0, "rope_theta": 1000.0}
         drawn.pop("rope_theta", None)
-    if family.model_type == "ministral3":
+    if family.model_type in ("ministral3", "mistral4"):
         for name in ("rope_scaling", "rope_parameters"):
             if drawn.get(name):
                 drawn[name] |= {"llama_4_scaling_beta": rng.choice([0.1, 0.5])}

@@ -160,6 +160,7 @@ def test_one_normalized_expert_is_refused_by_the_field(model_type: str) -> None:
 # Fields whose defaults fit other sizes only.
 NECESSARY: dict[str, dict[str, Any]] = {
     "helium": {"head_dim": 8},
+    "opt": {"ffn_dim": 24},
     "gptj": {"rotary_dim": 4},
     "codegen": {"rotary_dim": 4},
     "dots1": {"norm_topk_prob": True},

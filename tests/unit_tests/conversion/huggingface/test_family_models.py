@@ -65,6 +65,7 @@ WHOLE_QUERIES = {
     "first_k_dense_replace": 0,
 }
 DENSE = {k: v for k, v in SIZES.items() if k != "num_experts_per_tok"}
+OPT_LACKS = {"intermediate_size", "num_key_value_heads"}
 GEMMA = DENSE | {"head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 24}
 TWO_ROPES = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
@@ -99,6 +100,26 @@ MODELS = {
         router_aux_loss_coef=0.0,
         rope_parameters=YARN | {"truncate": False},
     ),
+    "afmoe": transformers.AfmoeConfig(
+        **SIZES,
+        head_dim=16,
+        moe_intermediate_size=20,
+        num_experts=4,
+        num_dense_layers=1,
+        num_shared_experts=1,
+        global_attn_every_n_layers=2,
+        sliding_window=7,
+        mup_enabled=True,
+        route_scale=2.5,
+    ),
+    "flex_olmo": transformers.FlexOlmoConfig(**SIZES, num_experts=4, router_aux_loss_coef=0.0),
+    "olmo": transformers.OlmoConfig(**DENSE, clip_qkv=0.3),
+    "nanochat": transformers.NanoChatConfig(**DENSE, final_logit_softcapping=2.0),
+    "opt": transformers.OPTConfig(
+        **{name: DENSE[name] for name in DENSE.keys() - OPT_LACKS},
+        ffn_dim=40,
+        dropout=0.0,
+    ),
     "mixtral": transformers.MixtralConfig(**SIZES, num_local_experts=4, sliding_window=None),
     "qwen2_moe": transformers.Qwen2MoeConfig(
         **QWEN, shared_expert_intermediate_size=28, norm_topk_prob=False
@@ -127,6 +148,8 @@ def saved(tmp_path_factory):
         with torch.no_grad():
             for parameter in model.parameters():  # norms and biases, too
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
+            if name == "opt":
+                model.model.decoder.embed_positions.weight[:2] = 0.0  # before the first position
             for buffer_name, buffer in model.named_buffers():
                 if buffer_name.endswith("e_score_correction_bias"):
                     buffer.add_(torch.randn_like(buffer), alpha=0.1)
@@ -177,7 +200,10 @@ def test_gradients_equal_transformers(saved, tmp_path, name):
     directory, theirs, _ = models[name]
     theirs.zero_grad()
     theirs(tokens, labels=tokens).loss.backward()
-    gradients = {key: p.grad.contiguous() for key, p in theirs.named_parameters()}
+    gradients = {}
+    for key, parameter in theirs.named_parameters():
+        value = parameter.grad if parameter.requires_grad else parameter
+        gradients[key] = value.contiguous()
     gradients |= {
         key: b for key, b in theirs.named_buffers() if key.endswith("e_score_correction_bias")
     }

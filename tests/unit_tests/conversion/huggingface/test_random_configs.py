@@ -38,6 +38,10 @@ for each in FAMILIES:
     if not each.foreign_mixers or each.model_type in MIXED:
         BY_NAME[each.model_type] = each
 
+# transformers loads this one only as a part of Mistral3ForConditionalGeneration.
+transformers.AutoModelForCausalLM.register(
+    transformers.Mistral4Config, transformers.Mistral4ForCausalLM, exist_ok=True
+)
 # Changes to a model of ours, of which many have no counterpart in transformers.
 MUTATIONS: tuple[dict[str, Any], ...] = (
     {"window_size": (3, 0), "window_attn_skip_freq": None},
@@ -121,6 +125,9 @@ def draw_model(family: Family, rng: random.Random) -> tuple[dict, Any, torch.Ten
             with torch.no_grad():
                 for parameter in model.parameters():  # norms and biases, too
                     parameter.add_(torch.randn_like(parameter), alpha=0.1)
+                for name, parameter in model.named_parameters():
+                    if name.endswith("embed_positions.weight"):
+                        parameter[:2] = 0.0  # before the first position
                 for name, buffer in model.named_buffers():
                     if name.endswith("e_score_correction_bias"):
                         buffer.add_(torch.randn_like(buffer), alpha=0.1)
