@@ -311,6 +311,7 @@ class ResizedVocabulary(SourceView):
 _DENSE_PARTS = {
     ".mlp.experts.experts.": ".mlp.",
     ".pre_mlp_layernorm.": ".mlp.linear_fc1.layer_norm_",
+    ".mlp.post_layernorm.": ".mlp.linear_fc2.post_layernorm.",
 }
 
 

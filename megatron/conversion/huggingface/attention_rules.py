@@ -501,6 +501,64 @@ def hybrid_windows(always: bool, period_field: str = "sliding_window_pattern") -
     return Rule(_LAYER_TYPES | fields, read, write)
 
 
+# Cohere 2 with experts: dense layers, by default the first ones, have windows at a period of their
+# own. Layers without a window have no RoPE, except dense layers with the period 1.
+
+_DENSE_PERIOD = "prefix_dense_sliding_window_pattern"
+
+
+def _list_expert_layers(args: Json) -> list[int]:
+    """Return 1 for each layer with experts, from the arguments of the rule of these layers."""
+    freq = args["moe_layer_freq"]
+    if isinstance(freq, list):
+        return freq
+    return [int(layer % freq == 0) for layer in range(args["num_layers"])]
+
+
+def _read_cohere_windows(found: ConfigFields, args: Json) -> Json:
+    num_layers = args["num_layers"]
+    dense_period = found.first(_DENSE_PERIOD)
+    kinds = found.first("layer_types")
+    if kinds is None:
+        period = found.first("sliding_window_pattern")
+        num_dense = min(found.first("first_k_dense_replace") or 0, num_layers)
+        pattern = [(layer + 1) % dense_period > 0 for layer in range(num_dense)]
+        pattern += [(layer + 1) % period > 0 for layer in range(num_layers - num_dense)]
+        kinds = _list_kinds(pattern)
+    if len(kinds) != num_layers:
+        raise unsupported("layer_types", kinds, f"a list of {num_layers} is")
+
+    has_no_rope = []
+    # A list of the user of another length is refused with the other rules of the model.
+    for kind, has_experts in zip(kinds, _list_expert_layers(args), strict=False):
+        is_rotated = kind == _KINDS[1] or (not has_experts and dense_period == 1)
+        has_no_rope.append(not is_rotated)
+    return _make_windows(found.get("sliding_window"), kinds) | _make_no_rope(has_no_rope)
+
+
+def _write_cohere_windows(config: TransformerConfig) -> Json:
+    dense_period = 1
+    for has_experts, has_no_rope in zip(
+        config.moe_layer_pattern, config.no_rope_pattern, strict=True
+    ):
+        if has_no_rope and not has_experts:
+            dense_period = 2
+    return _write_listed_windows(config) | {_DENSE_PERIOD: dense_period}
+
+
+# It follows the rule of the layers with experts.
+COHERE_WINDOWS = Rule(
+    _LAYER_TYPES
+    | {
+        "sliding_window": COUNT,
+        "sliding_window_pattern": schema.integer(1),
+        _DENSE_PERIOD: schema.integer(1),
+    },
+    _read_cohere_windows,
+    _write_cohere_windows,
+)
+
+
 def _read_flint_windows(found: ConfigFields, args: Json) -> Json:
     kinds = found.first("layer_types")
     if kinds is None:

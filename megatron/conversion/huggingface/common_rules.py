@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from megatron.conversion.huggingface.config_fields import ConfigFields, Json
 from megatron.conversion.huggingface.rope_rules import rope
 from megatron.conversion.huggingface.rules import Rule, copied, fixed, implied, opposite
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 SIZES_WITHOUT_MLP: tuple[Rule, ...] = (
     copied("num_layers", "num_hidden_layers", required=True),
@@ -22,6 +24,31 @@ RMS_NORM = (implied(normalization="RMSNorm"), copied("norm_epsilon", "rms_norm_e
 def layer_norm(epsilon: str) -> tuple[Rule, ...]:
     """Return the rules of a LayerNorm with this field for its epsilon."""
     return implied(normalization="LayerNorm"), copied("norm_epsilon", epsilon)
+
+
+_RMS_EPSILON = "rms_norm_eps"
+_LAYER_NORM_EPSILON = "layer_norm_eps"
+
+
+def _read_kind_of_norm(found: ConfigFields, args: Json) -> Json:
+    epsilon = found.get(_RMS_EPSILON)
+    if epsilon is not None:
+        return {"normalization": "RMSNorm", "norm_epsilon": epsilon}
+    return {"normalization": "LayerNorm", "norm_epsilon": found.first(_LAYER_NORM_EPSILON)}
+
+
+def _write_kind_of_norm(config: TransformerConfig) -> Json:
+    if config.normalization == "RMSNorm":
+        return {_RMS_EPSILON: config.norm_epsilon}
+    return {_LAYER_NORM_EPSILON: config.norm_epsilon}
+
+
+# An RMSNorm if its epsilon is stated, else a LayerNorm.
+RMS_OR_LAYER_NORM = Rule(
+    dict.fromkeys((_RMS_EPSILON, _LAYER_NORM_EPSILON), "norm_epsilon"),
+    _read_kind_of_norm,
+    _write_kind_of_norm,
+)
 
 
 SILU = fixed("hidden_act", "silu", "swish", written=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron.conversion.huggingface import parameters as rows
 from megatron.conversion.huggingface.attention_rules import (
     ATTENTION_LAYERS,
+    COHERE_WINDOWS,
     COMMON_WINDOW,
     CONVOLUTION,
     CONVOLUTION_LAYERS,
@@ -26,9 +27,13 @@ from megatron.conversion.huggingface.common_rules import (
     GATED_RULES,
     LLAMA_RULES,
     NO_BIAS,
+    NO_DROPOUT,
     RMS_NORM,
+    RMS_OR_LAYER_NORM,
     SILU,
     SIZES,
+    SIZES_WITHOUT_MLP,
+    SWIGLU,
     UNTIED,
 )
 from megatron.conversion.huggingface.dense_families import (
@@ -47,6 +52,7 @@ from megatron.conversion.huggingface.dense_families import (
 from megatron.conversion.huggingface.expert_rules import (
     AUXILIARY_LOSS,
     DENSE_PREFIX,
+    EXPERT_AND_DENSE_WIDTH,
     EXPERT_INTERVAL,
     EXPERT_LAYERS,
     EXPERTS_PER_TOKEN,
@@ -58,6 +64,8 @@ from megatron.conversion.huggingface.expert_rules import (
     PERIODIC_EXPERTS,
     PREDICTION_LAYERS,
     SCALED_WEIGHTS,
+    SELECTION_FUNCTION,
+    SHARED_COMBINATION,
     SHARED_WIDTH,
     SIGMOID_NORMALIZATION,
     SWITCHED_NORMALIZATION,
@@ -86,6 +94,7 @@ from megatron.conversion.huggingface.rules import (
     fixed,
     implied,
     nullable,
+    reciprocal,
     repeated,
     root_scale,
 )
@@ -456,6 +465,32 @@ DOTS1 = Family(
         qwen_windows(switched=False),
     ),
     harmless=_DEEPSEEK_HARMLESS,
+)
+COHERE2_MOE = Family(
+    "cohere2_moe",
+    "Cohere2MoeForCausalLM",
+    rows.COHERE2_MOE_ROWS,
+    (
+        *SIZES_WITHOUT_MLP,
+        EXPERT_AND_DENSE_WIDTH,
+        *SWIGLU,
+        RMS_OR_LAYER_NORM,
+        UNTIED,
+        NO_DROPOUT,
+        heads(),
+        NO_BIAS,
+        *always(attention_bias=False),
+        rope(("default",)),  # transformers ignores the field of a scaling
+        reciprocal("logits_scaling", "logit_scale"),
+        implied(rotary_interleaved=True, parallel_residual=True, share_parallel_norm=True),
+        EXPERTS_PER_TOKEN,
+        copied("num_experts", "num_experts"),
+        listed_expert_layers(num_dense=None),
+        COHERE_WINDOWS,
+        SELECTION_FUNCTION,
+        counted_shared_experts("num_shared_experts"),
+        SHARED_COMBINATION,
+    ),
 )
 EXAONE_MOE = Family(
     "exaone_moe",

@@ -373,6 +373,71 @@ SCALED_WEIGHTS = Rule(
 )
 
 
+def _read_selection(found: ConfigFields, args: Json) -> Json:
+    function = found.first("expert_selection_fn")
+    if function == "softmax":
+        _refuse_one_expert(args)
+        return {"moe_router_score_function": "softmax", "moe_router_pre_softmax": False}
+    if function == "sigmoid":
+        return {"moe_router_score_function": "sigmoid", **_read_sigmoid_normalization(found, args)}
+    raise unsupported("expert_selection_fn", function, "softmax and sigmoid are")
+
+
+def _write_selection(config: TransformerConfig) -> Json:
+    function = config.moe_router_score_function
+    return {"expert_selection_fn": function, **_write_sigmoid_normalization(config)}
+
+
+# Softmax over the chosen experts, or their sigmoid scores.
+SELECTION_FUNCTION = Rule(
+    {"expert_selection_fn": SHORT_TEXT, "norm_topk_prob": boolean},
+    _read_selection,
+    _write_selection,
+)
+
+_COMBINATION = "shared_expert_combination_strategy"
+
+
+def _read_combination(found: ConfigFields, args: Json) -> Json:
+    strategy = found.first(_COMBINATION)
+    if strategy not in ("sum", "average"):
+        raise unsupported(_COMBINATION, strategy, "sum and average are")
+    has_shared = bool(args["moe_shared_expert_intermediate_size"])
+    return {"moe_average_shared_expert": has_shared and strategy == "average"}
+
+
+def _write_combination(config: TransformerConfig) -> Json:
+    return {_COMBINATION: "average" if config.moe_average_shared_expert else "sum"}
+
+
+# It follows the rule of the shared experts.
+SHARED_COMBINATION = Rule({_COMBINATION: SHORT_TEXT}, _read_combination, _write_combination)
+
+
+_PREFIX_WIDTH = "prefix_dense_intermediate_size"
+
+
+def _read_widths(found: ConfigFields, args: Json) -> Json:
+    width = found.first("intermediate_size")
+    return {
+        "moe_ffn_hidden_size": width,
+        "ffn_hidden_size": found.first(_PREFIX_WIDTH) or width,
+    }
+
+
+def _write_widths(config: TransformerConfig) -> Json:
+    width = config.moe_ffn_hidden_size or config.ffn_size
+    return {"intermediate_size": width, _PREFIX_WIDTH: config.ffn_size}
+
+
+# Cohere 2 with experts: width of an expert, and of dense layers, by default the same.
+EXPERT_AND_DENSE_WIDTH = Rule(
+    {"intermediate_size": "moe_ffn_hidden_size", _PREFIX_WIDTH: "ffn_hidden_size"},
+    _read_widths,
+    _write_widths,
+)
+
+
 def counted_shared_experts(field: str) -> Rule:
     """Map the number of shared experts, which have the width of a routed one each."""
 

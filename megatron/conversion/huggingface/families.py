@@ -40,7 +40,7 @@ FAMILIES = (
     *(experts.QWEN3_NEXT, dense.QWEN3_5, experts.QWEN3_5_MOE, dense.LFM2, experts.LFM2_MOE),
     *(dense.BAMBA, experts.JAMBA),
     *(dense.OLMO, dense.OPT, dense.BIOGPT, dense.NANOCHAT),
-    *(experts.FLEX_OLMO, experts.AFMOE, experts.FLINT, experts.MISTRAL4),
+    *(experts.FLEX_OLMO, experts.AFMOE, experts.FLINT, experts.MISTRAL4, experts.COHERE2_MOE),
 )
 
 # Models that are not supported -> the part that our model does not have.

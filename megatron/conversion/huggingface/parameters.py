@@ -290,6 +290,7 @@ COHERE_ROWS = QWEN3_ROWS | {
     "shared_layernorm.": Row(("input_layernorm.",), biased=False),
     "decoder.final_layernorm.": Row(("model.norm.",), biased=False),
 }
+COHERE2_MOE_ROWS = COHERE_ROWS | _SHARED_EXPERT
 _TRANSPOSED_EXPERTS: dict[str, Any] = _PACKED_EXPERTS | {"transposed": True}
 GPT_OSS_ROWS = (
     LLAMA_ROWS

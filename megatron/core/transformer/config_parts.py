@@ -164,6 +164,10 @@ class ExpertOptions:
     """Inner width of the shared expert, which processes every token. Default: no shared expert."""
     moe_shared_expert_gate: bool = flag(False, decides="shapes", when=_SHARED)
     """Multiply the shared expert's output by a learned gate."""
+    moe_average_shared_expert: bool = flag(False, decides="mathematics", when=_SHARED)
+    """Average the outputs of the shared and the selected experts instead of adding them (Command
+    A+).
+    """
 
     # Choice of experts
     moe_router_topk: int = flag(2, decides="mathematics", when=_MOE)

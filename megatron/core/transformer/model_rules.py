@@ -333,6 +333,8 @@ def _check_experts(config: ModelOptions) -> Iterator[str]:
         )
     if config.moe_shared_expert_gate and not config.moe_shared_expert_intermediate_size:
         yield "--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size"
+    if config.moe_average_shared_expert and not config.has_shared_experts:
+        yield "--moe-average-shared-expert needs --moe-shared-expert-intermediate-size"
     yield from _check_groups(config)
     yield from _check_load_balancing(config)
 

@@ -29,6 +29,13 @@ from tests.unit_tests.conversion.convert_tool import run_convert, run_merge
 FORMATS = list(WRITERS)
 ROWS = 67  # of the sources
 OUTPUT = "output_layer.weight"
+OLMO2_ARGS = LLAMA_ARGS | {
+    "num_query_groups": LLAMA_ARGS["num_attention_heads"],
+    "group_query_attention": False,
+    "norm_placement": "post",
+    "qk_layernorm": True,
+    "qk_layernorm_across_heads": True,
+}
 
 
 def edit(source, **fields):
@@ -331,14 +338,22 @@ def test_experts_are_copies_of_the_dense_mlp(tmp_path, saver, args):
     assert not torch.equal(routers[0], routers[-1])
 
 
-@pytest.mark.parametrize("topk", [2, 3, 4])
-def test_equal_experts_compute_the_function_of_the_dense_model(tmp_path, topk):
-    write_huggingface(random_source(LLAMA_ARGS, optimizer=False), tmp_path / "dense")
+@pytest.mark.parametrize(
+    ("args", "model_type", "topk"),
+    [
+        (LLAMA_ARGS, "mixtral", 2),
+        (LLAMA_ARGS, "mixtral", 3),
+        (LLAMA_ARGS, "mixtral", 4),
+        (OLMO2_ARGS, "flex_olmo", 2),
+    ],
+)
+def test_equal_experts_compute_the_function_of_the_dense_model(tmp_path, args, model_type, topk):
+    write_huggingface(random_source(args, optimizer=False), tmp_path / "dense")
     words = ("--load-dir", tmp_path / "dense", "--save-dir", tmp_path / "experts", "--saver", "hf")
     done = run_convert(*words, "--upcycle-experts", 4, "--topk", topk)
     assert done.returncode == 0, done.stderr
     experts = load_in_transformers(tmp_path / "experts")
-    assert experts.config.model_type == "mixtral" and experts.config.num_experts_per_tok == topk
+    assert experts.config.model_type == model_type and experts.config.num_experts_per_tok == topk
     expected = logits_of(load_in_transformers(tmp_path / "dense"))
     torch.testing.assert_close(logits_of(experts), expected, rtol=1e-4, atol=1e-4)
 

@@ -53,6 +53,7 @@ class MoELayer(MegatronModule):
             device=device,
         )
         self.experts = GroupedExperts(config, axes=axes, device=device)
+        self.averages = config.moe_average_shared_expert
         self.shared_experts = None
         if config.moe_shared_expert_intermediate_size:
             self.shared_experts = SharedExperts(config, place)
@@ -69,6 +70,8 @@ class MoELayer(MegatronModule):
         output = output.view_as(hidden_states)
         if self.shared_experts is not None:
             output = output + self.shared_experts(hidden_states)
+            if self.averages:
+                output = output / 2
         if self.post_layernorm is not None:
             output = self.post_layernorm(output)
         return output

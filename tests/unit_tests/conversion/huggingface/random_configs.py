@@ -362,6 +362,10 @@ SAMPLERS |= {
     "route_norm": choose(OMITTED),
     "num_expert_groups": choose(OMITTED),
     "num_limited_groups": choose(OMITTED),
+    "prefix_dense_intermediate_size": choose_optional(24, None),
+    "prefix_dense_sliding_window_pattern": choose_optional(1, 2),
+    "expert_selection_fn": choose_optional("softmax", "sigmoid", "sigmoid"),
+    "shared_expert_combination_strategy": choose_optional("average", "sum"),
 }
 
 
@@ -459,6 +463,15 @@ OF_FAMILIES: dict[str, dict[str, Sampler]] = {
         "sliding_window": choose(3, 7),
         "n_group": choose(OMITTED),
         "topk_group": choose(OMITTED),
+    },
+    "cohere2_moe": {
+        "attention_bias": _FALSE,
+        "intermediate_size": choose(12, 20),
+        "rms_norm_eps": choose_optional(1e-6, 1e-3, None),
+        "sliding_window": choose(3, 7),
+        "first_k_dense_replace": choose_optional(0, 1),
+        "norm_topk_prob": choose_optional(True, True, False),
+        "num_shared_experts": choose_optional(0, 1, 2),
     },
     "flint": {
         "attention_bias": _FALSE,

@@ -133,7 +133,12 @@ MODELS = {
     "gated_attention": {**LLAMA, "attention_output_gate": True},
     "afmoe": {**EXPERTS, "attention_output_gate": True, "norm_placement": "both"},
     "flex_olmo": {**EXPERTS, "norm_placement": "post"},
-    "cohere2_moe": {**EXPERTS, "parallel_residual": True, "share_parallel_norm": True},
+    "cohere2_moe": {
+        **EXPERTS,
+        "parallel_residual": True,
+        "share_parallel_norm": True,
+        "moe_average_shared_expert": True,
+    },
     "mistral4": {
         **LATENT,
         "norm_placement": "both",

@@ -20,6 +20,7 @@ from tests.unit_tests.core.transformer.tiny_moe import make_config
             "sinkhorn does not support .*--moe-router-enable-expert-bias",
         ),
         ({"moe_shared_expert_gate": True}, "needs --moe-shared-expert-intermediate-size"),
+        ({"moe_average_shared_expert": True}, "needs --moe-shared-expert-intermediate-size"),
         ({"moe_router_num_groups": 3, "moe_router_group_topk": 2}, "must divide --num-experts 4"),
         ({"moe_router_num_groups": 2}, "must be given together"),
         (
