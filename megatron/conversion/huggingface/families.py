@@ -74,14 +74,16 @@ _LACKING = {
     "modernbert-decoder": "a first layer without a norm, and gates with the exact GELU",
     "gpt_neox_japanese": "a bias in the last layer only",
     **dict.fromkeys(("xglm", "ctrl"), "sinusoidal positions"),
+    "dbrx": "a base of RoPE that transformers 4 and 5 read differently",
     "axk1": "norms after experts only",
     "kolibri1": "a bias of experts that is added to logits instead of scores",
     "phimoe": "experts that are chosen one after the other",
     "hrm_text": "layers that are applied several times",
     **dict.fromkeys(
-        ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h", "zamba2"),
+        ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h", "zamba", "zamba2"),
         "state space layers",
     ),
+    **dict.fromkeys(("recurrent_gemma", "rwkv", "xlstm"), "recurrent layers"),
 }
 
 _KNOWN_LAYERS = ("attention", "full_attention", "sliding_attention")

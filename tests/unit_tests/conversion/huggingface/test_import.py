@@ -213,8 +213,8 @@ def test_dtype_of_config_or_weights(llama: Path, tmp_path: Path) -> None:
         ),
         ({"torch_dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' is not supported"),
         (
-            {"model_type": "opt"},
-            r"model_type 'opt' is not supported \(it has positions that start at 2, and ReLU\); ",
+            {"model_type": "bitnet"},
+            r"model_type 'bitnet' is not supported \(it has ternary weights, and norms before ",
         ),
         (
             {"architectures": ["LlamaForSequenceClassification"]},
