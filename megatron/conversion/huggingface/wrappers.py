@@ -121,7 +121,7 @@ _TEXT_MODEL = Prefixes("model.text_model.")
 _ANY = (
     *(dense.LLAMA, dense.MISTRAL, dense.MINISTRAL3, dense.QWEN2, dense.QWEN3, dense.PHI3),
     *(dense.SMOLLM3, dense.OLMO2, dense.EXAONE4, dense.SEED_OSS),
-    *(experts.QWEN3_MOE, experts.MIXTRAL, experts.GPT_OSS, experts.DEEPSEEK_V3),
+    *(experts.QWEN3_MOE, experts.MIXTRAL, experts.GPT_OSS, experts.DEEPSEEK_V3, experts.MISTRAL4),
 )
 
 

@@ -325,6 +325,7 @@ ANY_LANGUAGE_MODEL = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9},
     "deepseek_v3": LATENT,
+    "mistral4": LATENT | {"head_dim": 16},
 }
 
 
