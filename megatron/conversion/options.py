@@ -34,6 +34,10 @@ class ReadOptions:
     """Whether to compare blocks that are read with checksums.bin. None: if the checkpoint contains
     it; True: it is required; False: never.
     """
+    waits_for_shards: bool = False
+    """Wait for shards of a torch_dist checkpoint that a network file system does not show yet:
+    another rank has seen all of them.
+    """
     renames: tuple[Rename, ...] = ()
     """New names of tensors in the files of a Hugging Face or torch_dist source."""
     keep_foreign: bool = False

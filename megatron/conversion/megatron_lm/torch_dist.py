@@ -168,7 +168,7 @@ def open_torch_dist(directory: Path, read_options: ReadOptions) -> Source:
         common = COMMON(load_common(directory, verify=verify), str(directory / COMMON_FILE))
         content_metadata = common.get("content_metadata") or {}
         if content_metadata.get("non_homogeneous_layers"):
-            run = RunCheckpoint(directory, common, verify)
+            run = RunCheckpoint(directory, common, verify, read_options.waits_for_shards)
             if _has_current_keys(run.tensors):
                 return run
     # Without `common.pt` another program may have written the directory through DCP.
@@ -224,7 +224,9 @@ class TorchDistSource:
         verify = read_options.verify is not False
         where = str(directory)
         self.description = f"torch_dist checkpoint {directory}"
-        self._reader = Reader(directory, verify=verify)
+        self._reader = Reader(
+            directory, verify=verify, waits_for_shards=read_options.waits_for_shards
+        )
         stored = self._reader.metadata
         # Name of every tensor -> its key in the files.
         names = {key: key for key in stored.tensors}
@@ -551,7 +553,13 @@ class RunCheckpoint:
     batches of boxes with several threads, and the objects that modules store (scales of fp8).
     """
 
-    def __init__(self, directory: Path, common: Mapping[str, Any], verify: bool = True) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        common: Mapping[str, Any],
+        verify: bool = True,
+        waits_for_shards: bool = False,
+    ) -> None:
         self.description = str(directory)
         if "args" not in common:
             raise CheckpointError(
@@ -566,7 +574,7 @@ class RunCheckpoint:
             _CONSUMED(self.args, f"{directory}: the arguments of the run")
 
         # Tensors.
-        self.reader = Reader(directory, verify=verify)
+        self.reader = Reader(directory, verify=verify, waits_for_shards=waits_for_shards)
         self.unused: list[str] = []
         self.tensors: dict[str, TensorInfo] = {}
         for key, tensor in self.reader.metadata.tensors.items():

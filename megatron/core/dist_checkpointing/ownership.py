@@ -16,7 +16,6 @@ import os
 import secrets
 import socket
 import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Mapping
 from functools import partial
@@ -28,15 +27,12 @@ from megatron.core.dist_checkpointing.generation import Generation, find_newest,
 from megatron.core.dist_checkpointing.local_tier import LocalTier
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.dist_checkpointing.saving.object_commit import take_generation
+from megatron.core.dist_checkpointing.visibility import wait_until_visible
 from megatron.core.object_storage import ObjectPath, check_conditional_requests
 
 _MAX_FORMER_JOBS = 16  # in owner.json
 _MAX_LAUNCHERS = 256  # of one job
 _SHOWN_HOSTS = 8  # in an error message
-# Seconds in which all ranks see a new directory: an NFS client may remember for 30 seconds
-# (acdirmin) that a directory has no such entry.
-VISIBLE_WITHIN = 40.0
-_PAUSE = 0.1  # seconds between two looks
 
 
 class Job(NamedTuple):
@@ -147,7 +143,7 @@ def prepare_directory(root: Path) -> None:
     if probe is None:
         return
     try:
-        is_visible = ranks.run_on_all(lambda: _wait_until_visible(probe))
+        is_visible = ranks.run_on_all(lambda: not wait_until_visible([probe]))
         seen = ranks.all_gather((socket.gethostname(), is_visible))
     finally:
         if ranks.is_coordinator:
@@ -176,16 +172,6 @@ def _create_probe(root: Path) -> Path | None:
     except OSError as error:
         raise ValueError(f"checkpoints cannot be saved to {root}: {error}") from error
     return probe
-
-
-def _wait_until_visible(probe: Path) -> bool:
-    """Return whether this rank sees `probe` before network file systems forget what they cached."""
-    deadline = time.monotonic() + VISIBLE_WITHIN
-    while not probe.exists():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(_PAUSE)
-    return True
 
 
 def _check_shared(root: Path, seen: list[tuple[str, bool]]) -> None:

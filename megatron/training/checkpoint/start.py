@@ -43,6 +43,7 @@ from megatron.core.dist_checkpointing.loading.distributed_local_checkpoint impor
 from megatron.core.dist_checkpointing.local_tier import LocalTier
 from megatron.core.dist_checkpointing.ownership import Job, read_previous_owner
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
+from megatron.core.dist_checkpointing.visibility import wait_until_all_ranks_see
 from megatron.core.object_storage import path_of
 from megatron.training.checkpoint.damage import damage_explained
 from megatron.training.checkpoint.save_directory import find_saved
@@ -123,7 +124,13 @@ def find_start(
     found = choice.found
     # As in `resume`, --no-load-optim does not apply to a run that continues its own checkpoint.
     without_optimizer = choice.weights_only or (config.no_load_optim and not choice.continues)
-    options = ReadOptions(optimizer=not without_optimizer, as_saved=True, verify=config.ckpt_verify)
+    options = ReadOptions(
+        optimizer=not without_optimizer,
+        as_saved=True,
+        verify=config.ckpt_verify,
+        waits_for_shards=not coordination.is_coordinator,  # rank 0 has seen them
+    )
+    wait_until_all_ranks_see(found.directory, coordination)
     with damage_explained(found.directory):
         source = coordination.run_on_all(lambda: open_found(found, options))
     if coordination.is_coordinator:

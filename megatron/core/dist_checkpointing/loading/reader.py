@@ -31,6 +31,7 @@ from megatron.core.dist_checkpointing.mapping import (
     narrow,
     to_absolute,
 )
+from megatron.core.dist_checkpointing.visibility import wait_until_visible
 from megatron.core.object_storage import path_of
 
 _BATCH = 64 << 20  # bytes: how much one task reads, and the largest temporary buffer
@@ -63,12 +64,20 @@ class Reader:
     """Random access to the tensors and objects of a checkpoint directory.
 
     Opening reads `.metadata` only. `verify` compares every block that is read with its checksum, if
-    the checkpoint has checksums. `bytes_needed` counts the requested bytes, `bytes_read` the bytes
-    read from shard files for them.
+    the checkpoint has checksums. With `waits_for_shards`, another rank has seen all shards, and
+    this one waits until a network file system shows them. `bytes_needed` counts the requested
+    bytes, `bytes_read` the bytes read from shard files for them.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], *, verify: bool = True) -> None:
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        verify: bool = True,
+        waits_for_shards: bool = False,
+    ) -> None:
         self.directory = path_of(directory)
+        self._waits_for_shards = waits_for_shards
         verifier = None
         if verify:
             verifier = ChecksumVerifier.find(self.directory)
@@ -165,6 +174,14 @@ class Reader:
     def _path(self, file: str) -> Path:
         return self.directory / file
 
+    def _open_shard(self, path: Path) -> OpenFile:
+        try:
+            return self._open_file(path)
+        except FileNotFoundError:
+            if not self._waits_for_shards or wait_until_visible([path]):
+                raise
+            return self._open_file(path)
+
 
 def _make_batches(pieces: list[_Piece]) -> Iterable[list[_Piece]]:
     """Yield batches of about `_BATCH` bytes of the pieces of one file, sorted by position."""
@@ -242,7 +259,7 @@ class _ShardReader:
 
     def __enter__(self) -> _ShardReader:
         try:
-            self._file = self._reader._open_file(self._path)
+            self._file = self._reader._open_shard(self._path)
         except FileNotFoundError as error:
             raise CheckpointError(f"{self._path}: the shard file is missing") from error
         except OSError as error:

@@ -42,6 +42,7 @@ from megatron.core.dist_checkpointing.saving.save_thread import SaveReport
 from megatron.core.dist_checkpointing.torch_programs.export import export_safetensors
 from megatron.core.dist_checkpointing.torch_programs.state import ProgramState, Stateful
 from megatron.core.dist_checkpointing.verification import find_missing_or_truncated
+from megatron.core.dist_checkpointing.visibility import wait_until_all_ranks_see
 from megatron.core.object_storage import path_of
 
 logger = logging.getLogger(__name__)
@@ -264,8 +265,12 @@ class Checkpointer:
             return _Loaded(step, newest, lineage, local.directory.name)
         if newest is not None:
             directory = self._directory(newest)
-            step = self._load_from(directory, False, skip)
-            lineage = Coordination.of(None).run_on_rank0(lambda: read_lineage(directory))
+            ranks = Coordination.of(None)
+            wait_until_all_ranks_see(directory, ranks)
+            # Rank 0 has seen all shards.
+            waits = not ranks.is_coordinator
+            step = self._load_from(directory, False, skip, waits_for_shards=waits)
+            lineage = ranks.run_on_rank0(lambda: read_lineage(directory))
             return _Loaded(step, newest, lineage)
         if initial is not None:
             return _Loaded(self._load_from(path_of(initial), weights_only, skip))
@@ -319,10 +324,17 @@ class Checkpointer:
         return None if chosen is None else DistributedLocalCheckpoint(self._tier, chosen)
 
     def _load_from(
-        self, directory: Path, weights_only: bool, skip: Collection[str], verify: bool = True
+        self,
+        directory: Path,
+        weights_only: bool,
+        skip: Collection[str],
+        verify: bool = True,
+        waits_for_shards: bool = False,
     ) -> int:
         ranks = Coordination.of(None)
-        reader = ranks.run_on_all(lambda: Reader(directory, verify=verify))
+        reader = ranks.run_on_all(
+            lambda: Reader(directory, verify=verify, waits_for_shards=waits_for_shards)
+        )
         # Rank 0 reads the small file for all ranks.
         common = ranks.run_on_rank0(lambda: load_common(directory, verify=verify))
         self._state.load(reader, str(directory), weights_only=weights_only, skip=skip)
