@@ -41,3 +41,22 @@ def test_wrong_checksum_names_an_older_intact_checkpoint(launcher, tmp_path, dam
     assert f"iter_0000006 is intact: continue from it with {fix}" in job.output()
     again = launcher.run(2, f"{FLAGS} --save {tmp_path} {fix} --train-iters 10")
     assert again.resumed_at() == 6
+
+
+@pytest.mark.parametrize(
+    ("changed", "warning"),
+    [
+        ("--train-iters 6", None),
+        ("--dataloader-type cyclic", "the training data or its order differs"),
+        ("--seed 7", "the training data or its order differs"),
+        ("--eod-mask-loss", "eod_mask_loss: False in the checkpoint, True now"),
+    ],
+)
+def test_resume_warns_of_other_samples(launcher, tmp_path, changed, warning):
+    """Training longer is the only change of these that repeats and skips no samples."""
+    flags = f"{FLAGS} --train-iters 4 --save {tmp_path} --save-interval 2"
+    launcher.run(1, flags)
+    job = launcher.run(1, f"{flags} --load {tmp_path} --ckpt-step 2 {changed}")
+    warnings = job.output().split("WARNING: ")[1:]
+    assert warnings.pop(0).startswith(f"returning to {tmp_path / 'iter_0000002'}")
+    assert [warning in text for text in warnings] == ([True] if warning else [])

@@ -59,12 +59,16 @@ class BlendedDataset:
             "class": "BlendedDataset",
             "weights": [float(weight).hex() for weight in self.weights],  # exact
             "limits": limits,
-            "size": self.size,
         }
+        # A longer blend begins with the same samples, so the fingerprint does not cover the size.
         fingerprints = [member.fingerprint for member in members]
         self.fingerprint = compute_digest({**description, "members": fingerprints})
         arrays = load_or_build(
-            cache, name, description, lambda: self._build_index(limits), verify_cache
+            cache,
+            name,
+            {**description, "size": self.size},
+            lambda: self._build_index(limits),
+            verify_cache,
         )
         self.dataset_index = arrays["dataset_index"]
         self.dataset_sample_index = arrays["dataset_sample_index"]

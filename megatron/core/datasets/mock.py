@@ -37,7 +37,6 @@ class MockGPTDataset:
         description = {
             "class": "MockGPTDataset",
             "split": split,
-            "num_samples": num_samples,
             "seq_length": config.seq_length,
             "extra_tokens": config.extra_tokens,
             "seed": config.seed,

@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 _TRAINING_FLAGS = (
     "bf16",
     "fp16",
+    "fp8",
+    "fp4",
     "main_params_dtype",
     "main_grads_dtype",
     "exp_avg_dtype",
@@ -46,12 +48,23 @@ _TRAINING_FLAGS = (
     "hidden_dropout",
     "attention_dropout",
     "calculate_per_token_loss",
+    "reset_position_ids",
+    "reset_attention_mask",
+    "eod_mask_loss",
     "clip_grad",
     "ema_decay",
     "apply_wd_to_qk_layernorm",
     "mtp_loss_scaling_factor",
 )
-_EXPERT_FLAGS = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_load_balancing_type")
+_EXPERT_FLAGS = (
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+    "moe_router_load_balancing_type",
+    "moe_router_force_load_balancing",
+)
+_EXPERT_BIAS_FLAGS = ("moe_router_bias_update_rate",)
+_FP8_FLAGS = ("fp8_recipe",)
+_FP4_FLAGS = ("fp4_recipe",)
 _OPTIMIZER_FLAGS = {
     "ademamix": ("ademamix_alpha", "ademamix_alpha_warmup", "ademamix_beta3_warmup"),
     "muon": (
@@ -230,6 +243,12 @@ def list_training_differences(flags: Mapping[str, Any], stored: Mapping[str, Any
     names = _TRAINING_FLAGS + _OPTIMIZER_FLAGS.get(flags["optimizer"], ())
     if (flags["num_experts"] or 0) > 1:
         names += _EXPERT_FLAGS
+        if flags["moe_router_enable_expert_bias"]:
+            names += _EXPERT_BIAS_FLAGS
+    if flags["fp8"] is not None:
+        names += _FP8_FLAGS
+    if flags["fp4"] is not None:
+        names += _FP4_FLAGS
     texts = []
     for name in names:
         # Megatron-LM stores a list of one value as the value.

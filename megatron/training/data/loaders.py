@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.datasets import Dataset
+from megatron.core.datasets.index_cache import compute_digest
 from megatron.core.datasets.ordered_workers import OrderedWorkers
 from megatron.core.transformer.placement import WHOLE_SEQUENCES, ContextParallel
 from megatron.training.config.options import DataLoaderConfig
@@ -135,14 +136,29 @@ def _compare_fingerprints(run: Run, train: Dataset | None) -> None:
     """Warn if the order of samples differs from that of the resumed run."""
     if train is None:
         return
-    is_same = run.train_data_fingerprint in (None, train.fingerprint)
+    fingerprint = compute_order_fingerprint(train, run.config.loader)
+    is_same = run.train_data_fingerprint in (None, fingerprint)
     if run.state.consumed_train_samples and not is_same:
         logger.warning(
             "the training data or its order differs from the checkpoint's: some of the "
             f"{run.state.consumed_train_samples} samples consumed so far may be repeated and "
             "others skipped"
         )
-    run.train_data_fingerprint = train.fingerprint
+    run.train_data_fingerprint = fingerprint
+
+
+def compute_order_fingerprint(dataset: Dataset, config: DataLoaderConfig) -> str:
+    """Return a text that identifies the order in which a run reads the samples of `dataset`."""
+    if config.dataloader_type == "single":
+        return dataset.fingerprint
+    # The permutations depend on the number of samples, too.
+    description = {
+        "stream": config.dataloader_type,
+        "seed": config.seed,
+        "num_samples": len(dataset),
+        "dataset": dataset.fingerprint,
+    }
+    return compute_digest(description)
 
 
 def _make_iterator(run: Run, dataset: Dataset | None, consumed: int) -> DataIterator | None:

@@ -145,7 +145,7 @@ def test_number_of_threads_does_not_change_samples(data):
             np.testing.assert_array_equal(dataset[i]["tokens"], other[i]["tokens"])
 
 
-def test_blend_fingerprint_covers_members_weights_and_size(data):
+def test_blend_fingerprint_covers_members_and_weights(data):
     prints = [
         build((num_samples, 0, 0), data_path=path, split="1", seed=seed)[0].fingerprint
         for num_samples, path, seed in [
@@ -153,10 +153,18 @@ def test_blend_fingerprint_covers_members_weights_and_size(data):
             (50, ["1", "a", "1", "b"], 2),
             (50, ["1", "a", "1", "c"], 1),
             (50, ["1", "a", "2", "b"], 1),
-            (60, ["1", "a", "1", "b"], 1),
+            (500, ["1", "a", "1", "b"], 1),  # other numbers of epochs of the members
         ]
     ]
     assert len(set(prints)) == 5
+
+
+def test_longer_blend_begins_with_the_same_samples(data):
+    path = ["1", "a", "1", "b"]
+    short, long = (build((size, 0, 0), data_path=path, split="1")[0] for size in (50, 60))
+    assert len(short) < len(long) and short.fingerprint == long.fingerprint
+    for i in range(len(short)):
+        np.testing.assert_array_equal(short[i]["tokens"], long[i]["tokens"])
 
 
 def test_member_too_small_for_its_weight_is_an_error(data):

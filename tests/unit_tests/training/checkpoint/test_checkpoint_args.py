@@ -14,6 +14,8 @@ from megatron.training.data.tokenizer_config import TokenizerConfig
 from tests import ROOT
 
 GOLDEN = ROOT / "tests/golden" / "megatron_lm_flags/mcore_0.16.1__llama_fp32_tp1.txt"
+EXPERTS = "--num-experts 4 --moe-router-score-function sigmoid"
+BIASED_EXPERTS = f"{EXPERTS} --moe-router-enable-expert-bias"
 
 
 def flags(more="", without=""):
@@ -131,6 +133,25 @@ def test_another_model_names_every_difference():
             "--optimizer muon",
             "--optimizer muon --muon-nesterov",
             ["muon_nesterov: False in the checkpoint, True now"],
+        ),
+        (
+            "",
+            "--reset-attention-mask --reset-position-ids --eod-mask-loss",
+            [
+                "reset_position_ids: False in the checkpoint, True now",
+                "reset_attention_mask: False in the checkpoint, True now",
+                "eod_mask_loss: False in the checkpoint, True now",
+            ],
+        ),
+        (
+            EXPERTS,
+            f"{EXPERTS} --moe-router-force-load-balancing --moe-router-bias-update-rate 0.1",
+            ["moe_router_force_load_balancing: False in the checkpoint, True now"],
+        ),
+        (
+            BIASED_EXPERTS,
+            f"{BIASED_EXPERTS} --moe-router-bias-update-rate 0.1",
+            ["moe_router_bias_update_rate: 0.001 in the checkpoint, 0.1 now"],
         ),
         ("", "--log-interval 7", []),
     ],

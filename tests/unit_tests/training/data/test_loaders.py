@@ -17,7 +17,11 @@ from megatron.core.datasets import GPTDatasetConfig, build_datasets
 from megatron.training.config.arguments import FlagParser
 from megatron.training.config.batch_schedule import BatchSchedule
 from megatron.training.config.options import DataLoaderConfig
-from megatron.training.data.loaders import CyclicStream, DataIterator
+from megatron.training.data.loaders import (
+    CyclicStream,
+    DataIterator,
+    compute_order_fingerprint,
+)
 from tests import ROOT
 from tests.support.processes import children_of, is_running, wait_until
 
@@ -60,6 +64,18 @@ def consume(dataset, iterations, consumed, micro_batch_size, dp_size, global_bat
     for replica in replicas:
         replica.close()
     return seen, consumed
+
+
+def test_fingerprint_of_the_order_covers_the_type_of_the_loader():
+    """The number of samples determines the permutations of a cyclic loader only."""
+    single = DataLoaderConfig()
+    assert compute_order_fingerprint(Numbers(7), single) == compute_order_fingerprint(
+        Numbers(8), single
+    )
+    cyclic = DataLoaderConfig(dataloader_type="cyclic")
+    orders = [(7, single), (7, cyclic), (8, cyclic), (7, DataLoaderConfig("cyclic", seed=1))]
+    prints = {compute_order_fingerprint(Numbers(size), config) for size, config in orders}
+    assert len(prints) == len(orders)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
