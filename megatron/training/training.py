@@ -46,6 +46,7 @@ from megatron.training.checkpoint.export import (
     make_legacy_rewrite,
     plan_hf_exports,
     remove_unfinished_exports,
+    report_missing_export,
     save_hf,
 )
 from megatron.training.checkpoint.resume import load_checkpoint, may_leave_weights
@@ -223,6 +224,8 @@ def own_save_directory(
     """Let checkpoints be saved to the directory of `generation`, as descendants of `start`."""
     if run.hf_exports is not None and run.ps.rank == 0:
         remove_unfinished_exports(run.hf_exports)
+        if start is not None:
+            report_missing_export(run, start.directory)
     if start is None:
         run.saver.own(generation, tier)
         return

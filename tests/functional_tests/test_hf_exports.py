@@ -1,6 +1,9 @@
 """--save-hf-interval: models next to checkpoints are those that convert.py makes of them."""
 
 import os
+import re
+import subprocess
+import sys
 from unittest import mock
 
 import pytest
@@ -11,8 +14,10 @@ from megatron.conversion.options import WriteOptions
 from megatron.core import object_storage
 from megatron.core.dist_checkpointing import CheckpointDirectory
 from megatron.core.object_storage import path_of
+from tests import ROOT
 from tests.support.object_server import FaultyProxy, object_server
 from tests.support.training_harness import (
+    COMMON,
     DISTRIBUTED_OPTIMIZER,
     GPT2,
     LAYOUTS,
@@ -72,6 +77,24 @@ def test_end_of_the_run_is_exported(pool, tmp_path):
     flags = f"{LLAMA} --bf16 --async-save --train-iters 3 --save-hf-keep-last 1"
     launch(pool, LAYOUTS["dp2"], flags, tmp_path)
     check_exports(tmp_path, [3])
+
+
+@pytest.mark.parametrize("iteration", [2, 4])
+def test_export_lost_between_commit_and_export_is_reported(launcher, tmp_path, iteration):
+    """No later launch would train iteration 4, the last one."""
+    directories = f"--save {tmp_path / 'run'} --load {tmp_path / 'run'} --save-hf {tmp_path / 'hf'}"
+    flags = f"{COMMON}{RUN}{LLAMA} --lr-decay-iters 8 --save-hf-dtype bf16 {directories}"
+    launcher.run(1, f"{flags} --train-iters {iteration}")
+    # A kill after the commit of the checkpoint leaves this state.
+    export = tmp_path / "hf" / f"iter_{iteration:07d}"
+    expected = read_files(export)
+    export.rename(tmp_path / "hf" / f".{export.name}.converting")
+    job = launcher.run(1, flags)
+    assert f"was saved without its export {export}" in job.output()
+    command = re.search(r"To make it: python (\S+) (.*)", job.output())
+    subprocess.run([sys.executable, ROOT / command[1], *command[2].split()], check=True)
+    assert read_files(export) == expected
+    assert "without its export" not in launcher.run(1, flags).output()
 
 
 def test_weights_are_cast(pool, tmp_path):

@@ -147,6 +147,34 @@ def remove_unfinished_exports(target: ExportTarget) -> None:
             remove_model(exports.path(iteration))
 
 
+def report_missing_export(run: Run, loaded: Path) -> None:
+    """Warn if the checkpoint `loaded` of this run was due for an export that does not exist.
+
+    A launch that is killed after the commit of a checkpoint loses its export.
+    """
+    target = get_due_export(run)
+    save = run.config.checkpoint.save
+    if target is None or save is None:
+        return
+    if loaded.parent.resolve() != path_of(save).resolve():
+        return  # of another run, or on the disks of the nodes
+    iteration = run.state.iteration
+    export = CheckpointDirectory(target.root).path(iteration)
+    if is_huggingface(export):
+        return
+    dtype = run.config.checkpoint.save_hf_dtype
+    options = ""
+    if dtype in QUANTIZATIONS:
+        options = f" --quantize {dtype}"
+    elif dtype is not None:
+        options = f" --dtype {dtype}"
+    logger.warning(
+        f"the checkpoint of iteration {iteration} was saved without its export {export}, e.g., "
+        "because the run was killed in between. To make it: python tools/checkpoint/convert.py "
+        f"--load-dir {save} --ckpt-step {iteration} --save-dir {export} --saver hf{options}"
+    )
+
+
 def get_due_export(run: Run) -> ExportTarget | None:
     """Return where the present iteration is exported to, None if it is not due."""
     interval = run.config.checkpoint.save_hf_interval
