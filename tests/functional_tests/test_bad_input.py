@@ -280,3 +280,20 @@ def test_save_directory_must_be_shared_by_all_ranks(pool, tmp_path):
     )
     with pytest.raises(ValueError, match=message):
         pool.run(train_elsewhere, 3, tmp_path, f"{MOCK} --global-batch-size 12 --save checkpoints")
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks"), [("", "1, 3"), ("--pipeline-model-parallel-size 4", "3")]
+)
+def test_all_nodes_must_have_the_same_version_of_the_data(pool, tmp_path, layout, ranks):
+    """Rank 1 reads no data if it has a stage in the middle of a pipeline."""
+    for rank in range(4):
+        directory = tmp_path / str(rank)
+        directory.mkdir()
+        with IndexedDatasetBuilder(str(directory / "text"), np.uint16) as builder:
+            for _ in range(40):
+                builder.add(np.arange(20 + rank % 2))
+    message = rf"rank {ranks}: the train data on \S+ differs from that of rank 0"
+    flags = f"{MODELS['llama']} {layout} --data-path text --split 1 --train-iters 4"
+    with pytest.raises(ValueError, match=message):
+        pool.run(train_elsewhere, 4, tmp_path, flags)

@@ -19,8 +19,10 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.datasets import Dataset
+from megatron.core.datasets.config import SPLITS
 from megatron.core.datasets.index_cache import compute_digest
 from megatron.core.datasets.ordered_workers import OrderedWorkers
+from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.transformer.placement import WHOLE_SEQUENCES, ContextParallel
 from megatron.training.config.options import DataLoaderConfig
 from megatron.training.data.tokenizer import Tokenizer
@@ -67,17 +69,16 @@ def build_data(run: Run, tokenizer: Tokenizer, provider: DatasetsProvider) -> Da
 
     needs_data = any(map(run.needs_batch, range(len(run.chunks))))
     datasets = build_on_one_rank_per_node_first(build, needs_data) or (None, None, None)
-    _compare_fingerprints(run, datasets[0])
-
-    # Ranks without data also need to know which splits exist: all ranks evaluate together.
-    exists: list[list[bool]] = [[dataset is not None for dataset in datasets]]
-    dist.broadcast_object_list(exists, src=0)
+    fingerprints = _share_fingerprints(datasets, needs_data)
+    _compare_with_checkpoint(run, datasets[0])
 
     # Training and validation continue where the run stopped; each test starts at the beginning.
     consumed = (run.state.consumed_train_samples, run.state.consumed_valid_samples, 0)
     splits = []
-    for split_exists, dataset, start in zip(exists[0], datasets, consumed, strict=True):
-        splits.append(Split(split_exists, _make_iterator(run, dataset, start)))
+    for fingerprint, dataset, start in zip(fingerprints, datasets, consumed, strict=True):
+        # Ranks without data also need to know which splits exist: all ranks evaluate together.
+        exists = fingerprint is not None
+        splits.append(Split(exists, _make_iterator(run, dataset, start)))
     return Data(*splits)
 
 
@@ -132,7 +133,33 @@ def count_samples(run: Run) -> tuple[int, int, int]:
     return train, valid, per_evaluation
 
 
-def _compare_fingerprints(run: Run, train: Dataset | None) -> None:
+def _share_fingerprints(datasets: Datasets, needs_data: bool) -> list[str | None]:
+    """Return the fingerprint of each split on rank 0, None for a split without data. Collective.
+
+    Raises ValueError on all ranks if a rank has other data, e.g. because the copies of a file on
+    the nodes are of different versions.
+    """
+    own = [None if dataset is None else dataset.fingerprint for dataset in datasets]
+    shared = [own]
+    dist.broadcast_object_list(shared, src=0)
+
+    def compare() -> None:
+        for split, fingerprint, expected in zip(SPLITS, own, shared[0], strict=True):
+            if fingerprint != expected:
+                raise ValueError(
+                    f"the {split} data on {socket.gethostname()} differs from that of rank 0: all "
+                    "nodes must read the same version of the files"
+                )
+
+    Coordination.of(None).run_on_all(compare if needs_data else _accept)
+    return shared[0]
+
+
+def _accept() -> None:
+    """Accept the data of a rank that reads none."""
+
+
+def _compare_with_checkpoint(run: Run, train: Dataset | None) -> None:
     """Warn if the order of samples differs from that of the resumed run."""
     if train is None:
         return
