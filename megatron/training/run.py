@@ -123,6 +123,7 @@ class Run:
     hf_exports: ExportTarget | None = None  # models next to checkpoints (--save-hf-interval)
     # Identifies the order of samples; None until the data is built or a checkpoint is loaded.
     train_data_fingerprint: str | None = None
+    end_of_document: int | None = None  # token that ends documents in the data
     state: TrainState = field(default_factory=TrainState)
     known_state: KnownState | None = None  # of the last save
     # Destinations of metrics in addition to the log; empty except on rank 0.

@@ -161,6 +161,7 @@ def pretrain(
     run.started = started
     run.clock = clock
     run.on_iteration = on_iteration
+    run.end_of_document = tokenizer.eod
     check_hf_target(run)
     start = load_checkpoint(run, start, find)
     if config.checkpoint.ckpt_convert_format is not None:

@@ -1,7 +1,9 @@
 """Directories of checkpoints that are moved, linked or damaged outside of the program."""
 
+import numpy as np
 import pytest
 
+from megatron.core.datasets import IndexedDatasetBuilder
 from megatron.core.dist_checkpointing import verify
 from tests.support.training_harness import COMMON, LLAMA
 
@@ -60,3 +62,23 @@ def test_resume_warns_of_other_samples(launcher, tmp_path, changed, warning):
     warnings = job.output().split("WARNING: ")[1:]
     assert warnings.pop(0).startswith(f"returning to {tmp_path / 'iter_0000002'}")
     assert [warning in text for text in warnings] == ([True] if warning else [])
+
+
+@pytest.mark.parametrize("masks", ["", "--reset-attention-mask"])
+def test_resume_warns_of_another_end_of_documents(launcher, tmp_path, masks):
+    """A smaller vocabulary moves the end-of-document token of NullTokenizer.
+
+    The token matters only to flags that depend on documents.
+    """
+    prefix = tmp_path / "text"
+    with IndexedDatasetBuilder(str(prefix), np.uint16) as builder:
+        for _ in range(20):
+            builder.add(np.arange(40))
+    flags = f"{FLAGS} {masks} --data-path {prefix} --split 1 --train-iters 4"
+    flags = f"{flags} --save {tmp_path / 'run'} --save-interval 2".replace("--mock-data", "")
+    launcher.run(1, flags)
+    resume = f"{flags} --load {tmp_path / 'run'} --ckpt-step 2"
+    for vocab_size, is_other in ((60, False), (50, True)):
+        job = launcher.run(1, f"{resume} --vocab-size {vocab_size}")
+        is_reported = "end_of_document: 60 in the checkpoint, 50 now" in job.output()
+        assert is_reported == (is_other and bool(masks))

@@ -120,7 +120,7 @@ def _fields(check: Check, names: str) -> dict[str, Check]:
 _RUN: dict[str, Check] = {
     "num_experts?": optional(_make_check(int | list[int])),  # Megatron-DeepSpeed has a list
     "special_tokens?": optional(sequence(text(256), 10_000)),
-    **_fields(COUNT, "consumed_train_samples consumed_valid_samples"),
+    **_fields(COUNT, "consumed_train_samples consumed_valid_samples end_of_document"),
     **_fields(SIZE, "model_vocab_size seq_length make_vocab_size_divisible_by"),
     **_fields(SIZE, "null_tokenizer_eod_id tiktoken_num_special_tokens"),
     **_fields(SIZE, "ddp_bucket_size ddp_num_buckets"),

@@ -33,6 +33,8 @@ from megatron.training.run import Run, TrainState
 
 logger = logging.getLogger(__name__)
 
+# Flags whose effect depends on the token at the end of a document.
+_DOCUMENT_FLAGS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 # Flags that change the training of a run, besides its model, data and schedule. Learning rate,
 # weight decay and the hyperparameters in parameter groups are compared where they are restored.
 _TRAINING_FLAGS = (
@@ -48,9 +50,7 @@ _TRAINING_FLAGS = (
     "hidden_dropout",
     "attention_dropout",
     "calculate_per_token_loss",
-    "reset_position_ids",
-    "reset_attention_mask",
-    "eod_mask_loss",
+    *_DOCUMENT_FLAGS,
     "clip_grad",
     "ema_decay",
     "apply_wd_to_qk_layernorm",
@@ -127,7 +127,8 @@ def _load(run: Run, start: Start) -> None:
     with_optimizer = training is not None and not skips_optimizer
     if with_optimizer:
         _check_optimizer(run.config.optimizer, source)
-        differences = list_training_differences(run.config.flags(), stored_args)
+        values = run.config.flags() | {"end_of_document": run.end_of_document}
+        differences = list_training_differences(values, stored_args)
         if differences:
             logger.warning(
                 f"{source.description} was trained with other flags: {'; '.join(differences)}. The "
@@ -245,6 +246,8 @@ def list_training_differences(flags: Mapping[str, Any], stored: Mapping[str, Any
         names += _EXPERT_FLAGS
         if flags["moe_router_enable_expert_bias"]:
             names += _EXPERT_BIAS_FLAGS
+    if any(flags[name] for name in _DOCUMENT_FLAGS):
+        names += ("end_of_document",)
     if flags["fp8"] is not None:
         names += _FP8_FLAGS
     if flags["fp4"] is not None:
