@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.core.transformer.attention import kernels
 from megatron.core.transformer.attention.kernels import (
     Block,
     CpuAttention,
@@ -51,12 +52,14 @@ def test_single_block_equals_sdpa(device, dtype, tolerance, masked):
         torch.testing.assert_close(gradient, leaf.grad, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("amx", [False, True])
 @pytest.mark.parametrize("kind", ["causal", "boolean", "additive"])
-def test_cpu_attention_computes_in_fp32(kind):
-    """In bf16 the output is that of the fp32 kernel, rounded.
+def test_bf16_on_cpu(kind, amx, monkeypatch):
+    """In bf16 the output is that of the fp32 kernel, rounded, and with AMX that of the bf16 kernel.
 
     Gradients are as close to those of fp32 as the gradients of torch's bf16 kernel.
     """
+    monkeypatch.setattr(kernels, "_HAS_AMX", amx)
     generator = torch.Generator().manual_seed(2)
     q, g = torch.randn(2, 2, 8, 24, 16, generator=generator).bfloat16()
     k, v = torch.randn(2, 2, 4, 24, 16, generator=generator).bfloat16()
@@ -83,7 +86,8 @@ def test_cpu_attention_computes_in_fp32(kind):
     exact = run(sdpa, torch.float32)
     torch_bf16 = run(sdpa, torch.bfloat16)
     ours = run(lambda q, k, v, mask: CpuAttention.apply(q, k, v, mask, 0.2), torch.bfloat16)
-    assert torch.equal(ours[0], exact[0].bfloat16())
+    expected = torch_bf16[0] if amx else exact[0].bfloat16()
+    assert torch.equal(ours[0], expected)
     names = ("dq", "dk", "dv")
     for name, got, want, peer in zip(names, ours[1:], exact[1:], torch_bf16[1:], strict=True):
         assert got.dtype == torch.bfloat16
