@@ -4,7 +4,8 @@ Two processes train a model that is sharded by `fully_shard`, with AdamW. Contes
 state to the same disk and take turns; results are medians. "blocking" is the time of the call,
 "lost" the time of a window of iterations with a save minus the same without, "durable" the time
 from the call until the checkpoint is committed. "reshard" loads into a model that is sharded along
-the other dimension.
+the other dimension. "plain read" is the limit of the loads: each process reads the bytes of its own
+state into memory, without a comparison of checksums.
 
 torch_checkpointing is a contestant if it is installed. It never flushes its files to the disk, so
 its "durable" is the time until they are renamed.
@@ -49,16 +50,20 @@ from megatron.core.dist_checkpointing import Checkpointer, SaveReport  # noqa: E
 
 WIDTH = 2048
 BYTES_PER_PARAMETER = 12  # fp32 weight and two moments
-WINDOW = 6  # iterations after a save whose time counts
+# Iterations after a save whose time counts: the shortest time in which every save becomes durable.
+# In a longer one the noise of the training exceeds what a save costs.
+WINDOW = 2
 SHAPES = {  # of --model: number of parameters, shape of each
     "small": (2000, (32, 32)),
     "experts": (8 * 64 * 2, (256, 128)),  # two matrices per expert
 }
 LAYERS_OF_SHAPES = 8
+READ_SIZE = 4 << 20  # bytes of a plain read
 OURS = "Checkpointer"
 DCP_THREAD = "DCP, thread"
 DCP_PROCESS = "DCP, process"
 PEER = "torch_checkpointing"
+LIMIT = "plain read"
 
 # Column of the table -> seconds.
 Measured = dict[str, float]
@@ -404,7 +409,7 @@ class Benchmark:
             LoadCase("reshard", turned, expected),
         ]
 
-        results: dict[str, Measured] = {OURS: {}, DCP_THREAD: {}}
+        results: dict[str, Measured] = {OURS: {}, DCP_THREAD: {}, LIMIT: {}}
         if self.peer is not None:
             results[PEER] = {}
         for case in cases:
@@ -436,11 +441,31 @@ class Benchmark:
         contestants: dict[str, Contestant] = {
             OURS: run_ours,
             DCP_THREAD: lambda: self._run_load(case, load_dcp),
+            LIMIT: lambda: self._read_plainly(case),
         }
         # The peer cannot reshard on several ranks without CUDA.
         if self.peer is not None and case.name == "load":
             contestants[PEER] = lambda: self._run_load(case, load_peer)
         return self.measure(contestants)
+
+    def _read_plainly(self, case: LoadCase) -> Measured:
+        """Return the seconds of reading the bytes of this process's state from its own files."""
+        # The only checkpoint: earlier ones are removed.
+        (directory,) = self.ours_path.glob("iter_*")
+        files = sorted(directory.glob(f"__{dist.get_rank()}_*.distcp"))
+        size = sum(path.stat().st_size for path in files)
+        # Memory that has its pages, as the tensors of a program have.
+        memory = torch.ones(size, dtype=torch.uint8).numpy()
+        position = 0
+        dist.barrier()
+        began = time.perf_counter()
+        for path in files:
+            with open(path, "rb", buffering=0) as file:
+                while count := file.readinto(memory[position : position + READ_SIZE]):
+                    position += count
+        seconds = time.perf_counter() - began
+        assert position == size
+        return reduce_to_maxima({case.name: seconds})
 
     def _run_load(self, case: LoadCase, load: Callable[[], object]) -> Measured:
         """Return the seconds of a load, after which the checksum is compared."""
@@ -491,7 +516,7 @@ def run_rank(args: argparse.Namespace) -> None:
     # First, because the loads read its checkpoints.
     results = benchmark.measure_saves()
     for name, measured in benchmark.measure_loads().items():
-        results[name] |= measured
+        results.setdefault(name, {}).update(measured)
     if dist.get_rank() == 0:
         gigabytes = benchmark.nbytes / 1e9
         print(f"FSDP2 on {dist.get_world_size()} processes, {gigabytes:.2f} GB")
