@@ -71,6 +71,9 @@ FEATURES = {
     "scaled_state": Feature(f"{LLAMA}{SCALED}", 2, DISTRIBUTED_OPTIMIZER),
     "longrope": Feature(f"{LONGROPE}{XIELU}", 2, CP2),
     "parallel_residual": Feature(f"{LLAMA}--parallel-residual ", 2, TP2_SP),
+    "gated_attention": Feature(
+        f"{LLAMA}--attention-output-gate --clip-qkv 1 --no-norm-weights ", 2, TP2_SP
+    ),
     "shared_norm": Feature(f"{LLAMA}--parallel-residual --share-parallel-norm ", 2, PP2),
 }
 
