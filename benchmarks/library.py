@@ -51,7 +51,7 @@ from megatron.core.dist_checkpointing import Checkpointer, SaveReport  # noqa: E
 WIDTH = 2048
 BYTES_PER_PARAMETER = 12  # fp32 weight and two moments
 # Iterations after a save whose time counts: the shortest time in which every save becomes durable.
-# In a longer one the noise of the training exceeds what a save costs.
+# In a longer one the noise of the training exceeds the cost of a save.
 WINDOW = 2
 SHAPES = {  # of --model: number of parameters, shape of each
     "small": (2000, (32, 32)),
