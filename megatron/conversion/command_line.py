@@ -187,8 +187,8 @@ def add_read_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--keep-foreign",
         nargs="?",
-        type=Path,
-        const=True,
+        type=path_of,
+        const=True,  # the tensors of the source
         metavar="CHECKPOINT",
         help="keep tensors that the model does not have, under their names: convert.py copies them "
         "byte for byte, merge.py merges them like weights. With CHECKPOINT, those of the model "

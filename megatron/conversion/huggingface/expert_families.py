@@ -548,7 +548,7 @@ AFMOE = Family(
         dense_prefix("num_dense_layers"),
         NORMALIZED_SIGMOID,
         _SIGMOID_SCORES,
-        # Published models state these. transformers computes nothing else.
+        # Published models state these. transformers does not support other values.
         fixed("score_func", "sigmoid"),
         fixed("route_norm", True),
         fixed("n_group", 1),

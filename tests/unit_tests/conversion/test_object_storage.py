@@ -4,18 +4,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from megatron.conversion.convert import convert, open_checkpoint
 from megatron.conversion.edit_options import EditOptions
 from megatron.conversion.formats import find_checkpoint
 from megatron.conversion.huggingface import directory
 from megatron.conversion.huggingface.safetensors_files import SafetensorsWriter
-from megatron.conversion.options import WriteOptions
+from megatron.conversion.options import ReadOptions, WriteOptions
 from megatron.core import object_storage
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.object_storage import path_of
 from tests import GOLDEN
 from tests.support.object_server import object_server
+from tests.unit_tests.conversion.convert_tool import run_convert
 from tests.unit_tests.tools.test_inspect import LLAMA, main
 
 SOURCE = LLAMA / "torch_dist_fully_reshardable"
@@ -81,6 +83,23 @@ def test_adapter_in_object_storage(converted, tmp_path):
             convert(GOLDEN / "hf/gpt2", tmp_path / "merged", "hf", options=options, overwrite=True)
             merged[location] = (tmp_path / "merged/model.safetensors").read_bytes()
         assert merged[adapter] == merged[target]
+
+
+def test_foreign_tensors_are_taken_from_object_storage(converted, tmp_path):
+    """They are copied from the checkpoint that the model was trained from."""
+    model = tmp_path / "model"
+    convert(converted, model, "hf", options=WriteOptions())
+    tower = torch.arange(12.0).view(3, 4)
+    weights = load_file(model / "model.safetensors")
+    save_file(weights | {"visual.weight": tower}, model / "model.safetensors", {"format": "pt"})
+    original = path_of("s3://bucket/with_tower")
+    convert(model, original, "hf", read_options=ReadOptions(keep_foreign=True))
+    flags = ("--load-dir", SOURCE, "--save-dir", tmp_path / "whole", "--keep-foreign", original)
+    done = run_convert("--saver", "hf", *flags)
+    assert done.returncode == 0, done.stderr
+    found = load_file(tmp_path / "whole/model.safetensors")
+    assert torch.equal(found.pop("visual.weight"), tower)
+    assert found.keys() == weights.keys()
 
 
 @pytest.mark.parametrize("max_shard_size", [10**9, 20_000], ids=["one_file", "shards"])
