@@ -46,7 +46,8 @@ from torch.distributed.tensor import Shard
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron.core.dist_checkpointing import Checkpointer, SaveReport  # noqa: E402
+from megatron.checkpointer import Checkpointer  # noqa: E402
+from megatron.core.dist_checkpointing import SaveReport  # noqa: E402
 
 WIDTH = 2048
 BYTES_PER_PARAMETER = 12  # fp32 weight and two moments

@@ -1,7 +1,8 @@
 """Distribution `megatron-checkpoint`: the checkpoint engine under an import name of its own.
 
-The package is generated from megatron/core: `dist_checkpointing` and the modules that it imports,
-with `megatron.core` replaced by `megatron_checkpoint`.
+The package is generated from megatron/checkpointer, megatron/core/dist_checkpointing and the
+modules of megatron/core that these import, with `megatron` and `megatron.core` replaced by
+`megatron_checkpoint`.
 """
 
 import ast
@@ -16,6 +17,7 @@ HERE = Path(__file__).resolve().parent
 SOURCE = HERE.parent / "megatron"
 NAME = "megatron_checkpoint"
 ENGINE = "dist_checkpointing"
+LIBRARY = "checkpointer"
 EXTENSION = Path(ENGINE, "format", "hashed_copy.cpp")
 
 
@@ -31,9 +33,10 @@ def main() -> None:
     for module in find_modules():
         copy_module(module, package)
     shutil.copy(SOURCE / "core" / EXTENSION, package / EXTENSION)
-    # The engine is the public part of the package.
+    # The library and the engine are the public part of the package.
     (package / "__init__.py").write_text(
-        f'"""Distributed checkpoints for PyTorch programs; see {NAME}.{ENGINE}."""\n\n'
+        f'"""Distributed checkpoints for PyTorch programs; see {NAME}.{LIBRARY}."""\n\n'
+        f"from {NAME}.{LIBRARY} import *  # noqa: F403\n"
         f"from {NAME}.{ENGINE} import *  # noqa: F403\n",
         encoding="utf-8",
     )
@@ -72,9 +75,9 @@ def read_version() -> str:
 
 
 def find_modules() -> list[str]:
-    """Return the entries of megatron/core that the engine needs: itself, and files it imports."""
+    """Return the library, the engine, and the entries of megatron/core that they import."""
     needed: list[str] = []
-    pending = [ENGINE]
+    pending = [LIBRARY]
     while pending:
         module = pending.pop()
         if module in needed:
@@ -86,15 +89,20 @@ def find_modules() -> list[str]:
 
 
 def list_files(module: str) -> list[Path]:
-    """Return the Python files of a module or package directly below megatron/core."""
-    path = SOURCE / "core" / module
+    """Return the Python files of the library, or of a module or package below megatron/core."""
+    path = find_root(module) / module
     if path.is_dir():
         return sorted(path.rglob("*.py"))
     return [path.with_suffix(".py")]
 
 
+def find_root(module: str) -> Path:
+    """Return the directory that contains a module or package."""
+    return SOURCE if module == LIBRARY else SOURCE / "core"
+
+
 def find_imports(path: Path) -> set[str]:
-    """Return the entries of megatron/core that a file imports."""
+    """Return the modules or packages of the distribution that a file imports."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module is not None:
@@ -107,18 +115,25 @@ def find_imports(path: Path) -> set[str]:
             parts = name.split(".")
             if parts[:2] == ["megatron", "core"] and len(parts) > 2:
                 found.add(parts[2])
+            elif parts[:2] == ["megatron", LIBRARY]:
+                found.add(LIBRARY)
             elif parts[0] == "megatron":
-                raise SystemExit(f"{path} imports {name}, which is not part of megatron.core")
+                raise SystemExit(
+                    f"{path} imports {name}, which is not part of megatron.core or "
+                    f"megatron.{LIBRARY}"
+                )
     return found
 
 
 def copy_module(module: str, package: Path) -> None:
     """Copy a module into `package`, with the import name replaced."""
     for path in list_files(module):
-        target = package / path.relative_to(SOURCE / "core")
+        target = package / path.relative_to(find_root(module))
         target.parent.mkdir(parents=True, exist_ok=True)
         text = path.read_text(encoding="utf-8")
-        target.write_text(re.sub(r"\bmegatron\.core\b", NAME, text), encoding="utf-8")
+        text = re.sub(r"\bmegatron\.core\b", NAME, text)
+        text = re.sub(rf"\bmegatron\.{LIBRARY}\b", f"{NAME}.{LIBRARY}", text)
+        target.write_text(text, encoding="utf-8")
 
 
 main()

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 from torchtitan.components.checkpointer import BaseCheckpointManager
 
-from megatron.core.dist_checkpointing import Checkpointer
+from megatron.checkpointer import Checkpointer
 
 
 class CheckpointerManager(BaseCheckpointManager):

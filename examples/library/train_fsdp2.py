@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from megatron.core.dist_checkpointing import Checkpointer
+from megatron.checkpointer import Checkpointer
 
 VOCABULARY = 256
 CONTEXT = 64

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import TensorDataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-from megatron.core.dist_checkpointing.torch_programs.hugging_face_trainer import (
+from megatron.checkpointer.hugging_face_trainer import (
     CheckpointerCallback,
 )
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.core.dist_checkpointing.torch_programs.lightning import (
+from megatron.checkpointer.lightning import (
     CheckpointerCallback,
     LightningModule,
     Trainer,

@@ -23,9 +23,9 @@ from megatron.conversion.merge import (
     resolve_weights,
 )
 from megatron.conversion.model_space.source import WORD_EMBEDDINGS, AveragedWeights, average_key
-from megatron.core.dist_checkpointing.format.links import allow_links
 from megatron.core.object_storage import path_of
 from megatron.core.progress import ProgressBar
+from megatron.core.safe_files.links import allow_links
 
 
 def choose_inputs(args: argparse.Namespace) -> tuple[list[Path], list[float]]:

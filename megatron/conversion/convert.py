@@ -61,12 +61,12 @@ from megatron.conversion.stored_tokenizer import (
 )
 from megatron.core.dist_checkpointing import CheckpointDirectory, CheckpointError, write_tracker
 from megatron.core.dist_checkpointing.format.checksums import CHECKSUMS, find_checksums
-from megatron.core.dist_checkpointing.format.schema import file_name
 from megatron.core.dist_checkpointing.mapping import cut_rows
 from megatron.core.dist_checkpointing.verification import INTEGRITY, find_integrity_problems
 from megatron.core.durable_files import fsync_tree, put_in_place
 from megatron.core.object_storage import ObjectPath
 from megatron.core.progress import format_size
+from megatron.core.safe_files.schema import file_name
 
 _COMPARED_BYTES = 64 << 20  # of a tensor at once
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

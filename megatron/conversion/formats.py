@@ -41,9 +41,9 @@ from megatron.core.dist_checkpointing import (
 )
 from megatron.core.dist_checkpointing.files import COMMON, METADATA, METADATA_JSON, TRACKER
 from megatron.core.dist_checkpointing.format.checksums import find_checksums
-from megatron.core.dist_checkpointing.format.links import confine_links
-from megatron.core.dist_checkpointing.format.schema import read_json
 from megatron.core.object_storage import ObjectPath, path_of
+from megatron.core.safe_files.links import confine_links
+from megatron.core.safe_files.reading import read_json
 
 logger = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.conversion.file_names import PROCESSOR_FILES
-from megatron.core.dist_checkpointing.format.schema import MAX_JSON, read_regular
 from megatron.core.durable_files import committed
 from megatron.core.object_storage import path_of
+from megatron.core.safe_files.reading import MAX_JSON, read_regular
 
 DIRECTORY = "tokenizer"
 

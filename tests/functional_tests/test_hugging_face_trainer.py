@@ -13,10 +13,10 @@ import torch
 from accelerate.state import AcceleratorState
 from transformers import EarlyStoppingCallback, TrainerCallback
 
-from megatron.core.dist_checkpointing import CheckpointDirectory
-from megatron.core.dist_checkpointing.torch_programs.hugging_face_trainer import (
+from megatron.checkpointer.hugging_face_trainer import (
     CheckpointerCallback,
 )
+from megatron.core.dist_checkpointing import CheckpointDirectory
 from tests import ROOT
 
 STEPS = 10

@@ -5,8 +5,8 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron.checkpointer.checkpointer import Checkpointer
 from megatron.core.dist_checkpointing import visibility
-from megatron.core.dist_checkpointing.torch_programs.checkpointer import Checkpointer
 from tests.support.late_files import late_files
 from tests.support.training_harness import COMMON, DISTRIBUTED_OPTIMIZER, LLAMA, get_losses, train
 

@@ -14,10 +14,10 @@ pytest.importorskip("lightning")
 from lightning.pytorch import Callback  # noqa: E402
 from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
 
-from megatron.core.dist_checkpointing import CheckpointDirectory  # noqa: E402
-from megatron.core.dist_checkpointing.torch_programs.lightning import (  # noqa: E402
+from megatron.checkpointer.lightning import (  # noqa: E402
     CheckpointerCallback,
 )
+from megatron.core.dist_checkpointing import CheckpointDirectory  # noqa: E402
 from tests import ROOT  # noqa: E402
 
 STEPS = 8

@@ -10,7 +10,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron.conversion.file_names import ZERO
-from megatron.core.dist_checkpointing.format.schema import file_name, read_regular
+from megatron.core.safe_files.reading import read_regular
+from megatron.core.safe_files.schema import file_name
 
 LATEST = "latest"
 _MODEL_FILES = "*mp_rank_*_model_states.pt"

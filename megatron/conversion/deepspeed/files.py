@@ -32,8 +32,9 @@ from megatron.conversion.model_space.source import (
     check_scalar,
     check_scheduler,
 )
-from megatron.core.dist_checkpointing import safe_load
-from megatron.core.dist_checkpointing.format.schema import (
+from megatron.core.optimizer import UPDATE_RULES
+from megatron.core.safe_files import safe_load
+from megatron.core.safe_files.schema import (
     COUNT,
     anything,
     mapping,
@@ -42,8 +43,7 @@ from megatron.core.dist_checkpointing.format.schema import (
     record,
     sequence,
 )
-from megatron.core.dist_checkpointing.format.schema import key as check_key
-from megatron.core.optimizer import UPDATE_RULES
+from megatron.core.safe_files.schema import key as check_key
 
 _VOCABULARY = record({"original_vocab_size?": optional(SIZE)})
 _SHAPES = mapping(anything, keys=check_key)  # of parameters by name

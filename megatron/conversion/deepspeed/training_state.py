@@ -18,7 +18,7 @@ from megatron.conversion.model_space.source import (
     plain_numbers,
     refuse_other_models,
 )
-from megatron.core.dist_checkpointing.format.safe_globals import Placeholder
+from megatron.core.safe_files.safe_globals import Placeholder
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 # Their argument -> the supported values.

@@ -76,8 +76,8 @@ from megatron.conversion.stored_tokenizer import (
     find_stored_tokenizer,
     write_tokenizer_files,
 )
-from megatron.core.dist_checkpointing.format.schema import file_name
 from megatron.core.durable_files import committed, fsync_tree
+from megatron.core.safe_files.schema import file_name
 from megatron.core.transformer.transformer_config import TransformerConfig, flag_name
 
 _POSITIONS = "embedding.position_embeddings.weight"

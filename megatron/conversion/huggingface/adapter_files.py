@@ -13,9 +13,10 @@ from megatron.conversion.huggingface.adapters import ADAPTER_CONFIG
 from megatron.conversion.huggingface.safetensors_files import Stored, open_safetensors
 from megatron.conversion.huggingface.weight_files import open_torch_file
 from megatron.core.dist_checkpointing import CheckpointError
-from megatron.core.dist_checkpointing.format import schema
-from megatron.core.dist_checkpointing.format.links import confine_links
-from megatron.core.dist_checkpointing.format.schema import (
+from megatron.core.safe_files import schema
+from megatron.core.safe_files.links import confine_links
+from megatron.core.safe_files.reading import read_json
+from megatron.core.safe_files.schema import (
     anything,
     boolean,
     format_value,
@@ -152,7 +153,7 @@ def read_adapter_config(directory: Path) -> AdapterConfig:
     weights that the adapter contains.
     """
     where = str(directory / ADAPTER_CONFIG)
-    fields = mapping(anything)(schema.read_json(directory / ADAPTER_CONFIG), where)
+    fields = mapping(anything)(read_json(directory / ADAPTER_CONFIG), where)
     kind = fields.get("peft_type")
     if kind != "LORA":
         raise CheckpointError(

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing import CheckpointError
-from megatron.core.dist_checkpointing.format.schema import format_value, read_json
+from megatron.core.safe_files.reading import read_json
+from megatron.core.safe_files.schema import format_value
 
 ADAPTER_CONFIG = "adapter_config.json"
 _ADAPTER_FILES = f"{ADAPTER_CONFIG} and adapter_model.*"

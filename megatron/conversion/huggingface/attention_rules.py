@@ -8,15 +8,8 @@ from typing import Any
 from megatron.conversion.huggingface.config_fields import HARMLESS, ConfigFields, Json
 from megatron.conversion.huggingface.rules import SHORT_TEXT, Rule, unsupported
 from megatron.conversion.huggingface.stored_parameters import CODEGEN_BLOCKS
-from megatron.core.dist_checkpointing.format import schema
-from megatron.core.dist_checkpointing.format.schema import (
-    COUNT,
-    Check,
-    boolean,
-    number,
-    optional,
-    record,
-)
+from megatron.core.safe_files import schema
+from megatron.core.safe_files.schema import COUNT, Check, boolean, number, optional, record
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 

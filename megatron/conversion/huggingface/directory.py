@@ -88,9 +88,10 @@ from megatron.conversion.model_space.source import (
 from megatron.conversion.options import ReadOptions, WriteOptions
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.dist_checkpointing.files import CLAIM
-from megatron.core.dist_checkpointing.format import schema
 from megatron.core.durable_files import discard, fsync_tree, write_json
 from megatron.core.object_storage import ConflictError, ObjectPath
+from megatron.core.safe_files import schema
+from megatron.core.safe_files.reading import read_json
 from megatron.core.transformer.transformer_config import TransformerConfig, compute_model_signature
 
 CONFIG = "config.json"
@@ -117,7 +118,7 @@ class HuggingFaceSource:
 
         # Read config.json, or params.json of Meta.
         if (directory / "config.json").exists():
-            hf = schema.read_json(directory / "config.json")
+            hf = read_json(directory / "config.json")
         else:
             hf = read_params(directory, open_weights(directory))
         quantization = hf.pop(_QUANTIZATION, None)
@@ -268,7 +269,7 @@ def _errors_about(directory: Path) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise schema.CheckpointError(f"{directory}: {error}") from error
+        raise CheckpointError(f"{directory}: {error}") from error
 
 
 def _has_prediction_layers(files: Mapping[str, Stored], args: Mapping[str, Any]) -> bool:

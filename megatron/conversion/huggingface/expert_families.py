@@ -98,7 +98,7 @@ from megatron.conversion.huggingface.rules import (
     repeated,
     root_scale,
 )
-from megatron.core.dist_checkpointing.format.schema import COUNT, anything, integer, sequence
+from megatron.core.safe_files.schema import COUNT, anything, integer, sequence
 
 
 def _experts(counts: tuple[str, ...], width: str) -> tuple[Rule, ...]:

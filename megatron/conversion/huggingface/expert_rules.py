@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from megatron.conversion.huggingface.config_fields import ConfigFields, Json, refuse_conflicts
 from megatron.conversion.huggingface.rules import SHORT_TEXT, Rule, copied, unsupported
-from megatron.core.dist_checkpointing.format import schema
-from megatron.core.dist_checkpointing.format.schema import COUNT, Check, boolean, number
+from megatron.core.safe_files import schema
+from megatron.core.safe_files.schema import COUNT, Check, boolean, number
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 EXPERTS_PER_TOKEN = copied("moe_router_topk", "num_experts_per_tok", required=True)

@@ -13,7 +13,7 @@ from megatron.conversion.huggingface import expert_families as experts
 from megatron.conversion.huggingface.config_fields import Json
 from megatron.conversion.huggingface.family import Family, has_foreign_mixers
 from megatron.conversion.model_space.foreign import format_layers
-from megatron.core.dist_checkpointing.format.schema import optional, record, sequence, text
+from megatron.core.safe_files.schema import optional, record, sequence, text
 from megatron.core.terminal import escape_control_chars
 from megatron.core.transformer.transformer_config import TransformerConfig
 

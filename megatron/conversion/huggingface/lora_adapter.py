@@ -29,7 +29,7 @@ from megatron.conversion.huggingface.safetensors_files import Stored
 from megatron.conversion.huggingface.wrappers import remove_wrapper_prefix
 from megatron.conversion.model_space.source import Shape
 from megatron.core.dist_checkpointing import CheckpointError
-from megatron.core.dist_checkpointing.format.schema import abbreviate, key
+from megatron.core.safe_files.schema import abbreviate, key
 
 _PREFIX = "base_model.model."
 _WRAPPER = ".base_layer"

@@ -27,7 +27,8 @@ from megatron.conversion.model_space.pieces import (
 )
 from megatron.conversion.model_space.source import Shape
 from megatron.core.dist_checkpointing import CheckpointError, Reader
-from megatron.core.dist_checkpointing.format import schema
+from megatron.core.safe_files import schema
+from megatron.core.safe_files.reading import read_json
 
 EMBEDDING = "tok_embeddings.weight"
 _GATE = "layers.0.feed_forward.w1.weight"
@@ -302,7 +303,7 @@ def _separate_halves(stored: Stored, heads: Any, name: str) -> Stored:
 def read_params(directory: Path, files: Mapping[str, Stored]) -> dict[str, Any]:
     """Return the config.json of the Llama model that Meta's `params.json` describes."""
     path = directory / PARAMS
-    params = _PARAMS(schema.read_json(path), str(path))
+    params = _PARAMS(read_json(path), str(path))
     if params.get("use_scaled_rope"):
         raise CheckpointError(
             f"{path}: use_scaled_rope does not state the scaling factor: copy the model's "

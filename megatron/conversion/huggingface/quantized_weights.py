@@ -14,7 +14,7 @@ import torch
 
 from megatron.conversion.huggingface.safetensors_files import Stored
 from megatron.conversion.model_space.source import Shape
-from megatron.core.dist_checkpointing.format import schema
+from megatron.core.safe_files import schema
 
 SCALES = "_scale_inv"
 BLOCK_SIZE = 128  # rows and columns of a block that exports have a scale for

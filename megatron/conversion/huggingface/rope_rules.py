@@ -7,8 +7,8 @@ from typing import Any
 
 from megatron.conversion.huggingface.config_fields import ConfigFields, Json
 from megatron.conversion.huggingface.rules import SHORT_TEXT, Rule, unsupported
-from megatron.core.dist_checkpointing.format import schema
-from megatron.core.dist_checkpointing.format.schema import boolean, number, optional, record
+from megatron.core.safe_files import schema
+from megatron.core.safe_files.schema import boolean, number, optional, record
 from megatron.core.transformer.transformer_config import TransformerConfig, flag_name
 
 _LLAMA3 = {  # field of the scaling dictionary -> argument

@@ -13,8 +13,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from megatron.conversion.huggingface.config_fields import ConfigFields, Json
-from megatron.core.dist_checkpointing.format import schema
-from megatron.core.dist_checkpointing.format.schema import Check, boolean, text
+from megatron.core.safe_files import schema
+from megatron.core.safe_files.schema import Check, boolean, text
 from megatron.core.transformer.transformer_config import TransformerConfig, flag_name
 
 SHORT_TEXT = text(256)

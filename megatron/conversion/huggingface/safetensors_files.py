@@ -22,12 +22,12 @@ import torch
 
 from megatron.conversion.model_space.pieces import ReadRegion
 from megatron.conversion.model_space.source import Shape, TensorInfo
-from megatron.core.dist_checkpointing import FileTensor
-from megatron.core.dist_checkpointing.format import schema
-from megatron.core.dist_checkpointing.format.torch_zip import view_bytes
 from megatron.core.dist_checkpointing.mapping import narrow
 from megatron.core.dist_checkpointing.saving.placed_file import write_at
 from megatron.core.object_storage import ObjectPath, OrderedUpload
+from megatron.core.safe_files import FileTensor, schema
+from megatron.core.safe_files.reading import open_file, parse_json
+from megatron.core.safe_files.torch_zip import view_bytes
 
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -86,7 +86,7 @@ def open_safetensors(path: Path) -> dict[str, Stored]:
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int, int]:
     """Return the checked header, the position of the data, and the size of the file."""
-    with schema.open_file(path) as file:
+    with open_file(path) as file:
         size = file.size
         length = int.from_bytes(file.read(0, _LENGTH_BYTES), "little")
         if size < _LENGTH_BYTES or length > min(_MAX_HEADER, size - _LENGTH_BYTES):
@@ -94,7 +94,7 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int, int]:
                 f"{path} is truncated or not a safetensors file: header of {length} bytes in {size}"
             )
         content = file.read(_LENGTH_BYTES, length)
-    header = schema.parse_json(content, f"{path}: the header", object_pairs_hook=_make_unique)
+    header = parse_json(content, f"{path}: the header", object_pairs_hook=_make_unique)
     return _HEADER(header, str(path)), _LENGTH_BYTES + length, size
 
 

@@ -35,8 +35,9 @@ from megatron.conversion.model_space.source import (
     optimizer_states,
     plain_args,
 )
-from megatron.core.dist_checkpointing.format import schema
 from megatron.core.durable_files import write_json
+from megatron.core.safe_files import schema
+from megatron.core.safe_files.reading import named_file, read_json
 
 DIRECTORY = "megatron_state"
 _STATE = "state.json"  # written last: a directory without it is not a sidecar
@@ -60,8 +61,8 @@ def open_sidecar(directory: Path) -> Sidecar | None:
         return None
     # Read the JSON part, which names the other files.
     where = str(directory / _STATE)
-    state = _SCHEMA(schema.read_json(directory / _STATE), where)
-    paths = [schema.named_file(directory, name, where) for name in state["files"]]
+    state = _SCHEMA(read_json(directory / _STATE), where)
+    paths = [named_file(directory, name, where) for name in state["files"]]
     missing = [path.name for path in paths if not path.exists()]
     if missing:
         raise ValueError(

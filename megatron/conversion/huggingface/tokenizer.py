@@ -19,9 +19,10 @@ from megatron.conversion.huggingface.sentencepiece_model import (
     open_model,
 )
 from megatron.core.dist_checkpointing import CheckpointError
-from megatron.core.dist_checkpointing.format import schema
 from megatron.core.durable_files import committed, write_json
 from megatron.core.object_storage import path_of
+from megatron.core.safe_files import schema
+from megatron.core.safe_files.reading import named_file, parse_json, read_json, read_regular
 
 _MARKS = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them makes a tokenizer
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -130,7 +131,7 @@ def copy_processor(result: ExportedTokenizer, other: Path | None, directory: Pat
         if origin is None or found:
             continue
         for name in PROCESSOR_FILES:
-            path = schema.named_file(origin, name, str(origin))
+            path = named_file(origin, name, str(origin))
             if path.exists():
                 found = _copy(path, directory / name, result) or found
     if not found:
@@ -166,14 +167,14 @@ def _collect_tokens(tokenizer: Path) -> set[int]:
     """Return the tokens in all files of a tokenizer's directory."""
     tokens: set[int] = set()
     for name in ("vocab.json", "added_tokens.json"):
-        path = schema.named_file(tokenizer, name, str(tokenizer))
+        path = named_file(tokenizer, name, str(tokenizer))
         if path.exists():
-            vocabulary = _VOCABULARY(schema.read_json(path), str(path))
+            vocabulary = _VOCABULARY(read_json(path), str(path))
             tokens.update(vocabulary.values())
 
-    path = schema.named_file(tokenizer, "tokenizer.json", str(tokenizer))
+    path = named_file(tokenizer, "tokenizer.json", str(tokenizer))
     if path.exists():
-        content = _TOKENIZER(schema.read_json(path), str(path))
+        content = _TOKENIZER(read_json(path), str(path))
         vocabulary = content["model"]["vocab"]
         if isinstance(vocabulary, dict):
             tokens.update(vocabulary.values())
@@ -182,7 +183,7 @@ def _collect_tokens(tokenizer: Path) -> set[int]:
         for token in content.get("added_tokens") or ():
             tokens.add(token["id"])
 
-    path = schema.named_file(tokenizer, "tokenizer.model", str(tokenizer))
+    path = named_file(tokenizer, "tokenizer.model", str(tokenizer))
     if path.exists():
         tokens.update(range(_count_pieces(path)))
     return tokens
@@ -190,7 +191,7 @@ def _collect_tokens(tokenizer: Path) -> set[int]:
 
 def _count_pieces(model: Path) -> int:
     """Return the number of pieces of a SentencePiece model."""
-    content = schema.read_regular(model)
+    content = read_regular(model)
     check_model(content, str(model))
     return int(open_model(content).vocab_size())
 
@@ -217,14 +218,14 @@ def _export_directory(tokenizer: Path, directory: Path, result: ExportedTokenize
     """Copy the files of a Hugging Face tokenizer and read the ids of its special tokens."""
     result.origin = tokenizer
     for name in _CONTENTS:
-        path = schema.named_file(tokenizer, name, str(tokenizer))
+        path = named_file(tokenizer, name, str(tokenizer))
         if path.exists():
             _copy(path, directory / name, result)
     for name in ("generation_config.json", "config.json"):  # config.json last: it takes precedence
-        path = schema.named_file(tokenizer, name, str(tokenizer))
+        path = named_file(tokenizer, name, str(tokenizer))
         if not path.exists():
             continue
-        stated = TOKEN_IDS(schema.read_json(path), str(path))
+        stated = TOKEN_IDS(read_json(path), str(path))
         for id_name in _IDS:
             if stated.get(id_name) is not None:
                 result.ids[id_name] = stated[id_name]
@@ -272,7 +273,7 @@ def _export_bpe(vocab: Path, merges: Path, directory: Path, result: ExportedToke
         if not _copy(path, directory / name, result):
             return
     write_json(directory / "tokenizer_config.json", {"tokenizer_class": "GPT2Tokenizer"})
-    end = schema.read_json(directory / "vocab.json").get("<|endoftext|>")
+    end = read_json(directory / "vocab.json").get("<|endoftext|>")
     result.ids |= {"bos_token_id": end, "eos_token_id": end}
 
 
@@ -290,7 +291,7 @@ def write_generation_config(directory: Path, ids: Mapping[str, Any]) -> None:
 def _copy(source: Path, target: Path, result: ExportedTokenizer) -> bool:
     """Copy the content of a file, not its mode; return False if its check fails."""
     try:
-        content = schema.read_regular(source)
+        content = read_regular(source)
         _CHECKS[target.name](content, str(source))
     except CheckpointError as error:
         result.lost.append(f"tokenizer: {error}")
@@ -308,7 +309,7 @@ def _json(check: Callable[[Any, str], Any]) -> Callable[[bytes, str], None]:
     """Return a check of content that is JSON whose value passes `check`."""
 
     def check_content(content: bytes, where: str) -> None:
-        check(schema.parse_json(content, where), where)
+        check(parse_json(content, where), where)
 
     return check_content
 

@@ -43,12 +43,12 @@ from megatron.conversion.model_space.source import (
     TensorInfo,
     foreign_name,
 )
-from megatron.core.dist_checkpointing import safe_load
 from megatron.core.dist_checkpointing.files import METADATA
-from megatron.core.dist_checkpointing.format import schema
 from megatron.core.dist_checkpointing.mapping import cut_rows, narrow
 from megatron.core.durable_files import committed, encode_json, write_json
 from megatron.core.object_storage import ObjectPath
+from megatron.core.safe_files import safe_load, schema
+from megatron.core.safe_files.reading import named_file, read_json
 
 _INDEX = schema.record({"weight_map": schema.mapping(schema.file_name, keys=schema.key)})
 _ZERO_SCRIPT = "zero_to_fp32.py"  # DeepSpeed saves it next to its files
@@ -107,10 +107,10 @@ def _open_shards(
     directory: Path, index: Path, open_file: Callable[[Path], dict[str, Stored]]
 ) -> dict[str, Stored]:
     """Return the tensors of all shards that the index lists."""
-    weight_map = _INDEX(schema.read_json(index), str(index))["weight_map"]
+    weight_map = _INDEX(read_json(index), str(index))["weight_map"]
     paths: dict[str, Path] = {}
     for name in sorted(set(weight_map.values())):
-        paths[name] = schema.named_file(directory, name, str(index))
+        paths[name] = named_file(directory, name, str(index))
     missing = [name for name, path in paths.items() if not path.exists()]
     if missing:
         raise ValueError(

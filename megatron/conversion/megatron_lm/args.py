@@ -14,9 +14,10 @@ from megatron.conversion.model_space.source import (
     plain_numbers,
     refuse_other_models,
 )
-from megatron.core.dist_checkpointing import CheckpointError, load_file_tensors
-from megatron.core.dist_checkpointing.format.safe_globals import Placeholder
-from megatron.core.dist_checkpointing.format.schema import format_value
+from megatron.core.dist_checkpointing import CheckpointError
+from megatron.core.safe_files import load_file_tensors
+from megatron.core.safe_files.safe_globals import Placeholder
+from megatron.core.safe_files.schema import format_value
 
 CHECKPOINT_VERSION = 3.0  # since Megatron-LM groups QKV rows by query group
 

@@ -67,15 +67,9 @@ from megatron.conversion.model_space.source import (
 )
 from megatron.conversion.options import ReadOptions
 from megatron.conversion.stored_tokenizer import find_stored_tokenizer
-from megatron.core.dist_checkpointing import CheckpointError, FileTensor, Shape, load_file_tensors
-from megatron.core.dist_checkpointing.format import schema
-from megatron.core.dist_checkpointing.format.schema import (
-    COUNT,
-    anything,
-    mapping,
-    record,
-    sequence,
-)
+from megatron.core.dist_checkpointing import CheckpointError, Shape
+from megatron.core.safe_files import FileTensor, load_file_tensors, schema
+from megatron.core.safe_files.schema import COUNT, anything, mapping, record, sequence
 
 
 @dataclass(frozen=True)

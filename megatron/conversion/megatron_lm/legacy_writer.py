@@ -60,8 +60,8 @@ from megatron.conversion.model_space.source import (
     optimizer_key,
     optimizer_states,
 )
-from megatron.core.dist_checkpointing.format.torch_zip import TensorSlot
 from megatron.core.durable_files import fsync_tree, put_in_place, remove
+from megatron.core.safe_files.torch_zip import TensorSlot
 from megatron.core.tensor_parallel import compute_padded_vocab_size
 
 _WITH_EXTRA_STATE = (

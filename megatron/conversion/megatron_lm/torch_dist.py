@@ -102,14 +102,7 @@ from megatron.core.dist_checkpointing import (
 )
 from megatron.core.dist_checkpointing.files import COMMON as COMMON_FILE
 from megatron.core.dist_checkpointing.files import COMMON_STATE
-from megatron.core.dist_checkpointing.format.schema import (
-    COUNT,
-    SHAPE,
-    mapping,
-    number,
-    optional,
-    record,
-)
+from megatron.core.safe_files.schema import COUNT, SHAPE, mapping, number, optional, record
 
 _TITAN_EMBEDDING = "tok_embeddings.weight"  # also of torchtune
 _HEAD_STATE = "output_layer._extra_state/shard_0_1"  # HybridModel requests it, GPTModel does not

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.files import METADATA_JSON
-from megatron.core.dist_checkpointing.format.schema import read_json
+from megatron.core.safe_files.reading import read_json
 
 
 def describe_zarr_checkpoint(root: Path) -> str | None:

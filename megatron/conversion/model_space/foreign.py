@@ -29,11 +29,11 @@ from megatron.conversion.model_space.source import (
     foreign_name,
     is_foreign,
 )
-from megatron.core.dist_checkpointing import FileTensor, Shape, safe_open
-from megatron.core.dist_checkpointing.format import schema
-from megatron.core.dist_checkpointing.format.torch_zip import TensorSlot
+from megatron.core.dist_checkpointing import Shape
 from megatron.core.dist_checkpointing.mapping import narrow
 from megatron.core.durable_files import committed
+from megatron.core.safe_files import FileTensor, safe_open, schema
+from megatron.core.safe_files.torch_zip import TensorSlot
 from megatron.core.terminal import escape_control_chars
 
 StoredTensor = FileTensor | torch.Tensor

@@ -16,12 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from megatron.core.dist_checkpointing import CheckpointError, Shape, safe_open
-from megatron.core.dist_checkpointing.format.torch_zip import (
-    TensorSlot,
-    lay_out_archive,
-    view_bytes,
-)
+from megatron.core.dist_checkpointing import CheckpointError, Shape
 from megatron.core.dist_checkpointing.mapping import (
     Runs,
     compute_byte_runs,
@@ -31,6 +26,8 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from megatron.core.dist_checkpointing.saving.placed_file import write_at
 from megatron.core.durable_files import naming
+from megatron.core.safe_files import safe_open
+from megatron.core.safe_files.torch_zip import TensorSlot, lay_out_archive, view_bytes
 
 if TYPE_CHECKING:
     from megatron.conversion.model_space.source import Progress, Source

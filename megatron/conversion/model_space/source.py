@@ -25,19 +25,10 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron.core.dist_checkpointing import FileTensor, load_file_tensors
-from megatron.core.dist_checkpointing.format import schema
-from megatron.core.dist_checkpointing.format.safe_globals import Placeholder
-from megatron.core.dist_checkpointing.format.schema import (
-    COUNT,
-    Check,
-    anything,
-    optional,
-    record,
-    sequence,
-    text,
-)
 from megatron.core.optimizer import AVERAGE_PREFIX, UPDATE_RULES
+from megatron.core.safe_files import FileTensor, load_file_tensors, schema
+from megatron.core.safe_files.safe_globals import Placeholder
+from megatron.core.safe_files.schema import COUNT, Check, anything, optional, record, sequence, text
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 LAYERS = schema.plausible("LAYERS", 10_000)

@@ -22,18 +22,7 @@ from megatron.core.dist_checkpointing.format.metadata import (
     StoredTensor,
 )
 from megatron.core.dist_checkpointing.format.metadata_file import read_metadata
-from megatron.core.dist_checkpointing.format.schema import (
-    CheckpointError,
-    DamagedError,
-    UnsafePickleError,
-)
-from megatron.core.dist_checkpointing.format.torch_load import (
-    FileTensor,
-    load_common,
-    load_file_tensors,
-    safe_load,
-    safe_open,
-)
+from megatron.core.dist_checkpointing.format.verified_file import load_common
 from megatron.core.dist_checkpointing.generation import Generation, SupersededError
 from megatron.core.dist_checkpointing.lineage import (
     Lineage,
@@ -60,15 +49,13 @@ from megatron.core.dist_checkpointing.saving.saver import (
     save,
     staging_for_waiting,
 )
-from megatron.core.dist_checkpointing.torch_programs.checkpointer import Checkpointer
-from megatron.core.dist_checkpointing.torch_programs.state import Stateful
-from megatron.core.dist_checkpointing.torch_programs.tensors import make_sharded_tensor
 from megatron.core.dist_checkpointing.verification import (
     VerifyReport,
     find_damage,
     find_missing_or_truncated,
     verify,
 )
+from megatron.core.safe_files import CheckpointError, DamagedError
 
 __all__ = [
     "AsyncSaver",
@@ -77,9 +64,7 @@ __all__ = [
     "CheckpointDirectory",
     "CheckpointError",
     "CheckpointMetadata",
-    "Checkpointer",
     "DamagedError",
-    "FileTensor",
     "Generation",
     "Lineage",
     "LoadReport",
@@ -93,11 +78,9 @@ __all__ = [
     "ShardedObject",
     "ShardedStateDict",
     "ShardedTensor",
-    "Stateful",
     "StoredChunk",
     "StoredTensor",
     "SupersededError",
-    "UnsafePickleError",
     "VerifyReport",
     "clean_up",
     "fill",
@@ -108,13 +91,9 @@ __all__ = [
     "iteration_in_name",
     "load",
     "load_common",
-    "load_file_tensors",
-    "make_sharded_tensor",
     "read_lineage",
     "read_metadata",
     "read_tracker",
-    "safe_load",
-    "safe_open",
     "save",
     "split_flat_range",
     "staging_for_waiting",

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import xxhash
 
-from megatron.core.dist_checkpointing.format import schema
 from megatron.core.durable_files import (
     DISCARDED,
     REPLACED,
@@ -20,6 +19,9 @@ from megatron.core.durable_files import (
     write_durably,
 )
 from megatron.core.object_storage import ObjectPath, path_of
+from megatron.core.safe_files import schema
+from megatron.core.safe_files.errors import CheckpointError
+from megatron.core.safe_files.reading import read_json, read_regular
 
 RUN = ".run"  # its random content identifies the run for its checkpoints on the disks of nodes
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -71,15 +73,13 @@ def read_tracker(save_directory: str | os.PathLike[str]) -> int | str | None:
     """
     path = path_of(save_directory) / TRACKER
     try:
-        named = schema.read_regular(path).decode("utf-8", errors="replace").strip()
+        named = read_regular(path).decode("utf-8", errors="replace").strip()
     except (FileNotFoundError, NotADirectoryError):
         return None
     if named == "release":
         return named
     if not (named.isascii() and named.isdigit()):
-        raise schema.CheckpointError(
-            f"{path}: {named[:40]!r} is neither an iteration nor 'release'"
-        )
+        raise CheckpointError(f"{path}: {named[:40]!r} is neither an iteration nor 'release'")
     return int(named)
 
 
@@ -121,7 +121,7 @@ def read_commit(directory: ObjectPath) -> dict[str, tuple[int, str]] | None:
     """
     where = f"{directory / METADATA_JSON}"
     try:
-        content = _COMMIT(schema.read_json(directory / METADATA_JSON), where)
+        content = _COMMIT(read_json(directory / METADATA_JSON), where)
     except FileNotFoundError:
         return None
     # Left by `object_commit.revoke`: the save was superseded or removed.

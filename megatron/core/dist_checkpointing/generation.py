@@ -28,11 +28,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.core.dist_checkpointing.files import TRACKER
-from megatron.core.dist_checkpointing.format.schema import (
-    CheckpointError,
-    parse_json,
-    read_regular,
-)
 from megatron.core.dist_checkpointing.lineage import MAX_GENERATION, Segment, read_lineage
 from megatron.core.durable_files import (
     REPLACED,
@@ -42,6 +37,8 @@ from megatron.core.durable_files import (
     write_flushed,
 )
 from megatron.core.object_storage import ObjectPath
+from megatron.core.safe_files.errors import CheckpointError
+from megatron.core.safe_files.reading import parse_json, read_regular
 from megatron.core.terminal import escape_control_chars
 
 logger = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.format import schema
-from megatron.core.dist_checkpointing.format.schema import CheckpointError
+from megatron.core.safe_files import schema
+from megatron.core.safe_files.errors import CheckpointError
 
 # The Mersenne Twister of Python, NumPy and PyTorch has 624 words of 32 bits and a position.
 _NUM_WORDS = 624

@@ -17,8 +17,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.core.dist_checkpointing.format import schema
-from megatron.core.dist_checkpointing.format.schema import CheckpointError
+from megatron.core.safe_files import schema
+from megatron.core.safe_files.errors import CheckpointError
+from megatron.core.safe_files.reading import parse_json, read_regular
 from megatron.core.terminal import escape_control_chars
 
 LINEAGE = "lineage.json"
@@ -169,9 +170,7 @@ def read_parent(directory: Path) -> int | None:
 
 def _read_file(directory: Path) -> dict[str, Any]:
     path = directory / LINEAGE
-    content = schema.parse_json(
-        schema.read_regular(path, limit=_MAX_SIZE), escape_control_chars(str(path))
-    )
+    content = parse_json(read_regular(path, limit=_MAX_SIZE), escape_control_chars(str(path)))
     result: dict[str, Any] = _FILE(content, escape_control_chars(str(path)))
     return result
 

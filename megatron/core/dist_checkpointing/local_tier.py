@@ -35,7 +35,6 @@ from megatron.core.dist_checkpointing.format.checksums import (
     encode_checksum_records,
     seal_checksums,
 )
-from megatron.core.dist_checkpointing.format.schema import CheckpointError, read_regular
 from megatron.core.dist_checkpointing.generation import (
     Generation,
     GenerationId,
@@ -57,6 +56,8 @@ from megatron.core.dist_checkpointing.saving.commit import PendingCheckpoint
 from megatron.core.dist_checkpointing.saving.save_barrier import Outcome
 from megatron.core.dist_checkpointing.saving.shard import ShardFile
 from megatron.core.durable_files import committed, remove, write_flushed
+from megatron.core.safe_files.errors import CheckpointError
+from megatron.core.safe_files.reading import read_regular
 
 logger = logging.getLogger(__name__)
 

@@ -27,11 +27,12 @@ import torch.distributed as dist
 
 from megatron.core.dist_checkpointing.background import PAGE, SLOT_SIZE, Slot
 from megatron.core.dist_checkpointing.format.checksums import FileChecksums, decode_checksums
-from megatron.core.dist_checkpointing.format.schema import CheckpointError, file_name
-from megatron.core.dist_checkpointing.format.torch_zip import view_bytes
 from megatron.core.dist_checkpointing.saving.shard import ShardFile
 from megatron.core.durable_files import check_free_space, fsync_directory, write_flushed
 from megatron.core.object_storage import first_line
+from megatron.core.safe_files.errors import CheckpointError
+from megatron.core.safe_files.schema import file_name
+from megatron.core.safe_files.torch_zip import view_bytes
 
 JOB_SECRET = "MEGATRON_JOB_SECRET"
 MAX_MARKER = 64 << 20  # bytes: the checksums of 8 TB

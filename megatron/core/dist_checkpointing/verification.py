@@ -21,14 +21,17 @@ from megatron.core.dist_checkpointing.files import (
     METADATA_JSON,
     read_commit,
 )
-from megatron.core.dist_checkpointing.format import checksums, schema
+from megatron.core.dist_checkpointing.format import checksums
 from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata, StoredTensor
 from megatron.core.dist_checkpointing.format.metadata_file import read_metadata
-from megatron.core.dist_checkpointing.format.torch_load import safe_load
-from megatron.core.dist_checkpointing.format.torch_zip import view_bytes
 from megatron.core.dist_checkpointing.lineage import LINEAGE
 from megatron.core.durable_files import write_json
 from megatron.core.object_storage import ObjectPath, path_of
+from megatron.core.safe_files import schema
+from megatron.core.safe_files.errors import CheckpointError
+from megatron.core.safe_files.reading import open_file, read_json
+from megatron.core.safe_files.torch_load import safe_load
+from megatron.core.safe_files.torch_zip import view_bytes
 
 T = TypeVar("T")
 
@@ -81,7 +84,7 @@ def verify(
     # Our checksums, if there are any
     try:
         sums = checksums.read_checksums(path)
-    except schema.CheckpointError as error:
+    except CheckpointError as error:
         if checksums.find_checksums(path) is not None:
             report.problems.append(str(error))
         elif not report.has_checksums:
@@ -140,7 +143,7 @@ def find_damage(directory: str | os.PathLike[str], first: int = 0, step: int = 1
     path = path_of(directory)
     try:
         sums = checksums.read_checksums(path)
-    except (OSError, schema.CheckpointError) as error:
+    except (OSError, CheckpointError) as error:
         return [str(error)]
     problems = []
     for name in sorted(sums)[first::step]:
@@ -164,7 +167,7 @@ def _find_object_problems(
         elif size != expected:
             problems.append(f"{name} has {size} bytes instead of {expected}")
         elif not name.endswith(".distcp"):
-            with schema.open_file(path / name) as file:
+            with open_file(path / name) as file:
                 sums = checksums.compute_checksums(file.read_whole())
             if xxhash.xxh3_64_hexdigest(sums.blocks) != digest:
                 problems.append(f"{name} does not match the hash in {METADATA_JSON}")
@@ -175,7 +178,7 @@ def _collect_problems(report: VerifyReport, check: Callable[[], T]) -> T | None:
     """Return the result of `check`; if it fails, record the problem and return None."""
     try:
         return check()
-    except schema.CheckpointError as error:
+    except CheckpointError as error:
         report.problems.append(str(error))
         return None
 
@@ -189,7 +192,7 @@ def _check_structure(path: Path, report: VerifyReport) -> CheckpointMetadata | N
     # Small files
     metadata = _collect_problems(report, lambda: read_metadata(path))
     if (path / METADATA_JSON).exists():
-        _collect_problems(report, lambda: schema.read_json(path / METADATA_JSON))
+        _collect_problems(report, lambda: read_json(path / METADATA_JSON))
     else:
         report.notes.append(f"{path / METADATA_JSON}: missing (a plain DCP checkpoint)")
     if (path / COMMON).exists():
@@ -244,7 +247,7 @@ def _check_integrity(
 ) -> None:
     """Check the hashes that Megatron-LM wrote, and that every file with tensors has one."""
     try:
-        manifest = _INTEGRITY(schema.read_json(path / INTEGRITY), str(path / INTEGRITY))
+        manifest = _INTEGRITY(read_json(path / INTEGRITY), str(path / INTEGRITY))
         names = [schema.file_name(name, str(path / INTEGRITY)) for name in manifest["files"]]
     except ValueError as error:
         report.problems.append(str(error))
@@ -306,7 +309,7 @@ def write_integrity(
 
 def _sha256(path: Path, progress: Callable[[int], None]) -> str:
     digest = hashlib.sha256()
-    with schema.open_file(path) as file:
+    with open_file(path) as file:
         for offset in range(0, file.size, _READ_SIZE):
             block = file.read(offset, _READ_SIZE)
             digest.update(block)
@@ -321,7 +324,7 @@ def _check_content(
     problems = []
     damaged: list[int] = []  # numbers of blocks
     try:
-        with schema.open_file(path) as file:
+        with open_file(path) as file:
             size = file.size
             if size != expected.size:
                 problems.append(f"{path}: has {size} bytes instead of {expected.size}")
@@ -332,7 +335,7 @@ def _check_content(
                 progress(len(content))
     except OSError as error:
         return [f"{path}: cannot be opened: {error.strerror}"]
-    except schema.CheckpointError as error:
+    except CheckpointError as error:
         return [str(error)]
     if damaged:
         ranges = []
@@ -366,7 +369,7 @@ def compute_verify_size(directory: str | os.PathLike[str]) -> int:
     """Return the bytes that `verify` will read."""
     try:
         return sum(file.size for file in checksums.read_checksums(path_of(directory)).values())
-    except schema.CheckpointError:
+    except CheckpointError:
         return 0
 
 

@@ -9,9 +9,9 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from megatron.core.dist_checkpointing.format.schema import CheckpointError
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.object_storage import ObjectPath
+from megatron.core.safe_files.errors import CheckpointError
 
 # Seconds in which all ranks see a new name: an NFS client may remember for 30 seconds (acdirmin)
 # that a directory has no such entry.

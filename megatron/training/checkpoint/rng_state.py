@@ -15,7 +15,6 @@ import torch
 from megatron.conversion.megatron_lm.generators import build_initial_cuda_state
 from megatron.conversion.megatron_lm.generators import rng_key as megatron_rng_key
 from megatron.core.dist_checkpointing import CheckpointError
-from megatron.core.dist_checkpointing.format import schema
 from megatron.core.dist_checkpointing.generators import (
     check_generator_states,
     check_torch_state,
@@ -23,6 +22,7 @@ from megatron.core.dist_checkpointing.generators import (
 )
 from megatron.core.parallel_config import ParallelConfig
 from megatron.core.parallel_state import ParallelState
+from megatron.core.safe_files import schema
 from megatron.core.tensor_parallel import TensorParallelRng
 
 _TRACKER_STATE = "model-parallel-rng"

@@ -27,7 +27,7 @@ from torch.utils.data import get_worker_info
 
 from megatron.core.datasets import token_dtype
 from megatron.core.datasets.ordered_workers import OrderedWorkers
-from megatron.core.dist_checkpointing.format.schema import format_value
+from megatron.core.safe_files.schema import format_value
 from megatron.core.terminal import format_error
 from megatron.training.data.documents import BadLine, Chunk
 from megatron.training.data.tokenizer import Tokenizer, is_rust_panic

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing.format.schema import limit, parse_json, read_regular
+from megatron.core.safe_files.reading import parse_json, read_regular
+from megatron.core.safe_files.schema import limit
 from megatron.core.terminal import format_error
 from megatron.training.data.tokenizer_config import TOKENIZER_TYPES, TokenizerConfig
 

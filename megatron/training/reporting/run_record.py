@@ -26,7 +26,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing.format.schema import (
+from megatron.core.safe_files.reading import parse_json, read_regular
+from megatron.core.safe_files.schema import (
     COUNT,
     boolean,
     escape_control_chars,
@@ -35,8 +36,6 @@ from megatron.core.dist_checkpointing.format.schema import (
     mapping,
     number,
     optional,
-    parse_json,
-    read_regular,
     record,
     sequence,
     text,

@@ -15,7 +15,7 @@ from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
 from megatron.conversion.model_space.source import TrainingState
 from megatron.conversion.options import WriteOptions
 from megatron.core.dist_checkpointing import CheckpointError
-from megatron.core.dist_checkpointing.format.schema import plausible
+from megatron.core.safe_files.schema import plausible
 from tests.support.memory_source import LLAMA_ARGS, random_source
 
 SECRET = "-----BEGIN OPENSSH PRIVATE KEY-----\nb3BlbnNzaC1rZXk\n-----END OPENSSH PRIVATE KEY-----\n"

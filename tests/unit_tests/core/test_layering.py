@@ -18,6 +18,7 @@ LAYERS = [
         "megatron.core.durable_files",
         "megatron.core.object_storage",
         "megatron.core.parallel_config",
+        "megatron.core.safe_files",
         "megatron.core.terminal",
     },
     {"megatron.core.dist_checkpointing", "megatron.core.imports"},
@@ -27,7 +28,7 @@ LAYERS = [
     {"megatron.core.transformer", "megatron.core.distributed"},
     {"megatron.core.models", "megatron.core.optimizer"},
     {"megatron.conversion"},
-    {"megatron.training"},
+    {"megatron.training", "megatron.checkpointer"},
     {"megatron.commands"},
 ]
 LAYER_OF = {package: level for level, packages in enumerate(LAYERS) for package in packages}
@@ -132,6 +133,7 @@ def test_dist_checkpointing_is_independent_of_models_flags_and_topology():
         "dist_checkpointing",
         "durable_files",
         "object_storage",
+        "safe_files",
         "terminal",
     )
     allowed = {f"megatron.core.{name}" for name in names}

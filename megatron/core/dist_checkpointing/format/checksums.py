@@ -19,11 +19,9 @@ from typing import NamedTuple
 
 import xxhash
 
-from megatron.core.dist_checkpointing.format import schema
-from megatron.core.dist_checkpointing.format.schema import (
-    CheckpointError,
-    open_file,
-)
+from megatron.core.safe_files import schema
+from megatron.core.safe_files.errors import CheckpointError
+from megatron.core.safe_files.reading import open_file, parse_json
 
 CHECKSUMS = "checksums.bin"
 OLD_CHECKSUMS = "checksums.json"
@@ -181,7 +179,7 @@ def _decode_json(data: bytes, where: str) -> dict[str, FileChecksums]:
     line, _, digest = data.partition(b"\n")
     if digest != xxhash.xxh3_64_hexdigest(line).encode() + b"\n":
         raise CheckpointError(f"{where}: damaged (it does not have the checksum it ends with)")
-    body = _OLD_FORM(schema.parse_json(line, where), where)
+    body = _OLD_FORM(parse_json(line, where), where)
     files: dict[str, FileChecksums] = {}
     # The hashes of a file's blocks are stored as hexadecimal digits.
     for name, file in body["files"].items():

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from megatron.core.dist_checkpointing.format.schema import CheckpointError, format_value
 from megatron.core.dist_checkpointing.mapping import BoxTable, Shape
+from megatron.core.safe_files.errors import CheckpointError
+from megatron.core.safe_files.schema import format_value
 
 
 class Location(NamedTuple):

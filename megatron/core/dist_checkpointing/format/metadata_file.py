@@ -25,22 +25,14 @@ from megatron.core.dist_checkpointing.format.metadata_index import (
     MetadataIndex,
     Read,
 )
-from megatron.core.dist_checkpointing.format.safe_globals import DtypeName, Placeholder
-from megatron.core.dist_checkpointing.format.schema import (
-    MAX_COUNT,
-    MAX_JSON,
-    MAX_RANK,
-    CheckpointError,
-    OpenFile,
-    file_name,
-    format_value,
-    open_file,
-    refuse,
-)
-from megatron.core.dist_checkpointing.format.schema import key as key_name
-from megatron.core.dist_checkpointing.format.unpickler import check_bounded, unpickle
 from megatron.core.dist_checkpointing.mapping import BoxTable, Shape
 from megatron.core.object_storage import path_of
+from megatron.core.safe_files.errors import CheckpointError
+from megatron.core.safe_files.reading import MAX_JSON, OpenFile, open_file
+from megatron.core.safe_files.safe_globals import DtypeName, Placeholder
+from megatron.core.safe_files.schema import MAX_COUNT, MAX_RANK, file_name, format_value, refuse
+from megatron.core.safe_files.schema import key as key_name
+from megatron.core.safe_files.unpickler import check_bounded, unpickle
 from megatron.core.terminal import escape_control_chars
 
 

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron.core.dist_checkpointing.format import schema
 from megatron.core.dist_checkpointing.format.metadata import (
     CheckpointMetadata,
     ChunkTable,
@@ -28,7 +27,10 @@ from megatron.core.dist_checkpointing.format.metadata import (
     StoredTensor,
     check_inside,
 )
-from megatron.core.dist_checkpointing.format.safe_globals import DTYPE_NAME
+from megatron.core.safe_files import schema
+from megatron.core.safe_files.errors import CheckpointError
+from megatron.core.safe_files.reading import parse_json
+from megatron.core.safe_files.safe_globals import DTYPE_NAME
 
 # Opcodes, or opcode and dtype of a number that varies between entries.
 Part = bytes | tuple[bytes, str]
@@ -275,7 +277,7 @@ class MetadataIndex:
 
     def __init__(self, read: Read, content: bytes, size: int, where: str) -> None:
         what = f"{where}: its index"
-        fields = _INDEX_FIELDS(schema.parse_json(content, what), what)
+        fields = _INDEX_FIELDS(parse_json(content, what), what)
         self._read = read
         self._size = size
         self._where = where
@@ -314,7 +316,7 @@ class MetadataIndex:
             file, position, length = self._read_places(number, places)  # [boxes]
             table = ChunkTable(box_offset, box_shape, self._files, file, position, length)
         except Exception as error:
-            raise schema.CheckpointError(
+            raise CheckpointError(
                 f"{what}: damaged or not written by this program ({error})"
             ) from error
         check_inside(table, shape, what)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from megatron.core.dist_checkpointing.files import COMMON
 from megatron.core.dist_checkpointing.format import hashed_copy
 from megatron.core.dist_checkpointing.format.checksums import (
     BLOCK_SIZE,
@@ -19,12 +21,10 @@ from megatron.core.dist_checkpointing.format.checksums import (
     read_checksums,
     split_at_blocks,
 )
-from megatron.core.dist_checkpointing.format.schema import (
-    CheckpointError,
-    DamagedError,
-    OpenFile,
-    open_file,
-)
+from megatron.core.object_storage import path_of
+from megatron.core.safe_files.errors import CheckpointError, DamagedError
+from megatron.core.safe_files.reading import OpenFile, open_file
+from megatron.core.safe_files.torch_load import safe_load
 
 _BLOCKS_AT_ONCE = 4
 
@@ -232,3 +232,23 @@ class VerifiedFile(OpenFile):
                 part = view[start - position : end - position]
                 part[:] = block[start - first : end - first]
             start = end
+
+
+def load_common(directory: str | os.PathLike[str], *, verify: bool = True) -> dict[str, Any]:
+    """Return the dictionary saved as `common`; {} if the checkpoint has no `common.pt`.
+
+    `verify` compares the file with its checksum if the checkpoint has checksums.
+    """
+    path = path_of(directory) / COMMON
+    if not path.exists():
+        return {}
+    verifier = None
+    if verify:
+        verifier = ChecksumVerifier.find(path.parent)
+    if verifier is not None:
+        common = safe_load(verifier.read_file(path), where=str(path))
+    else:
+        common = safe_load(path, mmap=False)
+    if not isinstance(common, dict):
+        raise CheckpointError(f"{path}: contains a {type(common).__name__} instead of a dict")
+    return common

@@ -32,14 +32,6 @@ from megatron.core.dist_checkpointing.format.checksums import (
     decode_checksums,
     hash_blocks,
 )
-from megatron.core.dist_checkpointing.format.schema import (
-    OPENERS,
-    CheckpointError,
-    OpenFile,
-    file_name,
-    open_file,
-)
-from megatron.core.dist_checkpointing.format.torch_zip import view_bytes
 from megatron.core.dist_checkpointing.local_tier import LocalTier, order_of
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.dist_checkpointing.replication import (
@@ -50,6 +42,10 @@ from megatron.core.dist_checkpointing.replication import (
     writer_of,
 )
 from megatron.core.object_storage import first_line
+from megatron.core.safe_files.errors import CheckpointError
+from megatron.core.safe_files.reading import OPENERS, OpenFile, open_file
+from megatron.core.safe_files.schema import file_name
+from megatron.core.safe_files.torch_zip import view_bytes
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,6 @@ import torch.distributed as dist
 import xxhash
 
 from megatron.core.dist_checkpointing.files import COMMON_STATE
-from megatron.core.dist_checkpointing.format.schema import CheckpointError, abbreviate
 from megatron.core.dist_checkpointing.loading.reader import Reader, Request
 from megatron.core.dist_checkpointing.mapping import (
     Box,
@@ -31,6 +30,8 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.dist_checkpointing.planning.items import Item, share_evenly
 from megatron.core.dist_checkpointing.planning.structure import LocalSpec, describe
+from megatron.core.safe_files.errors import CheckpointError
+from megatron.core.safe_files.schema import abbreviate
 
 logger = logging.getLogger(__name__)
 

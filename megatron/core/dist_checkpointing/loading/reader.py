@@ -19,9 +19,6 @@ from megatron.core.dist_checkpointing.background import same_cuda_device
 from megatron.core.dist_checkpointing.files import METADATA
 from megatron.core.dist_checkpointing.format.metadata import Location, StoredChunk
 from megatron.core.dist_checkpointing.format.metadata_file import read_metadata
-from megatron.core.dist_checkpointing.format.schema import CheckpointError, OpenFile, open_file
-from megatron.core.dist_checkpointing.format.torch_load import FileTensor, open_archive, safe_load
-from megatron.core.dist_checkpointing.format.torch_zip import make_tensor_envelope, view_bytes
 from megatron.core.dist_checkpointing.format.verified_file import ChecksumVerifier, VerifiedFile
 from megatron.core.dist_checkpointing.mapping import (
     Runs,
@@ -33,6 +30,10 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from megatron.core.dist_checkpointing.visibility import wait_until_visible
 from megatron.core.object_storage import path_of
+from megatron.core.safe_files.errors import CheckpointError
+from megatron.core.safe_files.reading import OpenFile, open_file
+from megatron.core.safe_files.torch_load import FileTensor, open_archive, safe_load
+from megatron.core.safe_files.torch_zip import make_tensor_envelope, view_bytes
 
 _BATCH = 64 << 20  # bytes: how much one task reads, and the largest temporary buffer
 _SPAN = 64 << 20  # bytes mapped at once where gaps are read through

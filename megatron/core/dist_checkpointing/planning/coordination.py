@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from megatron.core.dist_checkpointing.format.schema import CheckpointError, DamagedError
+from megatron.core.safe_files.errors import CheckpointError, DamagedError
 
 T = TypeVar("T")
 

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron.core.dist_checkpointing.format.schema import CheckpointError, abbreviate
 from megatron.core.dist_checkpointing.mapping import BoxTable, Shape
 from megatron.core.dist_checkpointing.planning.places import (
     make_shape_table,
@@ -16,6 +15,8 @@ from megatron.core.dist_checkpointing.planning.places import (
 from megatron.core.dist_checkpointing.planning.replicas import Replicas
 from megatron.core.dist_checkpointing.planning.segments import Segments
 from megatron.core.dist_checkpointing.planning.structure import TensorType
+from megatron.core.safe_files.errors import CheckpointError
+from megatron.core.safe_files.schema import abbreviate
 
 
 class _DistinctBoxes(NamedTuple):

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron.core.dist_checkpointing.format.schema import CheckpointError
 from megatron.core.dist_checkpointing.planning.places import number_places
 from megatron.core.dist_checkpointing.planning.segments import Segments
 from megatron.core.dist_checkpointing.planning.structure import TensorType
+from megatron.core.safe_files.errors import CheckpointError
 
 
 class Replicas(NamedTuple):

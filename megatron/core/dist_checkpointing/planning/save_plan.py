@@ -25,11 +25,6 @@ from megatron.core.dist_checkpointing.format.metadata import (
     StoredTensor,
 )
 from megatron.core.dist_checkpointing.format.metadata_encoder import MetadataEncoder
-from megatron.core.dist_checkpointing.format.schema import CheckpointError
-from megatron.core.dist_checkpointing.format.torch_zip import (
-    ALIGNMENT,
-    make_tensor_envelope,
-)
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.dist_checkpointing.planning.items import Item
@@ -42,6 +37,8 @@ from megatron.core.dist_checkpointing.planning.structure import (
     describe,
     pack,
 )
+from megatron.core.safe_files.errors import CheckpointError
+from megatron.core.safe_files.torch_zip import ALIGNMENT, make_tensor_envelope
 
 # Bytes of a typical envelope around raw data: many small items fill a file, too.
 _TYPICAL_ENVELOPE = 1024

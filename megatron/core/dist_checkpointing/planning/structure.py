@@ -14,7 +14,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from megatron.core.dist_checkpointing.format.schema import CheckpointError, abbreviate
 from megatron.core.dist_checkpointing.mapping import (
     Extent,
     Shape,
@@ -22,6 +21,8 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedStateDict,
     ShardedTensor,
 )
+from megatron.core.safe_files.errors import CheckpointError
+from megatron.core.safe_files.schema import abbreviate
 
 TensorType = tuple[str, Shape, torch.dtype]  # key, global shape, dtype
 

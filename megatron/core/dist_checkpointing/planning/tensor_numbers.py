@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron.core.dist_checkpointing.format.schema import CheckpointError, abbreviate
 from megatron.core.dist_checkpointing.planning.structure import PackedSpec, TensorType
+from megatron.core.safe_files.errors import CheckpointError
+from megatron.core.safe_files.schema import abbreviate
 
 
 def number_tensors(specs: Sequence[PackedSpec]) -> tuple[list[TensorType], np.ndarray]:

@@ -22,7 +22,6 @@ import torch
 from megatron.core.dist_checkpointing.background import Slot
 from megatron.core.dist_checkpointing.checkpoint_directory import CheckpointDirectory
 from megatron.core.dist_checkpointing.files import pending_directory
-from megatron.core.dist_checkpointing.format.torch_zip import view_bytes
 from megatron.core.dist_checkpointing.mapping import (
     BoxTable,
     Shape,
@@ -40,6 +39,7 @@ from megatron.core.durable_files import (
     naming,
     put_in_place,
 )
+from megatron.core.safe_files.torch_zip import view_bytes
 
 logger = logging.getLogger(__name__)
 

@@ -44,7 +44,6 @@ from megatron.core.dist_checkpointing.format.checksums import (
     encode_checksum_records,
     seal_checksums,
 )
-from megatron.core.dist_checkpointing.format.schema import CheckpointError, read_json
 from megatron.core.dist_checkpointing.generation import (
     Generation,
     SupersededError,
@@ -56,6 +55,8 @@ from megatron.core.dist_checkpointing.generation import (
 from megatron.core.dist_checkpointing.saving.commit import PendingCheckpoint, Progress, Rewrite
 from megatron.core.dist_checkpointing.saving.shard import Shard
 from megatron.core.object_storage import ConflictError, ObjectPath, OrderedUpload
+from megatron.core.safe_files.errors import CheckpointError
+from megatron.core.safe_files.reading import read_json
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from megatron.core.dist_checkpointing.format.metadata import Location
-from megatron.core.dist_checkpointing.format.torch_load import safe_load
-from megatron.core.dist_checkpointing.format.torch_zip import encode_object, pad_archive
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.safe_files.torch_load import safe_load
+from megatron.core.safe_files.torch_zip import encode_object, pad_archive
 
 _GRANULE = 1024  # objects are padded, so that a growing step count rarely changes a length
 

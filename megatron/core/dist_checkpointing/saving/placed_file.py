@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 
 from megatron.core.dist_checkpointing.background import PAGE
-from megatron.core.dist_checkpointing.format.torch_zip import view_bytes
 from megatron.core.durable_files import naming
+from megatron.core.safe_files.torch_zip import view_bytes
 
 DIRECT_SIZE = 256 << 10
 """Smallest block in bytes that is written directly: below, waiting for the disk takes longer."""

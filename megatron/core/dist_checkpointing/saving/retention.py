@@ -12,7 +12,7 @@ from pathlib import Path
 from megatron.core.dist_checkpointing.background import Workers
 from megatron.core.dist_checkpointing.checkpoint_directory import CheckpointDirectory
 from megatron.core.dist_checkpointing.files import is_complete
-from megatron.core.dist_checkpointing.format.torch_load import load_common
+from megatron.core.dist_checkpointing.format.verified_file import load_common
 from megatron.core.dist_checkpointing.generation import Generation
 from megatron.core.dist_checkpointing.lineage import Lineage
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megatron.core.dist_checkpointing.format.metadata import Location
-from megatron.core.dist_checkpointing.format.schema import CheckpointError
+from megatron.core.safe_files.errors import CheckpointError
 
 _LOOKS = 4  # per timeout: a rank is given up after 4 to 5 quarters of the timeout
 _BEATS = 8  # per timeout: at least one between two looks

@@ -20,7 +20,6 @@ import torch
 
 from megatron.core.dist_checkpointing.background import Workers
 from megatron.core.dist_checkpointing.format.checksums import encode_checksum_records
-from megatron.core.dist_checkpointing.format.schema import CheckpointError
 from megatron.core.dist_checkpointing.generation import SupersededError
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.dist_checkpointing.planning.save_plan import PreparedPlan
@@ -36,6 +35,7 @@ from megatron.core.dist_checkpointing.saving.save_barrier import (
     SaveBarrier,
     open_store,
 )
+from megatron.core.safe_files.errors import CheckpointError
 
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.saving.staging import StageAndWrite

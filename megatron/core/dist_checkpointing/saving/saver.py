@@ -32,7 +32,6 @@ import torch.distributed as dist
 
 from megatron.core.dist_checkpointing.background import SLOT_SIZE, Slot, StagingBuffer, Workers
 from megatron.core.dist_checkpointing.format.checksums import FileChecksums, hash_blocks
-from megatron.core.dist_checkpointing.format.schema import CheckpointError, open_file
 from megatron.core.dist_checkpointing.generation import Generation
 from megatron.core.dist_checkpointing.local_tier import LocalCheckpoint
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
@@ -60,6 +59,8 @@ from megatron.core.dist_checkpointing.saving.staging import (
     bind_sources,
 )
 from megatron.core.object_storage import path_of
+from megatron.core.safe_files.errors import CheckpointError
+from megatron.core.safe_files.reading import open_file
 
 logger = logging.getLogger(__name__)
 

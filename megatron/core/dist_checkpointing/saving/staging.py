@@ -35,7 +35,6 @@ from megatron.core.dist_checkpointing.format.checksums import (
     split_at_blocks,
 )
 from megatron.core.dist_checkpointing.format.hashed_copy import copy_and_hash
-from megatron.core.dist_checkpointing.format.schema import CheckpointError, abbreviate
 from megatron.core.dist_checkpointing.mapping import (
     Shape,
     ShardedStateDict,
@@ -50,6 +49,8 @@ from megatron.core.dist_checkpointing.saving.commit import PendingCheckpoint, Pr
 from megatron.core.dist_checkpointing.saving.model_export import PendingExport
 from megatron.core.dist_checkpointing.saving.objects import ObjectFile
 from megatron.core.dist_checkpointing.saving.shard import Shard
+from megatron.core.safe_files.errors import CheckpointError
+from megatron.core.safe_files.schema import abbreviate
 
 _COPIED_AT_ONCE = 16
 """Slots that one call fills from a device: the interpreter is busy for microseconds per call, and a

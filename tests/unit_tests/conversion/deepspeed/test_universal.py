@@ -22,7 +22,7 @@ from megatron.conversion.model_space.source import (
     read_whole,
 )
 from megatron.conversion.options import ReadOptions, WriteOptions
-from megatron.core.dist_checkpointing.format.torch_load import safe_load
+from megatron.core.safe_files.torch_load import safe_load
 from tests import GOLDEN
 from tests.support.distributed import DistributedPool
 from tests.support.memory_source import (

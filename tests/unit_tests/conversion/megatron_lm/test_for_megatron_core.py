@@ -9,7 +9,8 @@ import torch
 from megatron.conversion.convert import compare, convert, open_checkpoint
 from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
 from megatron.conversion.options import WriteOptions
-from megatron.core.dist_checkpointing import load_common, read_metadata, safe_load
+from megatron.core.dist_checkpointing import load_common, read_metadata
+from megatron.core.safe_files import safe_load
 from megatron.training.checkpoint.contents import make_namespace
 from megatron.training.config.parsing import parse_args
 from tests import ROOT

@@ -21,9 +21,9 @@ from megatron.core.dist_checkpointing import (
     ShardedObject,
     ShardedTensor,
     load_common,
-    safe_load,
     save,
 )
+from megatron.core.safe_files import safe_load
 from tests import ROOT
 from tests.support.compare import assert_same, read_all
 from tests.support.memory_source import LLAMA_ARGS, random_source

@@ -22,9 +22,9 @@ from megatron.core.dist_checkpointing import (
     ShardedTensor,
     load_common,
     read_metadata,
-    safe_load,
     save,
 )
+from megatron.core.safe_files import safe_load
 from tests.support.compare import assert_same, read_all
 from tests.support.memory_source import LLAMA_ARGS, random_source
 from tests.support.unpacked import unpacked

@@ -12,7 +12,8 @@ from megatron.conversion.convert import open_checkpoint
 from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
 from megatron.conversion.model_space.model import Layout, rank_parameters
 from megatron.conversion.model_space.source import optimizer_key
-from megatron.core.dist_checkpointing import CheckpointError, safe_load
+from megatron.core.dist_checkpointing import CheckpointError
+from megatron.core.safe_files import safe_load
 from tests import ROOT
 from tests.support.compare import read_all
 from tests.support.memory_source import MemorySource

@@ -361,9 +361,7 @@ def test_partial_reads_read_little_more_than_they_need(tmp_path):
 def test_columns_are_read_with_the_gaps_between_them(tmp_path, monkeypatch, mapped):
     """Where the kernel is too old to say whether a mapping can be read, spans are read."""
     if not mapped:
-        monkeypatch.setattr(
-            "megatron.core.dist_checkpointing.format.schema._MADV_POPULATE_READ", 9999
-        )
+        monkeypatch.setattr("megatron.core.safe_files.reading._MADV_POPULATE_READ", 9999)
     monkeypatch.setattr(
         "megatron.core.dist_checkpointing.loading.reader._SPAN", 100_000
     )  # several spans

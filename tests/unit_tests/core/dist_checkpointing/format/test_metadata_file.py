@@ -35,8 +35,8 @@ from megatron.core.dist_checkpointing.format.metadata_file import (
     decode_metadata,
     open_metadata,
 )
-from megatron.core.dist_checkpointing.format.schema import CheckpointError
 from megatron.core.dist_checkpointing.mapping import BoxTable
+from megatron.core.safe_files.errors import CheckpointError
 
 FILES = ("__0_0.distcp", "__0_1.distcp", "__17_0.distcp")
 

@@ -8,9 +8,10 @@ import torch
 
 from megatron.core.dist_checkpointing.format import hashed_copy, verified_file
 from megatron.core.dist_checkpointing.format.checksums import BLOCK_SIZE, compute_checksums
-from megatron.core.dist_checkpointing.format.schema import CheckpointError, open_file
-from megatron.core.dist_checkpointing.format.torch_zip import view_bytes
 from megatron.core.dist_checkpointing.format.verified_file import VerifiedFile
+from megatron.core.safe_files.errors import CheckpointError
+from megatron.core.safe_files.reading import open_file
+from megatron.core.safe_files.torch_zip import view_bytes
 
 SIZE = 7 * BLOCK_SIZE + 12345
 

@@ -7,7 +7,6 @@ import random
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.format.schema import CheckpointError
 from megatron.core.dist_checkpointing.mapping import (
     Box,
     BoxTable,
@@ -23,6 +22,7 @@ from megatron.core.dist_checkpointing.planning.structure import (
     describe,
     pack,
 )
+from megatron.core.safe_files.errors import CheckpointError
 
 
 def spec(*tensors, objects=()):

@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.core.dist_checkpointing.format.schema import CheckpointError
-from megatron.core.dist_checkpointing.mapping import Shape
+from megatron.core.safe_files.errors import CheckpointError
+from megatron.core.safe_files.schema import Shape
 from megatron.core.terminal import escape_control_chars
 
 # Bytes. Raw data is aligned in its archive, and archives are aligned in files.

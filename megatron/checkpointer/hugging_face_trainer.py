@@ -15,17 +15,17 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import TrainOutput
 
-from megatron.core.dist_checkpointing.format.schema import CheckpointError
+from megatron.checkpointer.checkpointer import (
+    Checkpointer,
+    CheckpointerOptions,
+)
+from megatron.checkpointer.state import Stateful
 from megatron.core.dist_checkpointing.generators import (
     GeneratorStates,
     check_generator_states,
     get_generator_states,
 )
-from megatron.core.dist_checkpointing.torch_programs.checkpointer import (
-    Checkpointer,
-    CheckpointerOptions,
-)
-from megatron.core.dist_checkpointing.torch_programs.state import Stateful
+from megatron.core.safe_files.errors import CheckpointError
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

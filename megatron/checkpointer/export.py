@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 from megatron.core.dist_checkpointing.format.metadata import StoredTensor
-from megatron.core.dist_checkpointing.format.schema import CheckpointError
 from megatron.core.dist_checkpointing.loading.reader import Reader
 from megatron.core.durable_files import fsync_directory, remove
+from megatron.core.safe_files.errors import CheckpointError
 
 _MODEL = "model."
 

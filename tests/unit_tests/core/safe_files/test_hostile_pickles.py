@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing.format.metadata_file import decode_metadata
-from megatron.core.dist_checkpointing.format.schema import CheckpointError
-from megatron.core.dist_checkpointing.format.torch_load import safe_load
-from megatron.core.dist_checkpointing.format.unpickler import unpickle
+from megatron.core.safe_files.errors import CheckpointError
+from megatron.core.safe_files.torch_load import safe_load
+from megatron.core.safe_files.unpickler import unpickle
 from tests.support.limited_process import run_limited
-from tests.unit_tests.core.dist_checkpointing.format.test_safe_unpickle import archive_with
+from tests.unit_tests.core.safe_files.test_safe_unpickle import archive_with
 
 # The bounds that SECURITY.md states, for a file of n bytes. The kernel counts whole seconds.
 SECONDS = 2

@@ -23,15 +23,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from megatron.checkpointer import Checkpointer
+from megatron.checkpointer.checkpointer import CheckpointerOptions
 from megatron.core import object_storage
-from megatron.core.dist_checkpointing import (
-    CheckpointDirectory,
-    Checkpointer,
-    CheckpointError,
-    Reader,
-)
+from megatron.core.dist_checkpointing import CheckpointDirectory, CheckpointError, Reader
 from megatron.core.dist_checkpointing.saving.run_saver import SaveFailedError
-from megatron.core.dist_checkpointing.torch_programs.checkpointer import CheckpointerOptions
 from tests.support.object_server import object_server
 
 

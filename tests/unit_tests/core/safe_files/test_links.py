@@ -11,7 +11,7 @@ from megatron.conversion.huggingface.directory import write_huggingface
 from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
 from megatron.conversion.options import WriteOptions
 from megatron.core.dist_checkpointing import CheckpointError
-from megatron.core.dist_checkpointing.format import links
+from megatron.core.safe_files import links
 from tests.support.memory_source import LLAMA_ARGS, random_source
 
 # Format -> names of the checkpoint that an attacker could replace with links.

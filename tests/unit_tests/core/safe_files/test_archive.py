@@ -6,8 +6,8 @@ import zipfile
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.format.schema import CheckpointError
-from megatron.core.dist_checkpointing.format.torch_zip import (
+from megatron.core.safe_files.errors import CheckpointError
+from megatron.core.safe_files.torch_zip import (
     Archive,
     encode_object,
     make_tensor_envelope,

@@ -13,22 +13,13 @@ from typing import Any
 
 import torch
 
-from megatron.core.dist_checkpointing.files import COMMON
-from megatron.core.dist_checkpointing.format.safe_globals import Storage
-from megatron.core.dist_checkpointing.format.schema import (
-    CheckpointError,
-    OpenFile,
-    open_file,
-)
-from megatron.core.dist_checkpointing.format.torch_zip import (
-    LOCAL_SIGNATURE,
-    Archive,
-    view_bytes,
-)
-from megatron.core.dist_checkpointing.format.unpickler import Budget, check_bounded, unpickle
-from megatron.core.dist_checkpointing.format.verified_file import ChecksumVerifier
-from megatron.core.dist_checkpointing.mapping import Shape
 from megatron.core.object_storage import path_of
+from megatron.core.safe_files.errors import CheckpointError
+from megatron.core.safe_files.reading import OpenFile, open_file
+from megatron.core.safe_files.safe_globals import Storage
+from megatron.core.safe_files.schema import Shape
+from megatron.core.safe_files.torch_zip import LOCAL_SIGNATURE, Archive, view_bytes
+from megatron.core.safe_files.unpickler import Budget, check_bounded, unpickle
 from megatron.core.terminal import escape_control_chars
 
 
@@ -111,26 +102,6 @@ def safe_load(
             return _load_archive(content, where, placeholders, check_crc=True)
     except OSError as error:
         raise CheckpointError(f"{where}: cannot be read: {error.strerror}") from error
-
-
-def load_common(directory: str | os.PathLike[str], *, verify: bool = True) -> dict[str, Any]:
-    """Return the dictionary saved as `common`; {} if the checkpoint has no `common.pt`.
-
-    `verify` compares the file with its checksum if the checkpoint has checksums.
-    """
-    path = path_of(directory) / COMMON
-    if not path.exists():
-        return {}
-    verifier = None
-    if verify:
-        verifier = ChecksumVerifier.find(path.parent)
-    if verifier is not None:
-        common = safe_load(verifier.read_file(path), where=str(path))
-    else:
-        common = safe_load(path, mmap=False)
-    if not isinstance(common, dict):
-        raise CheckpointError(f"{path}: contains a {type(common).__name__} instead of a dict")
-    return common
 
 
 def safe_open(source: str | os.PathLike[str], *, placeholders: bool = True) -> Any:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from megatron.checkpointer.checkpointer import (
+    Checkpointer,
+    CheckpointerOptions,
+)
+from megatron.checkpointer.state import Stateful
 from megatron.core.dist_checkpointing.generators import (
     GeneratorStates,
     check_generator_states,
     get_generator_states,
 )
-from megatron.core.dist_checkpointing.torch_programs.checkpointer import (
-    Checkpointer,
-    CheckpointerOptions,
-)
-from megatron.core.dist_checkpointing.torch_programs.state import Stateful
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer

@@ -14,9 +14,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from megatron.checkpointer.tensors import make_sharded_tensor
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.dist_checkpointing.mapping import narrow
-from megatron.core.dist_checkpointing.torch_programs.tensors import make_sharded_tensor
 
 SHAPES = [(8,), (7, 3), (2, 5), (1, 9), (3, 4, 6)]
 

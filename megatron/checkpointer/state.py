@@ -25,8 +25,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from megatron.checkpointer.tensors import is_dtensor, make_sharded_tensor
 from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata, StoredTensor
-from megatron.core.dist_checkpointing.format.schema import CheckpointError, abbreviate
 from megatron.core.dist_checkpointing.generators import (
     GeneratorStates,
     check_generator_states,
@@ -36,7 +36,8 @@ from megatron.core.dist_checkpointing.loading.load import fill
 from megatron.core.dist_checkpointing.loading.reader import Reader
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
-from megatron.core.dist_checkpointing.torch_programs.tensors import is_dtensor, make_sharded_tensor
+from megatron.core.safe_files.errors import CheckpointError
+from megatron.core.safe_files.schema import abbreviate
 from megatron.core.terminal import escape_control_chars
 
 logger = logging.getLogger(__name__)

@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.format.safe_globals import Placeholder
-from megatron.core.dist_checkpointing.format.schema import CheckpointError, UnsafePickleError
-from megatron.core.dist_checkpointing.format.torch_load import safe_load
-from megatron.core.dist_checkpointing.format.unpickler import unpickle
+from megatron.core.safe_files.errors import CheckpointError, UnsafePickleError
+from megatron.core.safe_files.safe_globals import Placeholder
+from megatron.core.safe_files.torch_load import safe_load
+from megatron.core.safe_files.unpickler import unpickle
 from tests.support.compare import assert_same
 
 

@@ -21,13 +21,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from megatron.core.dist_checkpointing.format.schema import (
-    MAX_RANK,
-    UnsafePickleError,
-    format_value,
-    is_dtype,
-)
-from megatron.core.dist_checkpointing.mapping import Shape
+from megatron.core.safe_files.errors import UnsafePickleError
+from megatron.core.safe_files.schema import MAX_RANK, Shape, format_value, is_dtype
 from megatron.core.terminal import escape_control_chars
 
 DTYPE_NAME = re.compile(r"(?:b?float|u?int|complex|bits|quint|qint)\d+\w*|bool")

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 
-from megatron.core.dist_checkpointing.format.schema import CheckpointError
 from megatron.core.dist_checkpointing.mapping import Box, Extent, Shape, ShardedTensor
+from megatron.core.safe_files.errors import CheckpointError
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

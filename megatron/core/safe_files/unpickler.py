@@ -28,7 +28,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron.core.dist_checkpointing.format.safe_globals import (
+from megatron.core.safe_files.errors import CheckpointError, UnsafePickleError
+from megatron.core.safe_files.safe_globals import (
     DTYPE_NAME,
     PLAIN_SIZE,
     SAFE_GLOBALS,
@@ -42,13 +43,7 @@ from megatron.core.dist_checkpointing.format.safe_globals import (
     make_placeholder_type,
     set_numpy_state,
 )
-from megatron.core.dist_checkpointing.format.schema import (
-    MAX_DEPTH,
-    CheckpointError,
-    UnsafePickleError,
-    format_value,
-    is_dtype,
-)
+from megatron.core.safe_files.schema import MAX_DEPTH, format_value, is_dtype
 from megatron.core.terminal import escape_control_chars
 
 _RENAMED_MODULES = {  # name in other versions of Python and numpy -> name here

@@ -1,1 +1,0 @@
-"""Checkpoints of plain PyTorch programs: modules, optimizers and DTensors instead of a trainer."""
