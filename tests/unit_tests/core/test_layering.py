@@ -20,6 +20,7 @@ LAYERS = [
         "megatron.core.parallel_config",
         "megatron.core.safe_files",
         "megatron.core.terminal",
+        "megatron.core.wings",
     },
     {"megatron.core.dist_checkpointing", "megatron.core.imports"},
     {"megatron.core.sharding"},
