@@ -23,6 +23,7 @@ with program_imports():
     from megatron.core.module import MegatronModule
     from megatron.core.terminal import print_text
     from megatron.core.transformer.placement import ContextParallel
+    from megatron.core.wings import resolve
     from megatron.training.config.checkpoint_args import read_checkpoint_args
     from megatron.training.config.parsing import (
         find_run_directory,
@@ -32,12 +33,13 @@ with program_imports():
     from megatron.training.config.run_config import Config
     from megatron.training.data.tokenizer import Tokenizer
     from megatron.training.errors import errors_explained_once
-    from megatron.training.planning.summary import dry_run
     from megatron.training.rendezvous import environment_world_size
     from megatron.training.reporting.run_record import failed_launch_recorded
     from megatron.training.restart.monitor import run_restartable
     from megatron.training.run import Batch, Datasets, Loss
     from megatron.training.training import pretrain
+
+DRY_RUN = "megatron.planning.summary:dry_run"
 
 
 def model_provider(config: Config, place: ChunkSpec) -> MegatronModule:
@@ -100,7 +102,7 @@ def main() -> None:
     # A dry run starts no process group, so it comes before anything else.
     if "--dry-run" in sys.argv:
         with errors_explained_once(status=2):
-            print_text(dry_run(sys.argv[1:], model_provider))
+            print_text(resolve(DRY_RUN)(sys.argv[1:], model_provider))
         return
     argv = sys.argv[1:]
     with errors_explained_once(), failed_launch_recorded(find_run_directory(argv), sys.argv):

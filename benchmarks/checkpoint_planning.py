@@ -43,10 +43,10 @@ from megatron.core.dist_checkpointing.planning.structure import (  # noqa: E402
 )
 from megatron.core.distributed.param_and_grad_buffer import intersect  # noqa: E402
 from megatron.core.parallel_state import ParallelState  # noqa: E402
+from megatron.planning.meta_model import MetaChunk, build_meta_chunks  # noqa: E402
 from megatron.training.config.arguments import parse_flags  # noqa: E402
 from megatron.training.config.parsing import make_config, make_flag_parser  # noqa: E402
 from megatron.training.config.run_config import Config  # noqa: E402
-from megatron.training.planning.meta_model import MetaChunk, build_meta_chunks  # noqa: E402
 from pretrain_gpt import model_provider  # noqa: E402
 
 T = TypeVar("T")

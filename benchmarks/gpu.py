@@ -52,8 +52,8 @@ from megatron.core.transformer.grouped_linear import (  # noqa: E402
 )
 from megatron.core.transformer.placement import Placement  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+from megatron.planning.run_plan import RunPlan, plan_run  # noqa: E402
 from megatron.training.config.parsing import parse_args  # noqa: E402
-from megatron.training.planning.run_plan import RunPlan, plan_run  # noqa: E402
 from megatron.training.reporting.measurements import compute_flops_per_token  # noqa: E402
 from pretrain_gpt import model_provider  # noqa: E402
 

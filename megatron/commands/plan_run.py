@@ -10,15 +10,13 @@ from typing import Any, NamedTuple
 
 from megatron.core.progress import format_size
 from megatron.core.terminal import print_json, print_line
-from megatron.training.config.arguments import Given
-from megatron.training.config.run_config import Config, ModelProvider
-from megatron.training.planning.alternatives import (
+from megatron.planning.alternatives import (
     Alternative,
     find_alternatives,
     parse_planned_flags,
     plan_flags,
 )
-from megatron.training.planning.goodput import (
+from megatron.planning.goodput import (
     DEVICE_HOURS_PER_FAILURE,
     SpentTime,
     Tier,
@@ -26,11 +24,13 @@ from megatron.training.planning.goodput import (
     draw_failures,
     simulate_run,
 )
-from megatron.training.planning.layout_search import Hardware, Layout, LayoutSearch
-from megatron.training.planning.pictures import draw_plan
-from megatron.training.planning.run_plan import RunPlan, StagePlan
-from megatron.training.planning.save_intervals import LOST_NODES_FACTOR, propose_save_intervals
-from megatron.training.planning.summary import format_plan
+from megatron.planning.layout_search import Hardware, Layout, LayoutSearch
+from megatron.planning.pictures import draw_plan
+from megatron.planning.run_plan import RunPlan, StagePlan
+from megatron.planning.save_intervals import LOST_NODES_FACTOR, propose_save_intervals
+from megatron.planning.summary import format_plan
+from megatron.training.config.arguments import Given
+from megatron.training.config.run_config import Config, ModelProvider
 from megatron.training.reporting.run_record import read_record
 
 HOUR = 3600.0  # seconds

@@ -35,6 +35,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.durable_files import encode_json, write_json
 from megatron.core.object_storage import ObjectPath, path_of
 from megatron.core.optimizer import StepResult
+from megatron.core.wings import resolve
 from megatron.training.checkpoint.contents import (
     get_state_to_save,
     get_validation_loss,
@@ -75,16 +76,13 @@ from megatron.training.exit import (
     is_multiple,
 )
 from megatron.training.initialize import initialize
-from megatron.training.planning.run_plan import plan_run
-from megatron.training.planning.summary import (
-    describe_device,
-    describe_layout,
+from megatron.training.rendezvous import environment_rank
+from megatron.training.reporting.console import (
+    configure_logging,
     format_arguments,
     format_summary,
-    summarize,
+    report_line,
 )
-from megatron.training.rendezvous import environment_rank
-from megatron.training.reporting.console import configure_logging, report_line
 from megatron.training.reporting.intervals import Iteration, OnDevice, TrainingLog
 from megatron.training.reporting.measurements import (
     compute_params_norm,
@@ -113,6 +111,8 @@ from megatron.training.run import (
 )
 
 logger = logging.getLogger(__name__)
+
+START_SUMMARY = "megatron.planning.summary:summarize_start"
 
 
 def pretrain(
@@ -550,9 +550,9 @@ def reporting(
     if run.loaded:
         start = f"iteration {run.state.iteration} of {run.loaded}"
     world_size = run.ps.world_size
-    plan = plan_run(config, world_size, model_provider, run.device.type)
-    device = f"{describe_device(run.device)} on every rank"
-    topics = summarize(config, world_size, plan, device, start)
+    topics: dict[str, str] = resolve(START_SUMMARY)(
+        config, world_size, model_provider, run.device, start
+    )
     report_line(format_summary(topics), event="start", **topics)
     if config.logging.print_args:
         report_line(
@@ -627,7 +627,7 @@ def _record_start(run: Run, record: RunRecord | None, topics: dict[str, str]) ->
         "loading": round(run.loading_seconds, 3),
         "train_iters": run.train_iters,
         "world_size": run.ps.world_size,
-        "layout": describe_layout(config, run.ps.world_size),
+        "layout": config.describe_layout(run.ps.world_size),
         "host": socket.gethostname(),
         "summary": topics,
     }

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.module import MegatronModule
+from megatron.planning.run_plan import plan_run
 from megatron.training.config.parsing import parse_args
-from megatron.training.planning.run_plan import plan_run
 from megatron.training.run import Batch, Loss
 from megatron.training.training import pretrain
 from pretrain_gpt import datasets_provider, forward_step, model_provider

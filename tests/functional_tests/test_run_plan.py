@@ -4,7 +4,7 @@ import shlex
 
 import pytest
 
-from megatron.training.planning.run_plan import RunPlan, plan_run
+from megatron.planning.run_plan import RunPlan, plan_run
 from tests.support.live_tensors import LiveTensors
 from tests.support.torch_versions import of_current_torch
 from tests.support.training_harness import (

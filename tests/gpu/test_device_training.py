@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.training.planning.run_plan import plan_run
+from megatron.planning.run_plan import plan_run
 from tests import ROOT
 from tests.support.compare import assert_same
 from tests.support.distributed import DistributedPool

@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing import (
     read_metadata,
 )
 from megatron.core.dist_checkpointing.format.checksums import find_checksums
-from megatron.training.planning.pictures import Shares
+from megatron.planning.pictures import Shares
 
 OPTIMIZER_STATE = "optimizer.state."  # prefix of keys, followed by the name of the state
 # Axis in the output -> argument of the run.

@@ -12,7 +12,7 @@ from megatron.conversion.convert import open_checkpoint
 from megatron.conversion.model_space.model import Layout, RankLoad, plan_load
 from megatron.core.progress import format_size
 from megatron.core.terminal import print_json, print_line
-from megatron.training.planning.pictures import draw_shares
+from megatron.planning.pictures import draw_shares
 
 
 def run_plan(args: argparse.Namespace) -> int:

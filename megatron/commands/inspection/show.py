@@ -13,7 +13,7 @@ from megatron.conversion.model_space.foreign import describe_foreign_mixers
 from megatron.core.progress import format_size
 from megatron.core.safe_files.schema import format_value
 from megatron.core.terminal import print_json, print_line
-from megatron.training.planning.pictures import draw_shares
+from megatron.planning.pictures import draw_shares
 
 NUM_LARGEST = 10  # tensors and files that are printed without --all
 

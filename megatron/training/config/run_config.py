@@ -133,6 +133,35 @@ class Config:
             self.pipeline_layout.pipeline_model_parallel_layout,
         )
 
+    def describe_layout(self, world_size: int) -> str:
+        """Return the parallel layout, e.g. TP 2 x CP 2 (p2p) x PP 4 (2 chunks) x DP 8."""
+        parallel = self.parallel
+
+        # Axes of the dense layers
+        sizes = [f"TP {parallel.tp_size}"]
+        if parallel.cp_size > 1:
+            comm_types = "/".join(dict.fromkeys(parallel.cp_comm_type))
+            sizes.append(f"CP {parallel.cp_size} ({comm_types})")
+        pipeline = f"PP {parallel.pp_size}"
+        if parallel.vpp_size > 1:
+            pipeline += f" ({parallel.vpp_size} chunks)"
+        sizes.append(pipeline)
+        dp_size = parallel.dp_size(world_size)
+        sizes.append(f"DP {dp_size}")
+
+        # Axes of the experts, and options that change the contents of a rank
+        layout = [" x ".join(sizes)]
+        if parallel.splits_experts:
+            edp_size = parallel.edp_size(world_size)
+            layout.append(
+                f"experts ETP {parallel.etp_size} x EP {parallel.ep_size} x DP {edp_size}"
+            )
+        if parallel.sequence_parallel:
+            layout.append("sequence parallel")
+        if self.ddp.use_distributed_optimizer:
+            layout.append("distributed optimizer")
+        return ", ".join(layout)
+
 
 ModelProvider = Callable[[Config, ChunkSpec], MegatronModule]
 """Function that builds one pipeline chunk, without initializing it."""

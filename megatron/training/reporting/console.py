@@ -40,6 +40,26 @@ def report_line(line: str, **fields: Any) -> None:
     logger.info("%s", line, extra={"fields": fields})
 
 
+def format_summary(topics: dict[str, str]) -> str:
+    """Return a summary as printed: one line per topic."""
+    lines = [f"   {topic:11} {text}" for topic, text in topics.items()]
+    return "\n".join(lines)
+
+
+def format_arguments(flags: dict[str, Any]) -> str:
+    """Return all arguments in the form of Megatron-LM (--print-args)."""
+    rows = []
+    for name, value in flags.items():
+        num_dots = 48 - len(name)
+        dots = "." * num_dots
+        rows.append(f"  {name} {dots} {value}")
+    # Megatron-LM sorts without regard to case.
+    rows.sort(key=str.lower)
+    first = f"{' arguments ':-^59}"
+    last = f"{' end of arguments ':-^59}"
+    return "\n".join([first, *rows, last])
+
+
 class _Printer(logging.Handler):
     """Handler that prints to the standard output of the moment, which tests replace.
 

@@ -30,6 +30,7 @@ LAYERS = [
     {"megatron.core.models", "megatron.core.optimizer"},
     {"megatron.conversion"},
     {"megatron.training", "megatron.checkpointer"},
+    {"megatron.planning"},
     {"megatron.commands"},
 ]
 LAYER_OF = {package: level for level, packages in enumerate(LAYERS) for package in packages}

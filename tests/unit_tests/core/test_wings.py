@@ -22,7 +22,9 @@ def list_entries() -> list[str]:
 
 
 def test_every_entry_of_the_product_resolves():
-    for entry in list_entries():
+    entries = list_entries()
+    assert entries
+    for entry in entries:
         assert callable(resolve(entry)), entry
 
 

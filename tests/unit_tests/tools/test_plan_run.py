@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from megatron.training.planning.save_intervals import find_best_interval
+from megatron.planning.save_intervals import find_best_interval
 from megatron.training.reporting.run_record import RunRecord
 from tests import ROOT
 

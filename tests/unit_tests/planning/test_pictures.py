@@ -5,14 +5,14 @@ import sys
 
 import pytest
 
-from megatron.training.config.parsing import parse_args
-from megatron.training.planning.pictures import (
+from megatron.planning.pictures import (
     draw_plan,
     draw_shares,
     make_timeline,
     select_excerpt,
 )
-from megatron.training.planning.run_plan import plan_run
+from megatron.planning.run_plan import plan_run
+from megatron.training.config.parsing import parse_args
 from pretrain_gpt import model_provider
 
 image = pytest.importorskip("matplotlib.image", reason="the extra plots is not installed")

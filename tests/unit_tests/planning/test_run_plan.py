@@ -6,10 +6,10 @@ import pytest
 
 from megatron.core.pipeline_parallel.schedules import list_actions, schedule
 from megatron.core.transformer.transformer_config import LayerKind
+from megatron.planning.activation_memory import ActivationMemory
+from megatron.planning.run_plan import count_distinct_microbatches, plan_run
+from megatron.planning.traffic import Traffic, count_sends
 from megatron.training.config.parsing import parse_args
-from megatron.training.planning.activation_memory import ActivationMemory
-from megatron.training.planning.run_plan import count_distinct_microbatches, plan_run
-from megatron.training.planning.traffic import Traffic, count_sends
 from pretrain_gpt import model_provider
 
 COMMON = (

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from megatron.core.parallel_state import ParallelState
 from megatron.core.transformer.moe import MoELayer
 from megatron.core.transformer.transformer_config import LayerKind, TransformerConfig
+from megatron.planning.activation_memory import FP32, ActivationMemory
+from megatron.planning.meta_model import MetaChunk
 from megatron.training.config.run_config import Config
-from megatron.training.planning.activation_memory import FP32, ActivationMemory
-from megatron.training.planning.meta_model import MetaChunk
 
 AXES = ("tp", "cp", "pp", "dp", "ep", "edp", "embedding")
 

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megatron.core.parallel_state import ParallelState
+from megatron.planning.meta_model import MetaChunk
+from megatron.planning.run_plan import RunPlan, StagePlan, build_stages, plan_stages
+from megatron.planning.summary import set_planned_vocab_size
 from megatron.training.config.arguments import Given
 from megatron.training.config.parsing import make_config
 from megatron.training.config.run_config import Config, ModelProvider
-from megatron.training.planning.meta_model import MetaChunk
-from megatron.training.planning.run_plan import RunPlan, StagePlan, build_stages, plan_stages
-from megatron.training.planning.summary import set_planned_vocab_size
 from megatron.training.reporting.measurements import compute_flops_per_token
 
 MICRO_BATCH_SIZES = (1, 2, 4, 8)

@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.core.transformer.placement import Placement
 from megatron.core.transformer.transformer_block import TransformerLayer
 from megatron.core.transformer.transformer_config import LayerKind, TransformerConfig
-from megatron.training.planning.activation_memory import ActivationMemory
+from megatron.planning.activation_memory import ActivationMemory
 from tests.support.torch_versions import of_current_torch
 
 SIZES = {"num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 160, "num_attention_heads": 4}

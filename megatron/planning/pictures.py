@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron.core.pipeline_parallel.schedules import Action, consumer, schedule
-from megatron.training.planning.run_plan import MEMORY_PARTS, RunPlan
+from megatron.planning.run_plan import MEMORY_PARTS, RunPlan
 
 COLORS = ["#2f6fdb", "#1a936f", "#d9730d", "#a23fbf", "#8a6d3b", "#0e8ba8", "#8e99a8"]
 FORWARD_COLOR = "#7aa7f0"

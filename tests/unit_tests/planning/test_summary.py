@@ -5,9 +5,10 @@ import shlex
 
 import pytest
 
+from megatron.planning.run_plan import plan_run
+from megatron.planning.summary import summarize
 from megatron.training.config.parsing import parse_args
-from megatron.training.planning.run_plan import plan_run
-from megatron.training.planning.summary import format_arguments, format_summary, summarize
+from megatron.training.reporting.console import format_arguments, format_summary
 from pretrain_gpt import model_provider
 
 FLAGS = (

@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from megatron import __version__
 from megatron.core.progress import format_size
+from megatron.planning.run_plan import RunPlan, StagePlan, plan_run
 from megatron.training.config.checkpoint_args import read_checkpoint_args
 from megatron.training.config.parsing import compute_replica_size, parse_args
 from megatron.training.config.run_config import Config, ModelProvider
 from megatron.training.data.tokenizer import build_tokenizer
-from megatron.training.planning.run_plan import RunPlan, StagePlan, plan_run
 from megatron.training.rendezvous import environment_world_size
+from megatron.training.reporting.console import format_summary
 
 
 def dry_run(argv: Sequence[str], model_provider: ModelProvider) -> str:
@@ -57,24 +57,16 @@ def format_plan(config: Config, world_size: int, plan: RunPlan) -> str:
     return "\n".join(lines)
 
 
-def format_summary(topics: dict[str, str]) -> str:
-    """Return a summary as printed: one line per topic."""
-    lines = [f"   {topic:11} {text}" for topic, text in topics.items()]
-    return "\n".join(lines)
-
-
-def format_arguments(flags: dict[str, Any]) -> str:
-    """Return all arguments in the form of Megatron-LM (--print-args)."""
-    rows = []
-    for name, value in flags.items():
-        num_dots = 48 - len(name)
-        dots = "." * num_dots
-        rows.append(f"  {name} {dots} {value}")
-    # Megatron-LM sorts without regard to case.
-    rows.sort(key=str.lower)
-    first = f"{' arguments ':-^59}"
-    last = f"{' end of arguments ':-^59}"
-    return "\n".join([first, *rows, last])
+def summarize_start(
+    config: Config,
+    world_size: int,
+    model_provider: ModelProvider,
+    device: torch.device,
+    start: str,
+) -> dict[str, str]:
+    """Return the description by topic of a run that starts on `device`."""
+    plan = plan_run(config, world_size, model_provider, device.type)
+    return summarize(config, world_size, plan, f"{_describe_device(device)} on every rank", start)
 
 
 def summarize(
@@ -88,7 +80,7 @@ def summarize(
 
     `start` describes where the run continues. Topics without text are omitted.
     """
-    layout = describe_layout(config, world_size)
+    layout = config.describe_layout(world_size)
     num_ranks = _format_number(world_size, "rank")
     topics = {
         "model": _describe_model(config),
@@ -115,34 +107,6 @@ def summarize(
     return {topic: text for topic, text in topics.items() if text}
 
 
-def describe_layout(config: Config, world_size: int) -> str:
-    """Return the parallel layout, e.g. TP 2 x CP 2 (p2p) x PP 4 (2 chunks) x DP 8."""
-    parallel = config.parallel
-
-    # Axes of the dense layers
-    sizes = [f"TP {parallel.tp_size}"]
-    if parallel.cp_size > 1:
-        comm_types = "/".join(dict.fromkeys(parallel.cp_comm_type))
-        sizes.append(f"CP {parallel.cp_size} ({comm_types})")
-    pipeline = f"PP {parallel.pp_size}"
-    if parallel.vpp_size > 1:
-        pipeline += f" ({parallel.vpp_size} chunks)"
-    sizes.append(pipeline)
-    dp_size = parallel.dp_size(world_size)
-    sizes.append(f"DP {dp_size}")
-
-    # Axes of the experts, and options that change the contents of a rank
-    layout = [" x ".join(sizes)]
-    if parallel.splits_experts:
-        edp_size = parallel.edp_size(world_size)
-        layout.append(f"experts ETP {parallel.etp_size} x EP {parallel.ep_size} x DP {edp_size}")
-    if parallel.sequence_parallel:
-        layout.append("sequence parallel")
-    if config.ddp.use_distributed_optimizer:
-        layout.append("distributed optimizer")
-    return ", ".join(layout)
-
-
 def get_versions() -> dict[str, str]:
     """Return the versions of the software that affects the behavior of a run."""
     return {
@@ -152,7 +116,7 @@ def get_versions() -> dict[str, str]:
     }
 
 
-def describe_device(device: torch.device) -> str:
+def _describe_device(device: torch.device) -> str:
     """Return a description of a device, e.g. `CPU, 4 threads`."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)

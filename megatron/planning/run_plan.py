@@ -18,15 +18,15 @@ from megatron.core.parallel_config import Place
 from megatron.core.parallel_state import ParallelState
 from megatron.core.pipeline_parallel.schedules import list_actions
 from megatron.core.progress import select_unit
-from megatron.training.config.run_config import Config, ModelProvider
-from megatron.training.planning.activation_memory import FP32, ActivationMemory
-from megatron.training.planning.meta_model import (
+from megatron.planning.activation_memory import FP32, ActivationMemory
+from megatron.planning.meta_model import (
     MetaChunk,
     StoredParameter,
     build_meta_chunks,
     count_stored_elements,
 )
-from megatron.training.planning.traffic import AXES, Traffic, plan_traffic
+from megatron.planning.traffic import AXES, Traffic, plan_traffic
+from megatron.training.config.run_config import Config, ModelProvider
 
 MEMORY_PARTS = {  # field of `MemoryPlan` -> name in tables
     "weights": "weights",

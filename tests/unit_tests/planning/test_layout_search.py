@@ -4,10 +4,10 @@ import shlex
 
 import pytest
 
+from megatron.planning.alternatives import parse_planned_flags
+from megatron.planning.layout_search import Hardware, LayoutSearch
+from megatron.planning.run_plan import plan_run
 from megatron.training.config.parsing import make_config
-from megatron.training.planning.alternatives import parse_planned_flags
-from megatron.training.planning.layout_search import Hardware, LayoutSearch
-from megatron.training.planning.run_plan import plan_run
 from pretrain_gpt import model_provider
 
 COMMON = (

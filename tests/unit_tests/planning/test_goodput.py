@@ -4,14 +4,14 @@ import math
 
 import pytest
 
-from megatron.training.planning.goodput import (
+from megatron.planning.goodput import (
     Failure,
     Tier,
     choose_intervals,
     draw_failures,
     simulate_run,
 )
-from megatron.training.planning.save_intervals import find_best_interval
+from megatron.planning.save_intervals import find_best_interval
 
 PERSISTENT = Tier("--save-interval", interval=10, blocking=1.0, total=4.0, loading=3.0)
 LOCAL = Tier("--non-persistent-save-interval", interval=4, blocking=1.0, total=2.0, loading=1.0)

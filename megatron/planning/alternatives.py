@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.planning.run_plan import RunPlan, plan_run
+from megatron.planning.summary import set_planned_vocab_size
 from megatron.training.config.arguments import Given, parse_flags
 from megatron.training.config.checkpoint_args import read_checkpoint_args
 from megatron.training.config.parsing import make_config, make_flag_parser, use_stored_args
 from megatron.training.config.run_config import Config, ModelProvider
-from megatron.training.planning.run_plan import RunPlan, plan_run
-from megatron.training.planning.summary import set_planned_vocab_size
 
 ALTERNATIVES: list[tuple[str, dict[str, Any]]] = [
     ("--use-distributed-optimizer", {"use_distributed_optimizer": True}),

@@ -12,7 +12,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from megatron.training.planning.save_intervals import find_best_interval
+from megatron.planning.save_intervals import find_best_interval
 
 # Llama 3: 419 unexpected interruptions in 54 days on 16,384 GPUs (The Llama 3 Herd of Models, 2024)
 DEVICE_HOURS_PER_FAILURE = 16384 * 54 * 24 / 419
