@@ -154,9 +154,10 @@ def apply_column_parallel(
 
 
 class ColumnParallelLinear(MegatronModule):
-    """Output rows are split over TP; the input is whole, the output is this rank's part.
+    """`Y = X W^T + b`: the rows of W (outputs) and b are split over TP.
 
-    With `sequence_parallel` the input is `[s/tp, b, in]`, otherwise `[s, b, in]`; the output is
+    The input is whole, the output is this rank's part: `Y_r = X W_r^T + b_r` on rank r. With
+    `sequence_parallel` the input is `[s/tp, b, in]`, otherwise `[s, b, in]`; the output is
     `[s, b, out/tp]`.
 
     If the layer is `replicated`, every rank has all rows and applies them to its own input: `[s, b,
@@ -209,10 +210,11 @@ class ColumnParallelLinear(MegatronModule):
 
 
 class RowParallelLinear(MegatronModule):
-    """Input columns are split over TP; partial outputs are summed, then the whole bias is added.
+    """`Y = sum_r X_r W_r^T + b`: the columns of W (inputs) are split over TP, b is replicated.
 
-    The input is `[s, b, in/tp]`, the output `[s, b, out]`, or `[s/tp, b, out]` with
-    `sequence_parallel`. The layer includes the norm of its output, if any, as in checkpoints.
+    Partial outputs of the ranks r are summed, then the whole bias is added. The input is
+    `[s, b, in/tp]`, the output `[s, b, out]`, or `[s/tp, b, out]` with `sequence_parallel`. The
+    layer includes the norm of its output, if any, as in checkpoints.
     """
 
     adds_bias_to_own_sequence = False
@@ -307,9 +309,10 @@ def find_local_rows(tokens: Tensor, first_row: int, num_rows: int) -> tuple[Tens
 
 
 class VocabParallelEmbedding(MegatronModule):
-    """Rows (tokens) are split over TP; `num_rows` of all ranks include the padded vocabulary.
+    """`Y = W[tokens]`: the rows of W (tokens) are split over TP, and partial outputs are summed.
 
-    `[s, b]` tokens give `[s, b, h]`, or `[s/tp, b, h]` with `sequence_parallel`.
+    `num_rows` of all ranks include the padded vocabulary. `[s, b]` tokens give `[s, b, h]`, or
+    `[s/tp, b, h]` with `sequence_parallel`.
     """
 
     def __init__(

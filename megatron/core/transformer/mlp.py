@@ -22,9 +22,10 @@ _XIELU_BETA = 0.5
 
 
 class MLP(MegatronModule):
-    """Norm and MLP, whose inner width is split over TP.
+    """`act(norm(x) W1^T) W2^T`, gated `(act(norm(x) Wg^T) * norm(x) Wu^T) W2^T`.
 
-    A gated MLP stacks gate and up projection in one matrix, and each of them is split.
+    The inner width is split over TP: W1 by rows, W2 by columns. A gated MLP stacks gate and up
+    projection in one matrix, and each of them is split.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class Norm(MegatronModule):
-    """Norm whose weight and bias are replicated over TP, unless it is given another sharding.
+    """`(x - mean) / std * w + b`, or `x / rms * w`: w and b are replicated over TP by default.
 
     With --no-norm-weights it has neither.
 
@@ -77,7 +77,7 @@ class NormAcrossHeads(Norm):
 
 
 class NormColumnParallelLinear(ColumnParallelLinear):
-    """Column-parallel layer with the norm of its input, whose parameters are stored with it.
+    """`Y = norm(X) W^T + b`: column-parallel, with the norm of its input stored next to W.
 
     With --recompute-modules layernorm the backward pass recomputes the normalized input.
     """

@@ -26,7 +26,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class TransformerLayer(MegatronModule):
-    """x + attention(norm(x)), then x + mlp(norm(x)), with dropout on both branches.
+    """`x = x + attention(norm(x))`, then `x = x + mlp(norm(x))`, with dropout on both branches.
 
     With --parallel-residual both branches have the same input.
     Norms are part of the projections before or after them (--norm-placement). A norm with several

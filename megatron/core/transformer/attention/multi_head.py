@@ -44,7 +44,7 @@ class Attention(MegatronModule):
 
 
 class SelfAttention(Attention):
-    """Multi-head attention with its norm; query groups are split over TP.
+    """`softmax(q k^T / sqrt(d)) v Wo^T` of `q, k, v = norm(x) Wqkv^T`: groups are split over TP.
 
     A rank has whole groups: query heads with their key and value head. The rows of `linear_qkv`,
     viewed as `[groups, q + 2, d]`, are the query heads of a group, its key and its value. The

@@ -28,9 +28,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class MoELayer(MegatronModule):
-    """The weighted sum of the outputs of the selected experts, plus that of the shared expert.
+    """`Y = sum_e p_e(X) expert_e(X)` over the top k experts, plus that of the shared expert.
 
-    It includes the norm of its output, if --norm-placement requires one.
+    Experts are distributed over EP, and the inner width of each is split over ETP. It includes
+    the norm of its output, if --norm-placement requires one.
     """
 
     def __init__(self, config: TransformerConfig, place: Placement, *, layer_number: int) -> None:
