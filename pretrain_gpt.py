@@ -18,7 +18,7 @@ with program_imports():
     import torch.distributed as dist
     from torch import Tensor
 
-    from megatron.core.datasets import FillInTheMiddle, build_datasets
+    from megatron.core.datasets import build_datasets
     from megatron.core.models import ChunkSpec, GPTModel, TokenLosses
     from megatron.core.module import MegatronModule
     from megatron.core.terminal import print_text
@@ -39,7 +39,9 @@ with program_imports():
     from megatron.training.run import Batch, Datasets, Loss
     from megatron.training.training import pretrain
 
+# Imported if a flag requests it
 DRY_RUN = "megatron.planning.summary:dry_run"
+FILL_IN_THE_MIDDLE = "megatron.core.datasets.fill_in_the_middle:FillInTheMiddle"
 
 
 def model_provider(config: Config, place: ChunkSpec) -> MegatronModule:
@@ -65,11 +67,9 @@ def datasets_provider(
 ) -> Datasets:
     """Build the training, validation and test samples."""
     assert config.model.vocab_size is not None
-    fim = (
-        FillInTheMiddle(config.data, tokenizer)
-        if config.data.fim_data and not config.data.mock_data
-        else None
-    )
+    fim = None
+    if config.data.fim_data and not config.data.mock_data:
+        fim = resolve(FILL_IN_THE_MIDDLE)(config.data, tokenizer)
     return build_datasets(config.data, num_samples, tokenizer.eod, config.model.vocab_size, fim)
 
 

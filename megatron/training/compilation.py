@@ -11,7 +11,6 @@ from megatron.core.module import MegatronModule
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import placement
 from megatron.core.transformer.attention import core as core_attention
-from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 
 # Functions that exchange data between ranks and overlap that with the kernels of attention, or that
 # call kernels directly.
@@ -33,9 +32,8 @@ def compile_layers(chunk: MegatronModule) -> None:
     for owner, name in _UNCOMPILED:
         _leave_uncompiled(owner, name)
     for outermost in iterate_outermost_layers(chunk):
-        layer = outermost
-        if isinstance(outermost, MultiTokenPredictionLayer):
-            layer = outermost.transformer_layer
+        # Those of multi-token prediction contain a transformer layer.
+        layer = getattr(outermost, "transformer_layer", outermost)
         for module in layer.modules():
             if isinstance(module, ColumnParallelLinear | RowParallelLinear):
                 # Replace the method of the class: torch before 2.8 compiles again for every module

@@ -23,8 +23,8 @@ from megatron.core.parallel_state import ParallelState
 from megatron.core.pipeline_parallel import run_schedule
 from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.core.transformer.backends import select_layer_spec
-from megatron.core.transformer.moe.router import compute_metrics, find_routers, finish_step
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.wings import resolve
 from megatron.training.checkpoint.saver import SaveLog, make_saver
 from megatron.training.compilation import check_compiler, compile_layers
 from megatron.training.config.batch_schedule import BatchSchedule
@@ -35,6 +35,10 @@ from megatron.training.reporting.intervals import reduce_losses
 from megatron.training.reporting.measurements import compute_flops_per_token
 from megatron.training.reporting.profiling import Timers
 from megatron.training.reporting.writers import Writer
+
+# Imported if the model has experts
+_START_EXPERTS = "megatron.core.transformer.moe.router:start_step"
+_MEASURE_EXPERTS = "megatron.core.transformer.moe.router:measure_step"
 
 
 class Loss(NamedTuple):
@@ -337,8 +341,7 @@ def start_step(run: Run, num_microbatches: int) -> None:
     scale = run.optimizer.loss_scale
     if not per_token:
         scale *= run.ps.cp.size / num_microbatches
-    for router in find_routers(run.chunks):
-        router.start_step(scale, per_token)
+    resolve(_START_EXPERTS)(run.chunks, scale, per_token)
 
 
 def measure_experts(run: Run, num_microbatches: int) -> Tensor | None:
@@ -348,10 +351,8 @@ def measure_experts(run: Run, num_microbatches: int) -> Tensor | None:
     """
     if not run.config.model.has_experts:
         return None
-    routers = find_routers(run.chunks)
-    finish_step(routers)
-    metrics = compute_metrics(run.config.model, routers, num_microbatches, run.device)
-    return metrics / run.ps.dp.size
+    measure: Callable[..., Tensor] = resolve(_MEASURE_EXPERTS)
+    return measure(run.chunks, run.config.model, num_microbatches, run.device) / run.ps.dp.size
 
 
 def activation_shape(run: Run) -> tuple[int, int, int]:

@@ -3,7 +3,6 @@
 from megatron.core.datasets.blend import BlendedDataset
 from megatron.core.datasets.builder import build_datasets
 from megatron.core.datasets.config import GPTDatasetConfig
-from megatron.core.datasets.fill_in_the_middle import FillInTheMiddle
 from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.indexed_dataset import (
     IndexedDataset,
@@ -16,7 +15,6 @@ from megatron.core.datasets.sample import Dataset, Sample
 __all__ = [
     "BlendedDataset",
     "Dataset",
-    "FillInTheMiddle",
     "GPTDataset",
     "GPTDatasetConfig",
     "IndexedDataset",

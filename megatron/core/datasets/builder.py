@@ -18,11 +18,10 @@ from megatron.core.datasets.config import (
     Split,
     compute_sequence_range,
 )
-from megatron.core.datasets.fill_in_the_middle import FillInTheMiddle
 from megatron.core.datasets.gpt_dataset import GPTDataset, find_cache_directory
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.mock import MockGPTDataset
-from megatron.core.datasets.sample import Dataset
+from megatron.core.datasets.sample import Dataset, Reorder
 from megatron.core.progress import ProgressBar
 
 logger = logging.getLogger(__name__)
@@ -38,7 +37,7 @@ def build_datasets(
     num_samples: Sequence[int | None],
     eod: int,
     vocab_size: int,
-    fim: FillInTheMiddle | None = None,
+    fim: Reorder | None = None,
 ) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
     """Return (train, valid, test) with at least `num_samples` samples each.
 
@@ -82,7 +81,7 @@ class _Builder:
     """Builds the datasets of token files; each file is opened once for all splits and blends."""
 
     def __init__(
-        self, config: GPTDatasetConfig, eod: int, vocab_size: int, fim: FillInTheMiddle | None
+        self, config: GPTDatasetConfig, eod: int, vocab_size: int, fim: Reorder | None
     ) -> None:
         self.config = config
         self.fim = fim

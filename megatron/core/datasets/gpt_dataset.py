@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 
 from megatron.core.datasets.config import GPTDatasetConfig, Split
-from megatron.core.datasets.fill_in_the_middle import FillInTheMiddle
 from megatron.core.datasets.gpt_index import GPTIndexPlan, build_gpt_index, plan_epochs
 from megatron.core.datasets.index_cache import (
     compute_array_digest,
@@ -19,7 +18,7 @@ from megatron.core.datasets.index_cache import (
     load_or_build,
 )
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.sample import PADDING, Sample, finish_sample, make_generator
+from megatron.core.datasets.sample import PADDING, Reorder, Sample, finish_sample, make_generator
 
 
 class GPTDataset:
@@ -39,7 +38,7 @@ class GPTDataset:
         config: GPTDatasetConfig,
         eod: int,
         vocab_size: int,
-        fim: FillInTheMiddle | None = None,
+        fim: Reorder | None = None,
     ) -> None:
         self.indexed = indexed
         self.fim = fim

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -9,6 +10,8 @@ import numpy as np
 from megatron.core.datasets.config import SPLITS, GPTDatasetConfig, Split
 
 Sample = dict[str, np.ndarray]
+Reorder = Callable[[np.ndarray, np.random.RandomState], np.ndarray]
+"""Reorders documents of a row of tokens, whose length is unchanged (fill-in-the-middle)."""
 
 PADDING = -1  # marks positions without a token until `finish_sample`
 

@@ -33,10 +33,13 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_parallel, gather_input
 from megatron.core.transformer.backends import select_layer_spec
-from megatron.core.transformer.multi_token_prediction import MultiTokenPrediction, shift_batch
 from megatron.core.transformer.placement import WHOLE_SEQUENCES, ContextParallel, Placement
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.wings import resolve
+
+# Imported if --mtp-num-layers requests it
+_MULTI_TOKEN_PREDICTION = "megatron.core.transformer.multi_token_prediction:MultiTokenPrediction"
 
 
 class PositionEmbedding(MegatronModule):
@@ -322,7 +325,7 @@ class GPTModel(MegatronModule):
         )
         self.mtp = None
         if has_mtp:
-            self.mtp = MultiTokenPrediction(config, place, stage)
+            self.mtp = resolve(_MULTI_TOKEN_PREDICTION)(config, place, stage)
         self.output_layer = None
         if post_process:
             # A chunk with an embedding does not need another copy of the tied matrix.
@@ -379,27 +382,29 @@ class GPTModel(MegatronModule):
             hidden_states = self.embedding(tokens, position_ids)
         assert hidden_states is not None, "all chunks but the first need input_tensor"
         hidden_states = self.decoder(hidden_states, documents)  # [s, b, h] or [s/tp, b, h]
-        if self.output_layer is None:
+        output_layer = self.output_layer
+        if output_layer is None:
             return hidden_states
-        weight = self.output_layer.weight
+        weight = output_layer.weight
         if weight is None:
             # The only copy of the tied matrix is in the embedding of this chunk.
             assert self.embedding is not None
             weight = self.embedding.word_embeddings.weight
         if self.mtp is None or labels is None:
-            return self.output_layer(hidden_states, weight, labels)
+            return output_layer(hidden_states, weight, labels)
 
         # Multi-token prediction
         assert self.embedding is not None
         if loss_mask is None:
             loss_mask = torch.ones_like(labels, dtype=torch.float32)
-        batches = shift_batch(tokens, labels, loss_mask, len(self.mtp.layers), self.cp)
-        embed = partial(self.embedding, position_ids=position_ids)
-        outputs = self.mtp(hidden_states, batches, embed, documents)
-        totals = []
-        for output, batch in zip(outputs, batches, strict=True):
-            losses = self.output_layer(output, weight, batch.labels)
-            totals.append((losses * batch.loss_mask).sum())
-        next_token = self.output_layer(hidden_states, weight, labels)
-        num_tokens = [batch.num_tokens for batch in batches]
-        return TokenLosses(next_token, torch.stack(totals), torch.stack(num_tokens))
+        totals, num_tokens = self.mtp.compute_losses(
+            hidden_states,
+            tokens,
+            labels,
+            loss_mask,
+            embed=partial(self.embedding, position_ids=position_ids),
+            compute_loss=lambda states, targets: output_layer(states, weight, targets),
+            documents=documents,
+        )
+        next_token = output_layer(hidden_states, weight, labels)
+        return TokenLosses(next_token, totals, num_tokens)

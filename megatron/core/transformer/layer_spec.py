@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.core.module import Normal
+from megatron.core.module import MegatronModule, Normal
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -23,7 +23,6 @@ from megatron.core.tensor_parallel import (
     linear_cross_entropy,
 )
 from megatron.core.transformer.attention.core import CoreAttention
-from megatron.core.transformer.grouped_linear import GroupedLinear
 from megatron.core.transformer.norm import Norm, NormColumnParallelLinear
 from megatron.core.transformer.placement import Placement
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -87,7 +86,8 @@ class LayerSpec:
     norm_column: type[NormColumnParallelLinear] = NormColumnParallelLinear
     row: type[RowParallelLinear] = RowParallelLinear
     core_attention: type[CoreAttention] = CoreAttention
-    grouped: type[GroupedLinear] = GroupedLinear
+    grouped: type[MegatronModule] | None = None
+    """Of experts; None is `GroupedLinear`."""
     # Hooks
     precision: type[Precision] = Precision
     checkpoint: Callable[..., Any] = checkpoint

@@ -131,6 +131,7 @@ class MultiTokenPrediction(MegatronModule):
     ) -> None:
         """Initialize all depths; `stage` contains the ranks that share fp8 scales."""
         super().__init__()
+        self.cp = place.cp
         # As in Megatron-LM, every depth computes in fp8, also with --first-last-layers-bf16, but in
         # bf16 where the other layers compute in fp4.
         make_precision = Precision
@@ -146,6 +147,32 @@ class MultiTokenPrediction(MegatronModule):
         first = layers[0].transformer_layer.self_attention
         for layer in layers[1:]:
             layer.transformer_layer.self_attention.share_tables(first)
+
+    def compute_losses(
+        self,
+        hidden_states: Tensor,
+        tokens: Tensor,
+        labels: Tensor,
+        loss_mask: Tensor,
+        *,
+        embed: Callable[[Tensor], Tensor],
+        compute_loss: Callable[[Tensor, Tensor], Tensor],
+        documents: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return, for each depth, the sum of the losses of the tokens that count, and their number.
+
+        `tokens`, `labels` and `loss_mask` `[b, s / cp]` are those of the model. `compute_loss`
+        returns the losses `[b, s / cp]` of representations and labels; the other arguments are
+        those of `forward`. Collective over CP.
+        """
+        batches = shift_batch(tokens, labels, loss_mask, len(self.layers), self.cp)
+        outputs = self(hidden_states, batches, embed, documents)
+        totals = []
+        for output, batch in zip(outputs, batches, strict=True):
+            losses = compute_loss(output, batch.labels)
+            totals.append((losses * batch.loss_mask).sum())
+        num_tokens = [batch.num_tokens for batch in batches]
+        return torch.stack(totals), torch.stack(num_tokens)
 
     def forward(
         self,

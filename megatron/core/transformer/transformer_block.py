@@ -20,9 +20,11 @@ from megatron.core.transformer.attention.multi_head import (
 )
 from megatron.core.transformer.backends import select_layer_spec
 from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.moe import MoELayer
 from megatron.core.transformer.placement import Placement
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.wings import resolve
+
+_MOE_LAYER = "megatron.core.transformer.moe:MoELayer"  # imported if a layer has experts
 
 
 class TransformerLayer(MegatronModule):
@@ -63,11 +65,12 @@ class TransformerLayer(MegatronModule):
 
         # MLP
         self.pre_mlp_layernorm = None
-        self.mlp: MLP | MoELayer
-        if config.moe_layer_pattern[like]:
+        self.mlp: MegatronModule
+        self.has_experts = config.moe_layer_pattern[like]
+        if self.has_experts:
             if config.has_input_norms:
                 self.pre_mlp_layernorm = spec.make_hidden_norm(config, place)
-            self.mlp = MoELayer(config, place, layer_number=number)
+            self.mlp = resolve(_MOE_LAYER)(config, place, layer_number=number)
         else:
             self.mlp = MLP(config, place)
 
@@ -116,7 +119,7 @@ class TransformerLayer(MegatronModule):
 
     def _run_mlp(self, hidden_states: Tensor) -> Tensor:
         # The name of the branch in --recompute-modules
-        module = "moe" if isinstance(self.mlp, MoELayer) else "mlp"
+        module = "moe" if self.has_experts else "mlp"
         if self.config.recomputes(module) and self.training:
             spec = select_layer_spec(self.config)
             return spec.checkpoint(self.mlp, self.place.rng, hidden_states)

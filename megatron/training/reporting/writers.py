@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta
 from typing import Any, Protocol
 
-from megatron.core.transformer.moe.router import LOAD
+from megatron.core.transformer.expert_metrics import LOAD
 from megatron.training.config.options import LoggingConfig
 from megatron.training.reporting.intervals import Interval, Iteration
 from megatron.training.reporting.run_record import RunRecord

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +22,7 @@ from megatron.core.module import (
 from megatron.core.parallel_state import ExpertAxes
 from megatron.core.tensor_parallel import recompute_intermediate
 from megatron.core.transformer.backends import select_layer_spec
+from megatron.core.transformer.grouped_linear import GroupedLinear
 from megatron.core.transformer.mlp import MLP, get_activation
 from megatron.core.transformer.moe.dispatch import DISPATCHERS
 from megatron.core.transformer.moe.router import TopKRouter
@@ -112,7 +115,7 @@ class GroupedExperts(MegatronModule):
         self, config: TransformerConfig, *, axes: ExpertAxes, device: torch.device | None = None
     ) -> None:
         super().__init__()
-        make_linear = select_layer_spec(config).grouped
+        make_linear: Callable[..., Any] = select_layer_spec(config).grouped or GroupedLinear
         # Recomputing the whole layer includes the activation.
         self.recompute = config.recomputes("moe_act") and not config.recomputes("moe")
         self.activation = get_activation(config)

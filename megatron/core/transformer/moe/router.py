@@ -19,18 +19,15 @@ from torch import Tensor, nn
 
 from megatron.core.module import Constant, MegatronModule, Normal, ParamInfo, make_parameter
 from megatron.core.parallel_state import Axis, ExpertAxes
+from megatron.core.transformer.expert_metrics import (
+    LOAD,
+    LOSS_NAMES,
+    Z_LOSS,
+    get_metric_names,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
-LOSS_NAMES = {
-    "aux_loss": "load_balancing_loss",
-    "seq_aux_loss": "seq_load_balancing_loss",
-    "global_aux_loss": "global_load_balancing_loss",
-}
-"""Names in logs, as in Megatron-LM, by --moe-router-load-balancing-type."""
-Z_LOSS = "z_loss"
-LOAD = "load"
-"""The largest load of an expert divided by the mean load."""
 _TOKENS_PER_EXPERT = "tokens_per_expert"
 
 
@@ -495,14 +492,6 @@ def finish_step(routers: Sequence[TopKRouter]) -> None:
             router.expert_bias.add_(direction, alpha=router.config.moe_router_bias_update_rate)
 
 
-def get_metric_names(config: TransformerConfig) -> list[str]:
-    """Return the names of the rows of `compute_metrics`."""
-    names = [LOSS_NAMES[kind] for kind in config.load_balancing]
-    if config.moe_z_loss_coeff:
-        names.append(Z_LOSS)
-    return [*names, LOAD]
-
-
 def compute_metrics(
     config: TransformerConfig,
     routers: Sequence[TopKRouter],
@@ -511,8 +500,8 @@ def compute_metrics(
 ) -> Tensor:
     """Return this rank's share of the metrics of each layer, `[metrics, layers]` fp64.
 
-    The metrics are the sum over the world divided by the number of data-parallel ranks. Called with
-    the routers of this rank after `finish_step`.
+    The rows are those of `get_metric_names`. The metrics are the sum over the world divided by the
+    number of data-parallel ranks. Called with the routers of this rank after `finish_step`.
     """
     names = get_metric_names(config)
     num_layers = config.num_layers + config.num_mtp_layers
@@ -526,3 +515,21 @@ def compute_metrics(
             else:
                 values[row, router.layer_number] = router.recorded[name] / num_microbatches
     return values
+
+
+def start_step(chunks: Iterable[nn.Module], loss_scale: float | Tensor, per_token: bool) -> None:
+    """Prepare the routers of these chunks for the micro-batches of a step."""
+    for router in find_routers(chunks):
+        router.start_step(loss_scale, per_token)
+
+
+def measure_step(
+    chunks: Iterable[nn.Module],
+    config: TransformerConfig,
+    num_microbatches: int,
+    device: torch.device,
+) -> Tensor:
+    """Finish the step of the routers of these chunks, and return its metrics. Collective."""
+    routers = find_routers(chunks)
+    finish_step(routers)
+    return compute_metrics(config, routers, num_microbatches, device)
