@@ -194,6 +194,7 @@ def _launch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     flat, spec = tree_flatten((args, kwargs))
     if any(_is_cuda(value) and value.numel() > _MAX_ELEMENTS for value in flat):
         return func(*args, **kwargs)
+    _check_layouts(func, args, kwargs)
     compute = _find_kernel(func)
     if compute is func and torch.Tag.nondeterministic_seeded in func.tags:
         compute = _make_random_kernel(func, flat)  # before the operator advances the generator
@@ -370,6 +371,60 @@ def _dropout(x: Tensor, p: float, train: bool | None, state: tuple[int, int]) ->
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
     kept = torch.rand(x.shape, generator=_make_generator(*state)) >= p
     return x * kept / (1 - p), kept
+
+
+# -------------------------------------------------------------------------------------------------
+# Layouts that kernels of a GPU assume, and torch does not check
+# -------------------------------------------------------------------------------------------------
+
+
+def _check_layouts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise if the kernel of a GPU would misread an argument, which torch passes on."""
+    name = func._schema.name.removeprefix("aten::")
+    names = [argument.name for argument in func._schema.arguments]
+    values = dict(zip(names, args, strict=False)) | kwargs
+    if name in _LAYOUT_CHECKS and not _LAYOUT_CHECKS[name](values):
+        layouts = {key: (*x.shape, x.stride()) for key, x in values.items() if _is_cuda(x)}
+        raise RuntimeError(f"{name}: a GPU would misread an argument, by name: {layouts}")
+
+
+def _reads_efficient_arguments(values: dict[str, Any]) -> bool:
+    """kernel_backward.h: the rows of `out` follow each other in half precision, as do those of
+    the log-sum-exp; all are read in the dtype of the query.
+    """
+    query, out, lse = values["query"], values["out"], values["logsumexp"]
+    tensors = (values["grad_out_"], values["key"], values["value"], out)
+    if any(x.dtype != query.dtype for x in tensors) or lse.dtype != torch.float32:
+        return False
+    _, heads, rows, head_dim = out.shape
+    expected = (heads * head_dim, 1)
+    is_out_read = query.dtype == torch.float32 or rows == 1 or out.stride()[2:] == expected
+    return is_out_read and lse.stride(2) == 1
+
+
+def _reads_flash_arguments(values: dict[str, Any]) -> bool:
+    """flash_api.cpp: rows begin at multiples of 16 bytes, and the log-sum-exp is contiguous."""
+    for name in ("query", "key", "value"):
+        x = values[name]
+        if any(step % 8 for step in (x.storage_offset(), *x.stride()[:-1])):
+            return False
+    lse = values.get("logsumexp")
+    return lse is None or (lse.is_contiguous() and lse.dtype == torch.float32)
+
+
+def _reads_ends(values: dict[str, Any]) -> bool:
+    """GroupMM.cu: ends of groups are contiguous."""
+    return values.get("offs") is None or values["offs"].is_contiguous()
+
+
+_LAYOUT_CHECKS = {
+    "_scaled_dot_product_efficient_attention_backward": _reads_efficient_arguments,
+    "_scaled_dot_product_flash_attention": _reads_flash_arguments,
+    "_scaled_dot_product_flash_attention_backward": _reads_flash_arguments,
+    "_flash_attention_forward": _reads_flash_arguments,
+    "_flash_attention_backward": _reads_flash_arguments,
+    "_grouped_mm": _reads_ends,
+}
 
 
 # -------------------------------------------------------------------------------------------------

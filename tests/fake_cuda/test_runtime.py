@@ -165,3 +165,40 @@ def test_operations_of_a_communicator_run_one_after_another():
 def test_errors_are_detected(scenario, message):
     result = launch(["-m", COLLECTIVES, scenario], 2, FAKE_NCCL_TIMEOUT="10")
     assert result.returncode != 0 and message in result.stderr, result.stderr
+
+
+@pytest.mark.parametrize(
+    "changed", ["out", "grad_out_", "lse", "flash lse", "query"], ids=lambda name: name
+)
+def test_layouts_that_a_kernel_would_misread(changed):
+    """Kernels of a GPU assume layouts that torch does not check: the fake runtime refuses others."""
+    aten = torch.ops.aten
+    half = {"device": "cuda", "dtype": torch.bfloat16}
+    query = torch.randn(16, 2, 4, 16, **half).permute(1, 2, 0, 3)
+    inputs = (query, query, query)
+    state = torch.zeros(2, dtype=torch.uint64, device="cuda")
+
+    def run_efficient(out, lse, dout=query):
+        gradients = [True, True, True, False]
+        aten._scaled_dot_product_efficient_attention_backward(
+            dout, *inputs, None, out, lse, state[0], state[1], 0.0, gradients, True
+        )
+
+    def run_flash(lse, query):
+        packed = query.transpose(1, 2)
+        tensors = (packed,) * 5
+        aten._flash_attention_backward(*tensors, lse, None, None, 16, 16, 0.0, True, state, state)
+
+    out, lse, _, _ = aten._scaled_dot_product_efficient_attention(*inputs, None, True, 0.0, True)
+    rows = lse[:, :, :16].contiguous()
+    run_efficient(out, lse)
+    run_flash(rows, query)
+    calls = {
+        "out": lambda: run_efficient(torch.empty_like(query), lse),
+        "grad_out_": lambda: run_efficient(out, lse, query.float()),
+        "lse": lambda: run_efficient(out, lse.mT.contiguous().mT),
+        "flash lse": lambda: run_flash(lse[:, :, :16], query),
+        "query": lambda: run_flash(rows, torch.randn(2, 4, 16, 18, **half)[..., 1:17]),
+    }
+    with pytest.raises(RuntimeError, match="would misread an argument"):
+        calls[changed]()

@@ -14,8 +14,12 @@ from megatron.core.tensor_parallel import (
     linear_cross_entropy,
 )
 from megatron.core.tensor_parallel.layers import compute_linear_weight_grad
+from megatron.core.transformer.attention import blockwise
 from megatron.core.transformer.attention import core as attention_module
 from megatron.core.transformer.attention.core import supports_grouped_heads
+from megatron.core.transformer.attention.kernels import Scoring
+from megatron.core.transformer.attention.local import local_attention
+from megatron.core.transformer.attention.masks import AttentionMask
 from megatron.core.transformer.attention.multi_head import SelfAttention
 from megatron.core.transformer.grouped_linear import GroupedLinear
 from megatron.core.transformer.mlp import MLP
@@ -23,10 +27,12 @@ from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.placement import Placement
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.support.count_calls import CountCalls
+from tests.support.fake_cuda import is_fake_cuda
+from tests.support.local_exchange import LocalExchange
 
 TOLERANCES = {
     torch.float32: 2e-5,
-    torch.bfloat16: 3e-2,
+    torch.bfloat16: 1.5e-2,
     torch.float16: 4e-3,
 }  # of the largest element
 CPU = torch.device("cpu")
@@ -126,6 +132,10 @@ RESTRICTIONS = {  # options, and lengths of documents
     "alibi, documents": ({"position_embedding_type": "alibi"}, MIXED),
     "softcap, window, documents": (WINDOW | SOFTCAP, MIXED),
     "misaligned heads, documents": ({"kv_channels": 12}, MIXED),
+    "misaligned heads, alibi, documents": (
+        {"kv_channels": 12, "position_embedding_type": "alibi"},
+        MIXED,
+    ),
     "misaligned heads, sinks": ({"kv_channels": 12} | SINKS, None),
     "wide heads, documents": ({"kv_channels": 264}, MIXED),
 }
@@ -169,6 +179,58 @@ def test_documents_and_windows(name, dtype, device):
             start += length
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("positions", "head_dim"),
+    [("alibi", 16), ("alibi", 12), ("rope", 264), ("rope", 16)],
+    ids=["alibi", "alibi, misaligned heads", "wide heads", "causal"],
+)
+def test_blocks_of_context_parallel_ranks(positions, head_dim, dtype, device):
+    """Blocks of two ranks, one after the other, equal attention to whole sequences in fp32."""
+    torch.manual_seed(0)
+    mask = AttentionMask(config(dtype, position_embedding_type=positions), (0, 1), None)
+    # [s, b, heads, d] in memory, as in a layer: 32 positions of 2 samples
+    values = [torch.randn(32, 2, 4, head_dim).to(dtype) for _ in range(4)]
+    query, key, value, dout = (x.permute(1, 2, 0, 3) for x in values)
+
+    inputs = [x.to(torch.float32, copy=True).requires_grad_() for x in (query, key, value)]
+    out = local_attention(*inputs, mask, None, Scoring())
+    out.backward(dout.float())
+    expected = [out.detach(), *(x.grad for x in inputs)]
+
+    def select_rank(x, rank):  # [b, heads, s, d] -> [b, heads, s/2, d], the chunks of a rank
+        chunks = x.chunk(4, 2)
+        memory = torch.cat((chunks[rank], chunks[3 - rank]), 2).permute(2, 0, 1, 3).contiguous()
+        return memory.to(device).permute(1, 2, 0, 3)
+
+    def join_ranks(first, second):
+        chunks = [*first.chunk(2, 2), *second.chunk(2, 2)]
+        return torch.cat([chunks[i] for i in (0, 2, 3, 1)], 2).float().cpu()
+
+    pairs = [torch.stack((select_rank(key, r), select_rank(value, r))) for r in (0, 1)]
+    exchange = LocalExchange(pairs)
+    outputs = []
+    dqueries = []
+    for rank in (0, 1):
+        own_query = select_rank(query, rank).requires_grad_()
+        context = blockwise._BlockwiseAttention.apply(
+            own_query,
+            pairs[rank].requires_grad_(),
+            None,
+            mask,
+            None,
+            Axis(rank, 2, (0, 1)),
+            exchange,
+            Scoring(),
+        )
+        context.backward(select_rank(dout, rank))
+        outputs.append(context.detach())
+        dqueries.append(own_query.grad)
+    gradients = [join_ranks(*(g[i] for g in exchange.gradients)) for i in (0, 1)]
+    found = [join_ranks(*outputs), join_ranks(*dqueries), *gradients]
+    assert_close(found, expected, TOLERANCES[dtype])
+
+
 def module_output(module, values, documents):
     with torch.no_grad():
         for param, value in zip(module.parameters(), values["weights"], strict=True):
@@ -201,18 +263,22 @@ def test_kernels_of_many_documents(options):
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [WINDOW, WINDOW | SINKS], ids=str)
 def test_windows_have_no_mask(options):
-    """A mask of `[s, s]` would need 8 times the memory of the layer's input."""
+    """The window needs far less memory than a mask of `[s, s]`.
+
+    Flash attention with a window has workspaces that grow with s, unlike cuDNN's causal attention.
+    """
+    length = 1024 if is_fake_cuda() else 8192  # where s^2 bytes are far more than these workspaces
     peaks = []
     for layer_options in ({}, options):
         module = attention(torch.bfloat16, torch.device("cuda"), **layer_options)
-        x = torch.randn(1024, 1, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        x = torch.randn(length, 1, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         module(x).float().sum().backward()  # the first call allocates workspaces
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         module(x).float().sum().backward()
         peaks.append(torch.cuda.max_memory_allocated() - before)
     without_window, with_window = peaks
-    assert with_window - without_window < 4 * x.nbytes
+    assert with_window - without_window < length * length // 2
     assert not module.core_attention.mask._static_masks
     assert not module.core_attention.mask._chunk_masks
 
@@ -320,7 +386,10 @@ def test_loss(dtype, device):
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 def test_loss_does_not_depend_on_the_size_of_a_chunk(dtype, device, monkeypatch):
-    """A GPU uses chunks 32 times as large as a CPU."""
+    """A GPU uses chunks 32 times as large as a CPU.
+
+    It sums in an order that depends on the number of rows.
+    """
     assert get_loss_chunk_elements("cuda") == 32 * get_loss_chunk_elements("cpu")
     torch.manual_seed(0)
     hidden = torch.randn(16, 2, 64).to(dtype)
@@ -331,7 +400,11 @@ def test_loss_does_not_depend_on_the_size_of_a_chunk(dtype, device, monkeypatch)
         monkeypatch.setitem(cross_entropy._CHUNK_ELEMENTS, device, elements)
         found.append(loss(dtype, device, hidden, weight, labels))
     for other in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+        if device == "cpu":
+            assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+        else:
+            assert_close(other[:1], found[0][:1], 1e-6)  # losses
+            assert_close(other[1:], found[0][1:], TOLERANCES[dtype])
 
 
 def test_embedding_gradient_is_the_same_every_time(device):

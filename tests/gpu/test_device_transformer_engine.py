@@ -15,6 +15,11 @@ from megatron.core.dist_checkpointing.loading.reader import Reader
 from tests import ROOT
 from tests.support.training_harness import COMMON, LLAMA, train
 
+# With a second cuDNN in the CUDA toolkit, Transformer Engine would open parts of both.
+_cudnn = importlib.util.find_spec("nvidia.cudnn") if importlib.util.find_spec("nvidia") else None
+if _cudnn is not None and _cudnn.submodule_search_locations:
+    os.environ.setdefault("CUDNN_HOME", _cudnn.submodule_search_locations[0])
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
@@ -30,6 +35,15 @@ EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 256 "
 FUSED = "--apply-rope-fusion --cross-entropy-loss-fusion --cross-entropy-fusion-impl te "
 WEIGHTS = "--use-distributed-optimizer --fp8-param-gather "
 DELAYED = "--fp8-amax-history-len 16 --fp8-amax-compute-algo max --deterministic-mode "
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _requires_library():
+    """Skip if the library does not load, e.g. because of two cuDNNs; the reason is its error."""
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except (ImportError, OSError) as error:
+        pytest.skip(f"Transformer Engine does not load: {error}")
 
 
 def losses(rank, world_size, flags, iterations=50):

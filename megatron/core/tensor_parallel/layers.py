@@ -25,6 +25,7 @@ from torch import Tensor
 from megatron.core.arithmetic import round_up
 from megatron.core.module import Constant, Init, MegatronModule, ParamInfo, make_parameter
 from megatron.core.parallel_state import Axis
+from megatron.core.private_operators import HAS_MIXED_ADDMM, sum_embedding_gradient
 from megatron.core.sharding import REPLICATED, Sharding
 from megatron.core.tensor_parallel.mappings import (
     Pending,
@@ -33,9 +34,6 @@ from megatron.core.tensor_parallel.mappings import (
     start_output_sum,
 )
 from megatron.core.tensor_parallel.products import multiply_by_weight
-
-# Newer versions of torch add products of half precision to an fp32 matrix in one CUDA kernel.
-_HAS_MIXED_ADDMM = "dtype_out" in torch.ops.aten.addmm.overloads()
 
 
 def compute_linear_weight_grad(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
@@ -49,7 +47,7 @@ def compute_linear_weight_grad(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor 
     if main_grad.dtype == x.dtype:
         # Product and sum in one kernel, which requires the same dtype.
         main_grad.addmm_(dy.t(), x)
-    elif x.is_cuda and _HAS_MIXED_ADDMM and not torch.compiler.is_compiling():
+    elif x.is_cuda and HAS_MIXED_ADDMM and not torch.compiler.is_compiling():
         # The same for an fp32 sum of products of half precision, which are not rounded.
         torch.addmm(main_grad, dy.t(), x, out_dtype=main_grad.dtype, out=main_grad)
     else:
@@ -63,7 +61,7 @@ def compute_embedding_weight_grad(weight: Tensor, rows: Tensor, dy: Tensor) -> T
     Returns None if the parameter has `main_grad`, to which it is then added.
     """
     if not hasattr(weight, "main_grad"):
-        return torch.ops.aten.embedding_dense_backward(dy, rows, weight.shape[0], -1, False)
+        return sum_embedding_gradient(dy, rows, weight.shape[0])
     main_grad = weight.main_grad
     # index_put_ is deterministic on GPUs, index_add_ is not.
     main_grad.index_put_((rows,), dy.to(main_grad.dtype), accumulate=True)

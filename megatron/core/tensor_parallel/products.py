@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.private_operators import HAS_ONEDNN_LINEAR, multiply_with_onednn
+
 # oneDNN compiles a kernel for each new shape in 3 to 17 ms. A product of this many multiplications
 # takes 3 ms; smaller ones would not make up for that.
 _MIN_MULTIPLICATIONS = 1 << 27
@@ -17,8 +19,7 @@ _MIN_MULTIPLICATIONS = 1 << 27
 def multiply_by_weight(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return `x W^T + b` for `x [..., in]` and `W [out, in]`. Not differentiable."""
     if _uses_onednn(x, weight):
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-        return product
+        return multiply_with_onednn(x, weight, bias)
     return F.linear(x, weight, bias)
 
 
@@ -39,7 +40,7 @@ def _is_onednn_faster() -> bool:
     MKL does not select its fastest kernels there: on an EPYC with AVX2, oneDNN takes 0.83x to 0.95x
     of its time. On other processors the two were not compared.
     """
-    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+    if not HAS_ONEDNN_LINEAR:
         return False
     try:
         processors = Path("/proc/cpuinfo").read_text()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron.core.module import Constant, Init, MegatronModule, ParamInfo, make_parameter
 from megatron.core.parallel_state import ExpertAxes
+from megatron.core.private_operators import multiply_groups
 from megatron.core.sharding import Sharding
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -132,7 +133,7 @@ def has_grouped_kernel(x: Tensor) -> bool:
 def compute_grouped_product(x: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
     """Multiply the rows `x` `[n, in]` of each expert by its matrix of `[experts, in, out]`."""
     if has_grouped_kernel(x):
-        return F.grouped_mm(x, matrices, offs=_compute_row_ends(counts))
+        return multiply_groups(x, matrices, _compute_row_ends(counts))
     output_size = matrices.shape[2]
     y = x.new_empty(len(x), output_size)
     for expert, start, stop in _find_row_ranges(counts):
@@ -164,7 +165,7 @@ def _compute_weight_grad(weight: Tensor, dy: Tensor, x: Tensor, counts: Tensor) 
 def _add_weight_grad(grad: Tensor, dy: Tensor, x: Tensor, counts: Tensor) -> None:
     """Add `dy[e]^T x[e]` to `grad[e]` of each expert e."""
     if has_grouped_kernel(x):
-        products = F.grouped_mm(dy.t(), x, offs=_compute_row_ends(counts))  # [experts, out, in]
+        products = multiply_groups(dy.t(), x, _compute_row_ends(counts))  # [experts, out, in]
         # On Blackwell the kernel does not write the products of experts without rows.
         products.masked_fill_((counts == 0).view(-1, 1, 1), 0)
         grad.add_(products)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron.core.module import Constant, MegatronModule, ParamInfo, make_parameter
+from megatron.core.private_operators import write_silu_gradient, write_tanh_gelu_gradient
 from megatron.core.transformer.backends import select_layer_spec
 from megatron.core.transformer.placement import Placement
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -102,14 +103,14 @@ class _Gate(NamedTuple):
     """The activation function of a gate, and its gradient."""
 
     forward: Callable[[Tensor], Tensor]
-    backward: Callable[..., Tensor]
+    write_gradient: Callable[[Tensor, Tensor, Tensor], None]
+    """Writes the gradient for (dy, x) to the third tensor."""
 
 
 _tanh_gelu = partial(F.gelu, approximate="tanh")
-_tanh_gelu_backward = partial(torch.ops.aten.gelu_backward.grad_input, approximate="tanh")
 _GATES = {
-    "swiglu": _Gate(F.silu, torch.ops.aten.silu_backward.grad_input),
-    "geglu": _Gate(_tanh_gelu, _tanh_gelu_backward),
+    "swiglu": _Gate(F.silu, write_silu_gradient),
+    "geglu": _Gate(_tanh_gelu, write_tanh_gelu_gradient),
 }
 
 
@@ -143,7 +144,7 @@ class _GatedActivation(torch.autograd.Function):
         dgate, dup = dx.chunk(2, -1)  # views of dx, into which the gradients are written
         # y = activation(gate) * up
         torch.mul(dy, activation.forward(gate), out=dup)
-        activation.backward(dy * up, gate, grad_input=dgate)
+        activation.write_gradient(dy * up, gate, dgate)
         return dx, None
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from megatron.core.apex import import_apex
 from megatron.core.module import Constant, MegatronModule, ParamInfo, make_parameter
 from megatron.core.parallel_state import Axis
+from megatron.core.private_operators import HAS_FUSED_RMS_NORM
 from megatron.core.sharding import REPLICATED, Sharding
 from megatron.core.tensor_parallel import ColumnParallelLinear, recompute_intermediate
 from megatron.core.tensor_parallel.mappings import (
@@ -121,9 +122,6 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         return self.normalize(x, self.layer_norm_weight, self.layer_norm_bias)
 
 
-_HAS_FUSED_RMS_NORM = hasattr(torch.ops.aten, "_fused_rms_norm")  # not in older versions
-
-
 @dataclass(frozen=True)
 class Normalization:
     """The computation of a norm."""
@@ -181,7 +179,7 @@ def _has_fused_rms_norm(x: Tensor, weight: Tensor | None) -> bool:
     Otherwise it takes more kernels, and keeps more tensors, than `_RMSNorm`.
     """
     has_one_dtype = weight is None or x.dtype == weight.dtype
-    return x.is_cuda and has_one_dtype and _HAS_FUSED_RMS_NORM
+    return x.is_cuda and has_one_dtype and HAS_FUSED_RMS_NORM
 
 
 @cache

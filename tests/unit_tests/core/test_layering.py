@@ -18,6 +18,7 @@ LAYERS = [
         "megatron.core.durable_files",
         "megatron.core.object_storage",
         "megatron.core.parallel_config",
+        "megatron.core.private_operators",
         "megatron.core.safe_files",
         "megatron.core.terminal",
         "megatron.core.wings",
@@ -70,6 +71,18 @@ def test_imports_go_down():
                 wrong.append(f"{module} imports {name}")
     assert not wrong, "\n".join(wrong)
     assert "megatron.core.dist_checkpointing" in seen
+
+
+def test_private_operators_are_called_in_one_module():
+    """Kernels trust the layouts of their arguments, which `private_operators` checks."""
+    pattern = re.compile(
+        r"torch\.ops\.|torch\._(foreach|fused|scaled|grouped|flash|cudnn|efficient)_"
+    )
+    calls = []
+    for path in sorted((ROOT / "megatron").rglob("*.py")):
+        if path.name != "private_operators.py":
+            calls += [f"{path}: {call.group()}" for call in pattern.finditer(path.read_text())]
+    assert not calls, "\n".join(calls)
 
 
 def import_graph() -> dict[str, set[str]]:
@@ -135,6 +148,7 @@ def test_dist_checkpointing_is_independent_of_models_flags_and_topology():
         "dist_checkpointing",
         "durable_files",
         "object_storage",
+        "private_operators",
         "safe_files",
         "terminal",
     )

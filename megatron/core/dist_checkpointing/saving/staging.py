@@ -49,6 +49,7 @@ from megatron.core.dist_checkpointing.saving.commit import PendingCheckpoint, Pr
 from megatron.core.dist_checkpointing.saving.model_export import PendingExport
 from megatron.core.dist_checkpointing.saving.objects import ObjectFile
 from megatron.core.dist_checkpointing.saving.shard import Shard
+from megatron.core.private_operators import copy_tensors
 from megatron.core.safe_files.errors import CheckpointError
 from megatron.core.safe_files.schema import abbreviate
 
@@ -149,7 +150,7 @@ class DeviceCopies:
     def queue(self) -> None:
         """Queue all copies on the current stream."""
         if self._targets:
-            torch._foreach_copy_(self._targets, self._sources, non_blocking=True)
+            copy_tensors(self._targets, self._sources)
         # One product at a time: its memory serves for the next one, because the stream is the same.
         for target, content, scale in self._scaled:
             with _PRODUCTS:

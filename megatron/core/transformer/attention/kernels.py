@@ -17,8 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_aten = torch.ops.aten
-_NO_DROPOUT = 0.0
+from megatron.core.private_operators import (
+    run_cpu_attention,
+    run_cpu_attention_backward,
+    run_efficient_attention,
+    run_efficient_attention_backward,
+    run_flash_attention,
+    run_flash_attention_backward,
+)
+
 SCORES_AT_ONCE = 1 << 24
 """Maximum number of fp32 scores that the plain implementation computes at once."""
 # With fewer key heads than query heads, the CPU kernel of older versions reads and writes out of
@@ -137,14 +144,13 @@ def attend(
     scale = scoring.scale
     if query.device.type != "cuda":
         dtype = _select_cpu_dtype(query.dtype)
-        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+        out, lse = run_cpu_attention(
             query.to(dtype),
             key.to(dtype),
             value.to(dtype),
-            _NO_DROPOUT,
+            _make_cpu_mask(block),
             block.causal,
-            attn_mask=_make_cpu_mask(block),
-            scale=scale,
+            scale,
         )
         return out.to(query.dtype), lse
     if _uses_flash(query, block):
@@ -152,10 +158,7 @@ def attend(
 
     # The memory-efficient kernel, for masks and fp32
     mask = _align_mask(block.mask, query, key)
-    returns_lse = True
-    out, padded_lse, _, _ = _aten._scaled_dot_product_efficient_attention(
-        query, key, value, mask, returns_lse, _NO_DROPOUT, block.causal, scale=scale
-    )
+    out, padded_lse = run_efficient_attention(query, key, value, mask, block.causal, scale)
     num_rows = query.shape[2]
     return out, padded_lse[:, :, :num_rows]  # the kernel pads the rows
 
@@ -308,19 +311,16 @@ def _run_flash(
 ) -> tuple[Tensor, Tensor]:
     """Compute `attend` by flash attention, all documents in one call."""
     arguments = _FlashArguments.of(query, key, block)
-    out, lse, *_ = _aten._flash_attention_forward(
+    out, lse = run_flash_attention(
         arguments.pack(query),
         arguments.pack(key),
         arguments.pack(value),
         arguments.offsets,
-        arguments.offsets,
         arguments.max_rows,
         arguments.max_columns,
-        _NO_DROPOUT,
         block.causal,
-        False,  # do not return the probabilities
-        scale=scale,
-        window_size_left=block.window,
+        scale,
+        block.window,
     )
     if block.documents is not None:
         # [heads, b * s] -> [b, heads, s]
@@ -342,26 +342,20 @@ def _run_flash_backward(
     arguments = _FlashArguments.of(query, key, block)
     if block.documents is not None:
         lse = lse.transpose(0, 1).flatten(1)  # [heads, b * s]
-    rng_state = _make_unused_rng_state(query.device)
-    gradients = _aten._flash_attention_backward(
+    dq, dk, dv = run_flash_attention_backward(
         arguments.pack(dout),
         arguments.pack(query),
         arguments.pack(key),
         arguments.pack(value),
         arguments.pack(out),
-        lse.contiguous(),
-        arguments.offsets,
+        lse.contiguous(),  # that of a block is a view of all rows
         arguments.offsets,
         arguments.max_rows,
         arguments.max_columns,
-        _NO_DROPOUT,
         block.causal,
-        rng_state,
-        rng_state,
-        scale=scale,
-        window_size_left=block.window,
+        scale,
+        block.window,
     )
-    dq, dk, dv = gradients
     return arguments.unpack(dq), arguments.unpack(dk), arguments.unpack(dv)
 
 
@@ -397,11 +391,6 @@ class _FlashArguments(NamedTuple):
         if self.offsets is not None:
             x = x.unflatten(0, (self.batch, -1))
         return x.transpose(1, 2)
-
-
-def _make_unused_rng_state(device: torch.device) -> Tensor:
-    """Return seed and offset of the dropout that the forward pass would have applied."""
-    return torch.zeros(2, dtype=torch.uint64, device=device)
 
 
 def _attend_to_documents(
@@ -470,17 +459,16 @@ def _run_fused_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Call the backward pass of the kernel that `attend` calls for these tensors."""
     if query.device.type != "cuda":
-        dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        dq, dk, dv = run_cpu_attention_backward(
             dout.float(),
             query.float(),
             key.float(),
             value.float(),
             out.float(),
             lse,
-            _NO_DROPOUT,
+            _make_cpu_mask(block),
             block.causal,
-            attn_mask=_make_cpu_mask(block),
-            scale=scale,
+            scale,
         )
         dtype = query.dtype
         return dq.to(dtype), dk.to(dtype), dv.to(dtype)
@@ -489,27 +477,15 @@ def _run_fused_backward(
 
     # The memory-efficient kernel, for masks and fp32. In the forward pass it has padded the rows to
     # a multiple of 32.
-    rng_state = _make_unused_rng_state(query.device)
     num_rows = query.shape[2]
     padding = -num_rows % 32
     padded_lse = F.pad(lse, (0, padding), value=torch.inf)
-    needs_gradient = [True, True, True, False]  # query, key, value, mask
-    dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
-        dout,
-        query,
-        key,
-        value,
-        _align_mask(block.mask, query, key),
-        out,
-        padded_lse,
-        rng_state[0],
-        rng_state[1],
-        _NO_DROPOUT,
-        needs_gradient,
-        block.causal,
-        scale=scale,
+    # It reads rows of `out` at a fixed distance. This copies nothing if `out` is its own output.
+    row_major_out = out.transpose(1, 2).contiguous().transpose(1, 2)
+    mask = _align_mask(block.mask, query, key)
+    return run_efficient_attention_backward(
+        dout, query, key, value, mask, row_major_out, padded_lse, block.causal, scale
     )
-    return dq, dk, dv
 
 
 def _select_cpu_dtype(dtype: torch.dtype) -> torch.dtype:
