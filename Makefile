@@ -70,7 +70,7 @@ interop: setup
 
 fake-cuda:
 	$(PYTHON) tests/fake_cuda/build.py --torch $(FAKE_CUDA_TORCH)
-	OMP_NUM_THREADS=1 .fake-cuda/$(FAKE_CUDA_TORCH)/bin/python -m pytest -q -rs -n 2 \
+	OMP_NUM_THREADS=1 .fake-cuda/$(FAKE_CUDA_TORCH)/bin/python -m pytest -q -rs -n 2 --tb=short \
 		$(PYTEST_ARGS) tests/fake_cuda tests/gpu
 
 clean:

@@ -307,7 +307,7 @@ def write_tanh_gelu_gradient(dy: Tensor, x: Tensor, dx: Tensor) -> None:
 
 
 def _check_target(operator: str, x: Tensor, dx: Tensor) -> None:
-    # A target of another shape would be resized, and a view no longer refer to its tensor.
+    # The operator would resize another target, which then no longer is a view of its tensor.
     if dx.shape != x.shape:
         _refuse(operator, "the target", dx, f"the input has the shape {list(x.shape)}")
 

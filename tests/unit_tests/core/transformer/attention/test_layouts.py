@@ -177,14 +177,3 @@ def test_misleading_tensors_of_the_cpu_are_refused():
     x = torch.randn(4, 8)
     refuse("has the shape", private_operators.write_silu_gradient, x, x, x[:2])
     refuse("only fp32", private_operators.multiply_with_onednn, x, x.bfloat16(), None)
-
-
-def test_checks_are_compiled():
-    """Without a graph break, which `fullgraph` refuses, and without operators of their own."""
-    heads = torch.randn(BATCH, HEADS, LENGTH, 16)
-
-    def run(query):
-        return private_operators.run_cpu_attention(query, query, query, None, True, None)[0]
-
-    compiled = torch.compile(run, backend="eager", fullgraph=True)
-    assert torch.equal(compiled(heads), run(heads))
