@@ -8,6 +8,7 @@ raises ValueError for tensors that a kernel would misread. Names of sources are 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -316,6 +317,12 @@ def copy_tensors(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Queue copies of all tensors in one call, which releases the interpreter."""
     # ForeachUtils.h only permits one kernel for dense tensors of the same strides on one device.
     torch._foreach_copy_(targets, sources, non_blocking=True)
+
+
+def compute_norms(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the 2-norm of each tensor."""
+    # ForeachUtils.h only permits one kernel for dense tensors of one dtype on one device.
+    return torch.stack(torch._foreach_norm(tensors))
 
 
 def _refuse(operator: str, name: str, tensor: Tensor, requirement: str) -> NoReturn:

@@ -673,6 +673,12 @@ def _add_mixed_product(matrix, a, b, out_dtype, *, beta=1, alpha=1, out):
     return torch.addmm(matrix, a.to(out_dtype), b.to(out_dtype), beta=beta, alpha=alpha, out=out)
 
 
+def _norms(tensors, order=2, dtype=None):
+    """Return 2-norms, which a GPU sums over so many threads that hardly anything is lost."""
+    norms = [torch.linalg.vector_norm(x, order, dtype=torch.float64) for x in tensors]
+    return [norm.to(dtype or x.dtype) for norm, x in zip(norms, tensors, strict=True)]
+
+
 def _embedding_bag(weight, indices, offsets, *args):
     """Return the rows of the bags, and the bag of each index, which only the CUDA kernel returns."""
     rows = torch.ops.aten._embedding_bag.default(weight, indices, offsets, *args)[0]
@@ -688,6 +694,7 @@ _KERNELS = {
     "_fused_rms_norm": _rms_norm,
     "_fused_rms_norm_backward": _rms_norm_backward,
     "addmm.dtype_out": _add_mixed_product,
+    "_foreach_norm": _norms,
     "_flash_attention_forward": _packed_flash_attention,
     "_flash_attention_backward": _packed_flash_attention_backward,
     "_scaled_dot_product_flash_attention_backward": _flash_attention_backward,

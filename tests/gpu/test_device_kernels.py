@@ -5,6 +5,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.core.module import Normal
+from megatron.core.optimizer.grad_norm import sum_of_squares
 from megatron.core.parallel_state import Axis, ExpertAxes
 from megatron.core.tensor_parallel import (
     TensorParallelRng,
@@ -360,6 +361,25 @@ def test_experts_without_tokens_have_no_gradient(device):
     expected[0] = dy[:24].float().cpu().T @ x[:24].float().cpu()
     expected[2] = dy[24:].float().cpu().T @ x[24:].float().cpu()
     assert_close([linear.weight.main_grad.cpu()], [expected], TOLERANCES[torch.bfloat16])
+
+
+def test_gradient_norm(device):
+    """Of tensors in a buffer, with and without whole blocks, relative to fp64."""
+    torch.manual_seed(0)
+    sizes = (64, 3 * 65536 + 192, 1 << 20)
+    host = torch.randn(sum(sizes)) * torch.logspace(-4, 0, sum(sizes))
+    expected = host.double().square().sum()
+    grads = host.to(device).split(sizes)
+    with CountCalls() as calls:
+        found = sum_of_squares(grads, torch.device(device))
+    assert found.dtype == torch.float64
+    assert_close([found.cpu()], [expected], 2e-6)
+    if device == "cuda":
+        assert calls.count["_foreach_norm"] == 1 and calls.count.total() < 6
+    bad = host.clone()
+    bad[-1] = torch.nan
+    assert sum_of_squares(bad.to(device).split(sizes), torch.device(device)).isnan()
+    assert sum_of_squares([], torch.device(device)) == 0
 
 
 def loss(dtype, device, hidden, weight, labels):
