@@ -11,6 +11,7 @@ from megatron.core.module import MegatronModule
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import placement
 from megatron.core.transformer.attention import core as core_attention
+from megatron.core.transformer.attention.multi_head import Attention
 
 # Functions that exchange data between ranks and overlap that with the kernels of attention, or that
 # call kernels directly.
@@ -22,13 +23,15 @@ _UNCOMPILED = (
 )
 
 
-def compile_layers(chunk: MegatronModule) -> None:
+def compile_layers(chunk: MegatronModule, seq_length: int) -> None:
     """Compile norms, rotation, attention, activation and residual sums of every layer.
 
     Layers of the same shape share one compilation. The matrix products of linear layers are not
     compiled: they are library calls in any case, and they add to gradient buffers and overlap with
-    collectives. Modules, hooks and keys stay the same.
+    collectives. Modules, hooks and keys stay the same. Rotary tables of `seq_length` positions are
+    computed before: in a graph, the first layer would differ from all others.
     """
+    _prepare_rotary_tables(chunk, seq_length)
     for owner, name in _UNCOMPILED:
         _leave_uncompiled(owner, name)
     for outermost in iterate_outermost_layers(chunk):
@@ -42,6 +45,14 @@ def compile_layers(chunk: MegatronModule) -> None:
         # `fallback_random`: dropout draws the same numbers as without compilation.
         compiled = torch.compile(layer.forward, options={"fallback_random": True})
         layer.forward = compiled  # type: ignore[method-assign]
+
+
+def _prepare_rotary_tables(chunk: MegatronModule, seq_length: int) -> None:
+    first_param = next(chunk.parameters(), None)
+    for module in chunk.modules():
+        if isinstance(module, Attention) and module.rotary is not None:
+            assert first_param is not None
+            module.rotary.prepare(seq_length, first_param.dtype, first_param.device)
 
 
 def _leave_uncompiled(owner: Any, name: str) -> None:

@@ -244,7 +244,7 @@ def build_chunks(
         wrapped = DistributedDataParallel(chunk, config.ddp, ps.dp_cp, ps.edp, keep_values=False)
         chunk.initialize(seed)
         if config.distributed.compile:
-            compile_layers(wrapped)
+            compile_layers(wrapped, config.data.seq_length)
         chunks.append(wrapped)
     return chunks
 

@@ -40,7 +40,7 @@ def count_graphs(num_layers, monkeypatch):
         )
         model = GPTModel(config, make_vocab_size_divisible_by=8)
         model.initialize(1)
-        compile_layers(model)
+        compile_layers(model, 16)
     tokens = torch.arange(32).view(2, 16)
     model(tokens, torch.arange(16).expand(2, 16), labels=tokens).mean().backward()
     torch.compiler.reset()
@@ -49,7 +49,7 @@ def count_graphs(num_layers, monkeypatch):
 
 @of_current_torch
 def test_number_of_compilations_does_not_grow_with_layers(monkeypatch):
-    assert 0 < count_graphs(12, monkeypatch) == count_graphs(2, monkeypatch)
+    assert 0 < count_graphs(12, monkeypatch) == count_graphs(1, monkeypatch)
 
 
 @pytest.mark.parametrize(

@@ -187,6 +187,10 @@ class RotaryTables:
             self._tables[key] = self._make_rotary(length, dtype, device)
         return self._tables[key]
 
+    def prepare(self, whole_length: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Compute the rotation of this rank's part of sequences of `whole_length` positions."""
+        self(whole_length // self._cp.size, dtype, device)
+
     def _make_rotary(self, length: int, dtype: torch.dtype, device: torch.device) -> Rotary:
         """Compute the rotation of this rank's `length` positions."""
         cp = self._cp
