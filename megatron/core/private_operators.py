@@ -322,7 +322,7 @@ def copy_tensors(targets: list[Tensor], sources: list[Tensor]) -> None:
 def compute_norms(tensors: Sequence[Tensor]) -> Tensor:
     """Return the 2-norm of each tensor."""
     # ForeachUtils.h only permits one kernel for dense tensors of one dtype on one device.
-    return torch.stack(torch._foreach_norm(tensors))
+    return torch.stack(torch._foreach_norm(list(tensors)))
 
 
 def _refuse(operator: str, name: str, tensor: Tensor, requirement: str) -> NoReturn:
