@@ -32,12 +32,12 @@ from safetensors.torch import save_file
 from scratch import DIRECTORY_HELP, create_scratch_directory
 
 from megatron.conversion.huggingface.directory import HuggingFaceSource
-from megatron.conversion.loading import load_from_source
 from megatron.conversion.model_space.model import model_config
 from megatron.core.dist_checkpointing import ShardedStateDict
 from megatron.core.models import GPTModel
 from megatron.core.parallel_config import ParallelConfig
 from megatron.core.parallel_state import ParallelState
+from megatron.core.run_checkpoint.loading import load_from_source
 
 PROCESSES = 2
 LAYOUTS = {

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from megatron.commands.conversion_options import make_read_options, make_write_options
-from megatron.conversion.convert import ConversionReport, open_found, write_checkpoint
-from megatron.conversion.formats import require_checkpoint
+from megatron.conversion.convert import ConversionReport, write_checkpoint
 from megatron.conversion.merge import (
     MergedSource,
     WeightedInput,
@@ -22,9 +21,12 @@ from megatron.conversion.merge import (
     parse_input,
     resolve_weights,
 )
-from megatron.conversion.model_space.source import WORD_EMBEDDINGS, AveragedWeights, average_key
+from megatron.conversion.model_space.views import AveragedWeights
+from megatron.conversion.opening import open_found
 from megatron.core.object_storage import path_of
 from megatron.core.progress import ProgressBar
+from megatron.core.run_checkpoint.formats import require_checkpoint
+from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS, average_key
 from megatron.core.safe_files.links import allow_links
 
 

@@ -14,132 +14,50 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from megatron.conversion.deepspeed.universal import UniversalSource, write_universal
+from megatron.conversion.deepspeed.universal import write_universal
 from megatron.conversion.edits import apply_edits
-from megatron.conversion.formats import CheckpointRef, require_checkpoint
 from megatron.conversion.huggingface.directory import (
-    HuggingFaceSource,
     list_foreign_fields,
     write_huggingface,
 )
 from megatron.conversion.megatron_lm.hybrid import HybridLayers
-from megatron.conversion.megatron_lm.legacy_reader import LegacySource
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
 from megatron.conversion.megatron_lm.torch_dist import (
     StackedLayers,
-    open_torch_dist,
     write_torch_dist,
 )
-from megatron.conversion.model_space.foreign import WithForeignTensors, describe_foreign_mixers
+from megatron.conversion.model_space.foreign import WithForeignTensors
 from megatron.conversion.model_space.model import Layout
 from megatron.conversion.model_space.pieces import is_bitwise_equal
-from megatron.conversion.model_space.source import (
+from megatron.conversion.model_space.views import AveragedWeights, SourceView
+from megatron.conversion.opening import open_checkpoint
+from megatron.conversion.options import ReadOptions, WriteOptions
+from megatron.conversion.output_directory import exclusive_output_dir, pending_name
+from megatron.core.dist_checkpointing import CheckpointDirectory, write_tracker
+from megatron.core.dist_checkpointing.mapping import Shape, cut_rows
+from megatron.core.dist_checkpointing.saving.commit import Progress, no_progress
+from megatron.core.dist_checkpointing.source import TensorInfo
+from megatron.core.durable_files import fsync_tree, put_in_place
+from megatron.core.object_storage import ObjectPath
+from megatron.core.progress import format_size
+from megatron.core.run_checkpoint.keys import (
     ADAM,
     WORD_EMBEDDINGS,
-    AveragedWeights,
-    Progress,
-    Shape,
-    Source,
-    SourceView,
-    TensorInfo,
     average_key,
     foreign_name,
     full_precision_key,
     has_mixed_states,
     is_foreign,
     is_weight,
-    no_progress,
     optimizer_states,
 )
-from megatron.conversion.options import ReadOptions, WriteOptions
-from megatron.conversion.output_directory import exclusive_output_dir, pending_name
-from megatron.conversion.stored_tokenizer import (
-    copy_tokenizer_files,
-    write_tokenizer_files,
-)
-from megatron.core.dist_checkpointing import CheckpointDirectory, CheckpointError, write_tracker
-from megatron.core.dist_checkpointing.format.checksums import CHECKSUMS, find_checksums
-from megatron.core.dist_checkpointing.mapping import cut_rows
-from megatron.core.dist_checkpointing.verification import INTEGRITY, find_integrity_problems
-from megatron.core.durable_files import fsync_tree, put_in_place
-from megatron.core.object_storage import ObjectPath
-from megatron.core.progress import format_size
+from megatron.core.run_checkpoint.source import Source
+from megatron.core.run_checkpoint.tokenizer_files import copy_tokenizer_files, write_tokenizer_files
 from megatron.core.safe_files.schema import file_name
 
 _COMPARED_BYTES = 64 << 20  # of a tensor at once
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-# ---- Reading ----
-
-READERS: dict[str, Callable[[Path, ReadOptions], Source]] = {
-    "torch_dist": open_torch_dist,
-    "legacy": LegacySource,
-    "hf": HuggingFaceSource,
-    "universal": UniversalSource,
-}
-_RENAMING_READERS = ("torch_dist", "hf")
-
-
-def open_checkpoint(
-    root: Path,
-    loader: str = "auto",
-    step: int | None = None,
-    read_options: ReadOptions | None = None,
-) -> Source:
-    """Open the checkpoint that `root` means (see `formats.find_checkpoint`)."""
-    return open_found(require_checkpoint(root, step, loader), read_options)
-
-
-def open_found(found: CheckpointRef, read_options: ReadOptions | None = None) -> Source:
-    """Open a checkpoint that was already found, possibly by another process."""
-    read_options = read_options or ReadOptions()
-    if read_options.verify:
-        _require_checksums(found)
-    if read_options.renames and found.format not in _RENAMING_READERS:
-        raise ValueError(
-            f"--rename: {found.directory} is a {found.format} checkpoint; tensors of "
-            f"{' and '.join(_RENAMING_READERS)} checkpoints can be renamed"
-        )
-    source = READERS[found.format](found.directory, read_options)
-    # Arguments of the command line take precedence.
-    source.args.update(read_options.args)
-    if not read_options.keep_foreign:
-        _refuse_foreign_mixers(source)
-    return source
-
-
-def _refuse_foreign_mixers(source: Source) -> None:
-    """Raise ValueError for a model whose layers this program cannot run."""
-    mixers = describe_foreign_mixers(source.args)
-    if mixers:
-        raise ValueError(
-            f"{source.description} has {mixers}, which the trainer does not have: this model "
-            "cannot be trained here. convert.py and merge.py copy these layers with --keep-foreign"
-        )
-
-
-def _require_checksums(found: CheckpointRef) -> None:
-    """Raise CheckpointError unless the checkpoint contains checksums.
-
-    Blocks are compared with `checksums.bin` when they are read. Megatron-LM's `integrity.json` has
-    a hash of each file, so all files are read here, on rank 0 only.
-    """
-    if find_checksums(found.directory) is not None:
-        return
-    if not (found.directory / INTEGRITY).is_file():
-        raise CheckpointError(
-            f"--ckpt-verify: {found.directory} ({found.format}) has neither {CHECKSUMS} nor "
-            f"{INTEGRITY} to compare it with: drop the flag, or convert the checkpoint first "
-            "(tools/checkpoint/convert.py --saver torch_dist)"
-        )
-    if dist.is_initialized() and dist.get_rank() > 0:
-        return
-    problems = find_integrity_problems(found.directory)
-    if problems:
-        raise CheckpointError("\n".join(problems))
 
 
 # ---- Writing ----

@@ -19,13 +19,14 @@ from megatron.conversion.model_space.model import (
     model_parameters,
     read_vocabulary_rows,
 )
-from megatron.conversion.model_space.source import (
+from megatron.conversion.model_space.views import SourceView
+from megatron.conversion.options import WriteOptions
+from megatron.core.dist_checkpointing.mapping import Box, Shape, cut_rows
+from megatron.core.dist_checkpointing.source import TensorInfo
+from megatron.core.distributed.param_and_grad_buffer import ParamSpec
+from megatron.core.run_checkpoint.keys import (
     AVERAGE,
     WORD_EMBEDDINGS,
-    Shape,
-    Source,
-    SourceView,
-    TensorInfo,
     average_key,
     full_precision_key,
     is_foreign,
@@ -33,9 +34,7 @@ from megatron.conversion.model_space.source import (
     optimizer_states,
     split_key,
 )
-from megatron.conversion.options import WriteOptions
-from megatron.core.dist_checkpointing.mapping import Box, cut_rows
-from megatron.core.distributed.param_and_grad_buffer import ParamSpec
+from megatron.core.run_checkpoint.source import Source
 from megatron.core.tensor_parallel import compute_padded_vocab_size
 from megatron.core.transformer.transformer_config import TransformerConfig
 

@@ -26,18 +26,18 @@ from megatron.conversion.model_space.model import (
     make_export_config,
     model_tensors,
 )
-from megatron.conversion.model_space.source import (
+from megatron.conversion.model_space.views import SourceView
+from megatron.conversion.options import WriteOptions
+from megatron.core.dist_checkpointing.mapping import Shape
+from megatron.core.run_checkpoint.keys import (
     WORD_EMBEDDINGS,
-    Shape,
-    Source,
-    SourceView,
     average_key,
     foreign_name,
     full_precision_key,
     is_foreign,
     optimizer_states,
 )
-from megatron.conversion.options import WriteOptions
+from megatron.core.run_checkpoint.source import Source
 
 
 def merge_adapters(source: Source, directories: Sequence[Path], options: WriteOptions) -> Source:

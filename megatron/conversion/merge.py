@@ -10,26 +10,26 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.conversion.formats import (
+from megatron.conversion.model_space.foreign import list_foreign
+from megatron.conversion.model_space.model import model_config, read_vocabulary_rows
+from megatron.conversion.model_space.pieces import is_bitwise_equal
+from megatron.conversion.model_space.views import SourceView
+from megatron.core.dist_checkpointing import CheckpointDirectory
+from megatron.core.dist_checkpointing.mapping import Shape
+from megatron.core.run_checkpoint.formats import (
     NoCheckpointError,
     find_named_checkpoint,
     find_problem,
     is_checkpoint_itself,
     list_newest_first,
 )
-from megatron.conversion.model_space.foreign import list_foreign
-from megatron.conversion.model_space.model import model_config, read_vocabulary_rows
-from megatron.conversion.model_space.pieces import is_bitwise_equal
-from megatron.conversion.model_space.source import (
-    Shape,
-    Source,
-    SourceView,
+from megatron.core.run_checkpoint.keys import (
     foreign_name,
     full_precision_key,
     optimizer_states,
     split_key,
 )
-from megatron.core.dist_checkpointing import CheckpointDirectory
+from megatron.core.run_checkpoint.source import Source
 from megatron.core.transformer.transformer_config import compute_model_signature, flag_name
 
 _SUM_TOLERANCE = 1e-6

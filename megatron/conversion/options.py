@@ -28,8 +28,6 @@ class ReadOptions:
     """
     optimizer: bool = True
     """Read the optimizer state."""
-    as_saved: bool = False
-    """Keep the keys of a checkpoint that a run of this program saved, for any model."""
     verify: bool | None = None
     """Whether to compare blocks that are read with checksums.bin. None: if the checkpoint contains
     it; True: it is required; False: never.

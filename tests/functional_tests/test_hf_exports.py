@@ -9,7 +9,8 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.conversion.convert import convert, open_checkpoint
+from megatron.conversion.convert import convert
+from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import WriteOptions
 from megatron.core import object_storage
 from megatron.core.dist_checkpointing import CheckpointDirectory

@@ -5,7 +5,8 @@ import shutil
 import pytest
 import torch
 
-from megatron.conversion.convert import convert, open_checkpoint
+from megatron.conversion.convert import convert
+from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import ReadOptions, WriteOptions
 from tests.support.compare import assert_same
 from tests.support.training_harness import (

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron.conversion.convert import open_checkpoint
-from megatron.conversion.megatron_lm.args import find_param_groups
-from megatron.conversion.model_space.source import read_whole
+from megatron.conversion.opening import open_checkpoint
 from megatron.core.dist_checkpointing import load_common
+from megatron.core.dist_checkpointing.source import read_whole
 from megatron.core.optimizer import UPDATE_RULES
+from megatron.core.run_checkpoint.common_state import find_param_groups
 from tests import ROOT
 from tests.support.compare import assert_same
 from tests.support.training_harness import DISTRIBUTED_OPTIMIZER, LLAMA, get_losses, train, whole

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.conversion.formats import is_extra_state
 from megatron.core.datasets import IndexedDatasetBuilder
 from megatron.core.dist_checkpointing import Reader
 from megatron.core.dist_checkpointing.files import COMMON_STATE
+from megatron.core.run_checkpoint.extra_states import is_extra_state
 from megatron.training.config.parsing import parse_args
 from megatron.training.training import pretrain
 from pretrain_gpt import datasets_provider, forward_step, model_provider

@@ -4,7 +4,8 @@ import shlex
 
 import pytest
 
-from megatron.conversion.convert import compare, open_checkpoint
+from megatron.conversion.convert import compare
+from megatron.conversion.opening import open_checkpoint
 from megatron.training.checkpoint.resume import check_same_model, list_training_differences
 from megatron.training.config.parsing import parse_args
 from megatron.training.config.stored_args import normalize_stored_args

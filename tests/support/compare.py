@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron.conversion.model_space.source import Source, read_whole
+from megatron.core.dist_checkpointing.source import read_whole
+from megatron.core.run_checkpoint.source import Source
 
 
 def read_all(source: Source) -> dict[str, torch.Tensor]:

@@ -6,14 +6,10 @@ from typing import Any
 import torch
 
 from megatron.conversion.model_space.model import model_config, model_tensors
-from megatron.conversion.model_space.source import (
-    ADAM,
-    SGD,
-    Shape,
-    TensorInfo,
-    TrainingState,
-    optimizer_key,
-)
+from megatron.core.dist_checkpointing.mapping import Shape
+from megatron.core.dist_checkpointing.source import TensorInfo
+from megatron.core.run_checkpoint.keys import ADAM, SGD, optimizer_key
+from megatron.core.run_checkpoint.source import TrainingState
 
 
 @dataclass

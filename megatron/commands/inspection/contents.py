@@ -11,17 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from megatron.commands.inspection.view import READ_EVERYTHING
-from megatron.conversion.convert import open_checkpoint
-from megatron.conversion.megatron_lm.torch_dist import Reader, read_common
 from megatron.conversion.model_space.model import name_model_part
-from megatron.conversion.model_space.source import TensorInfo
+from megatron.conversion.opening import open_checkpoint
 from megatron.core.dist_checkpointing import (
     CheckpointMetadata,
+    Reader,
     StoredTensor,
     load_common,
     read_metadata,
 )
 from megatron.core.dist_checkpointing.format.checksums import find_checksums
+from megatron.core.dist_checkpointing.source import TensorInfo
+from megatron.core.run_checkpoint.reader import read_common
 from megatron.planning.pictures import Shares
 
 OPTIMIZER_STATE = "optimizer.state."  # prefix of keys, followed by the name of the state

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.commands.inspection.view import READ_EVERYTHING
-from megatron.conversion.convert import open_checkpoint
 from megatron.conversion.model_space.model import Layout, RankLoad, plan_load
+from megatron.conversion.opening import open_checkpoint
 from megatron.core.progress import format_size
 from megatron.core.terminal import print_json, print_line
 from megatron.planning.pictures import draw_shares

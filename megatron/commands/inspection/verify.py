@@ -6,12 +6,6 @@ import argparse
 from dataclasses import asdict
 from pathlib import Path
 
-from megatron.conversion.formats import (
-    FORMATS,
-    detect_format,
-    find_named_checkpoint,
-    require_checkpoint,
-)
 from megatron.core.dist_checkpointing.verification import (
     VerifyReport,
     compute_verify_size,
@@ -19,6 +13,12 @@ from megatron.core.dist_checkpointing.verification import (
     write_integrity,
 )
 from megatron.core.progress import ProgressBar, format_size
+from megatron.core.run_checkpoint.formats import (
+    FORMATS,
+    detect_format,
+    find_named_checkpoint,
+    require_checkpoint,
+)
 from megatron.core.terminal import print_json, print_line
 
 
@@ -30,7 +30,7 @@ def find_verify_target(root: Path, step: int | None) -> Path:
     path, _ = find_named_checkpoint(root, step)
     if path is None or not has_tensor_files(path):
         path = require_checkpoint(root, step).directory
-    is_torch_dist = FORMATS["torch_dist"]
+    is_torch_dist = FORMATS["torch_dist"].is_format
     if not is_torch_dist(path) and not has_tensor_files(path):
         raise ValueError(
             f"{path} is a {detect_format(path)} checkpoint; only torch_dist can be verified"

@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 import torch
 
-from megatron.conversion.convert import open_checkpoint
-from megatron.conversion.formats import require_checkpoint
 from megatron.conversion.megatron_lm.torch_dist import Reader
-from megatron.conversion.model_space.source import Shape, TensorInfo
+from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import ReadOptions
 from megatron.core.dist_checkpointing import StoredTensor
-from megatron.core.dist_checkpointing.mapping import cut_rows
+from megatron.core.dist_checkpointing.mapping import Shape, cut_rows
+from megatron.core.dist_checkpointing.source import TensorInfo
+from megatron.core.run_checkpoint.formats import require_checkpoint
 
 # Includes tensors that the model does not have.
 READ_EVERYTHING = ReadOptions(keep_foreign=True)

@@ -9,24 +9,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron.conversion.file_names import ZERO
-from megatron.core.safe_files.reading import read_regular
-from megatron.core.safe_files.schema import file_name
+from megatron.core.run_checkpoint.file_names import ENGINE_LATEST, ENGINE_MODEL_FILES, ZERO
+from megatron.core.run_checkpoint.formats import read_tag
 
-LATEST = "latest"
-_MODEL_FILES = "*mp_rank_*_model_states.pt"
 _OPTIMIZER_FILES = "*_optim_states.pt"
-
-
-def read_tag(path: Path) -> str | None:
-    """Return the name of a directory that one of DeepSpeed's trackers contains, None without it.
-
-    Raises CheckpointError for anything but the name of a directory.
-    """
-    if not path.is_file():
-        return None
-    name = read_regular(path, limit=4096).decode(errors="replace").strip()
-    return file_name(name, f"{path}: the name in it")
 
 
 def find_engine_checkpoint(root: Path) -> Path | None:
@@ -34,13 +20,13 @@ def find_engine_checkpoint(root: Path) -> Path | None:
     has saved. None if there is none.
     """
     found: list[Path] = []
-    for path in [*root.glob(_MODEL_FILES), *root.glob(f"*/{_MODEL_FILES}")]:
+    for path in [*root.glob(ENGINE_MODEL_FILES), *root.glob(f"*/{ENGINE_MODEL_FILES}")]:
         is_universal = (path.parent / ZERO).is_dir()
         if not is_universal and path.parent not in found:
             found.append(path.parent)
     if not found:
         return None
-    latest = read_tag(root / LATEST)
+    latest = read_tag(root / ENGINE_LATEST)
     return next((path for path in found if path.name == latest), min(found))
 
 

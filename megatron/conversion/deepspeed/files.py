@@ -18,21 +18,20 @@ from typing import Any
 import torch
 
 from megatron.conversion.deepspeed.names import map_to_model_space
-from megatron.conversion.file_names import ZERO
 from megatron.conversion.model_space.pieces import find_archive_faults
-from megatron.conversion.model_space.source import (
+from megatron.core.dist_checkpointing.mapping import Shape
+from megatron.core.optimizer import UPDATE_RULES
+from megatron.core.run_checkpoint.checks import (
     GRAD_SCALER,
-    OPTIMIZER_STATES,
     PARAM_GROUP,
     RANKS,
     SIZE,
-    WORD_EMBEDDINGS,
-    Shape,
     check_namespace,
     check_scalar,
     check_scheduler,
 )
-from megatron.core.optimizer import UPDATE_RULES
+from megatron.core.run_checkpoint.file_names import ZERO
+from megatron.core.run_checkpoint.keys import OPTIMIZER_STATES, WORD_EMBEDDINGS
 from megatron.core.safe_files import safe_load
 from megatron.core.safe_files.schema import (
     COUNT,

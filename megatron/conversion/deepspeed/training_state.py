@@ -12,12 +12,8 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from megatron.conversion.model_space.source import (
-    TrainingState,
-    plain_args,
-    plain_numbers,
-    refuse_other_models,
-)
+from megatron.core.run_checkpoint.checks import plain_args, plain_numbers, refuse_other_models
+from megatron.core.run_checkpoint.source import TrainingState
 from megatron.core.safe_files.safe_globals import Placeholder
 from megatron.core.transformer.transformer_config import TransformerConfig
 

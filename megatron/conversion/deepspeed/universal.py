@@ -34,7 +34,6 @@ from megatron.conversion.deepspeed.training_state import (
     read_args,
     read_training,
 )
-from megatron.conversion.file_names import LATEST, ZERO
 from megatron.conversion.model_space.foreign import ForeignFile, write_foreign_file
 from megatron.conversion.model_space.model import (
     check_parameters,
@@ -54,29 +53,28 @@ from megatron.conversion.model_space.pieces import (
     unpack_rows,
     write_archive,
 )
-from megatron.conversion.model_space.source import (
+from megatron.conversion.options import ReadOptions, WriteOptions
+from megatron.core.dist_checkpointing.mapping import Shape
+from megatron.core.dist_checkpointing.saving.commit import Progress, no_progress
+from megatron.core.dist_checkpointing.source import TensorInfo
+from megatron.core.durable_files import committed, fsync_tree
+from megatron.core.run_checkpoint.checks import plain_args
+from megatron.core.run_checkpoint.file_names import LATEST, ZERO
+from megatron.core.run_checkpoint.keys import (
     ADAM,
     WORD_EMBEDDINGS,
-    Progress,
-    Shape,
-    Source,
-    TensorInfo,
-    TrainingState,
     full_precision_key,
     is_foreign,
-    no_progress,
     optimizer_key,
     optimizer_states,
-    plain_args,
     split_key,
 )
-from megatron.conversion.options import ReadOptions, WriteOptions
-from megatron.conversion.stored_tokenizer import (
+from megatron.core.run_checkpoint.source import Source, TrainingState
+from megatron.core.run_checkpoint.tokenizer_files import (
     copy_tokenizer_files,
     find_stored_tokenizer,
     write_tokenizer_files,
 )
-from megatron.core.durable_files import committed, fsync_tree
 from megatron.core.safe_files.schema import file_name
 from megatron.core.transformer.transformer_config import TransformerConfig, flag_name
 

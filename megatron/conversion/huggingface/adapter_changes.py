@@ -14,8 +14,7 @@ from functools import partial
 import torch
 
 from megatron.conversion.huggingface.safetensors_files import Stored
-from megatron.conversion.model_space.source import Shape
-from megatron.core.dist_checkpointing.mapping import narrow
+from megatron.core.dist_checkpointing.mapping import Shape, narrow
 
 # Libraries compute the product with a single row in another order than that with several.
 _MIN_ROWS = 64

@@ -67,29 +67,26 @@ from megatron.conversion.model_space.model import (
     resolve_arguments,
 )
 from megatron.conversion.model_space.pieces import is_bitwise_equal, make_empty_directory
-from megatron.conversion.model_space.source import (
+from megatron.conversion.options import ReadOptions, WriteOptions
+from megatron.core.dist_checkpointing import CheckpointError
+from megatron.core.dist_checkpointing.files import CLAIM
+from megatron.core.dist_checkpointing.mapping import Shape
+from megatron.core.dist_checkpointing.saving.commit import Progress, no_progress
+from megatron.core.dist_checkpointing.source import TensorInfo, read_whole
+from megatron.core.durable_files import discard, fsync_tree, write_json
+from megatron.core.object_storage import ConflictError, ObjectPath
+from megatron.core.run_checkpoint.keys import (
     WORD_EMBEDDINGS,
-    Progress,
-    Shape,
-    Source,
-    TensorInfo,
-    TrainingState,
     foreign_key,
     foreign_name,
     full_precision_key,
     is_foreign,
     is_trained,
     is_weight,
-    no_progress,
     optimizer_key,
-    read_whole,
     split_key,
 )
-from megatron.conversion.options import ReadOptions, WriteOptions
-from megatron.core.dist_checkpointing import CheckpointError
-from megatron.core.dist_checkpointing.files import CLAIM
-from megatron.core.durable_files import discard, fsync_tree, write_json
-from megatron.core.object_storage import ConflictError, ObjectPath
+from megatron.core.run_checkpoint.source import Source, TrainingState
 from megatron.core.safe_files import schema
 from megatron.core.safe_files.reading import read_json
 from megatron.core.transformer.transformer_config import TransformerConfig, compute_model_signature

@@ -28,7 +28,6 @@ from megatron.conversion.huggingface.stored_parameters import (
 )
 from megatron.conversion.huggingface.weight_files import lay_out_weight_files, write_index
 from megatron.conversion.model_space.model import model_config, model_tensors
-from megatron.conversion.model_space.source import TensorInfo, is_trained
 from megatron.conversion.options import WriteOptions
 from megatron.core.dist_checkpointing.saving.model_export import (
     ExportedTensor,
@@ -36,6 +35,8 @@ from megatron.core.dist_checkpointing.saving.model_export import (
     ExportPlan,
     TensorPlace,
 )
+from megatron.core.dist_checkpointing.source import TensorInfo
+from megatron.core.run_checkpoint.keys import is_trained
 
 _STEM = "model"
 

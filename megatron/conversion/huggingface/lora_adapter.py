@@ -27,8 +27,8 @@ from megatron.conversion.huggingface.adapter_files import (
 from megatron.conversion.huggingface.family import Family
 from megatron.conversion.huggingface.safetensors_files import Stored
 from megatron.conversion.huggingface.wrappers import remove_wrapper_prefix
-from megatron.conversion.model_space.source import Shape
 from megatron.core.dist_checkpointing import CheckpointError
+from megatron.core.dist_checkpointing.mapping import Shape
 from megatron.core.safe_files.schema import abbreviate, key
 
 _PREFIX = "base_model.model."

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from megatron.conversion.file_names import PARAMS
 from megatron.conversion.huggingface.safetensors_files import Stored
 from megatron.conversion.model_space.pieces import (
     RowMap,
@@ -25,8 +24,9 @@ from megatron.conversion.model_space.pieces import (
     map_separate_qkv,
     read_stored_rows,
 )
-from megatron.conversion.model_space.source import Shape
 from megatron.core.dist_checkpointing import CheckpointError, Reader
+from megatron.core.dist_checkpointing.mapping import Shape
+from megatron.core.run_checkpoint.file_names import PARAMS
 from megatron.core.safe_files import schema
 from megatron.core.safe_files.reading import read_json
 

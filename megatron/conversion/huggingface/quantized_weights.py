@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatron.conversion.huggingface.safetensors_files import Stored
-from megatron.conversion.model_space.source import Shape
+from megatron.core.dist_checkpointing.mapping import Shape
 from megatron.core.safe_files import schema
 
 SCALES = "_scale_inv"

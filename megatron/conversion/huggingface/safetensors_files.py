@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.conversion.model_space.pieces import ReadRegion
-from megatron.conversion.model_space.source import Shape, TensorInfo
-from megatron.core.dist_checkpointing.mapping import narrow
+from megatron.core.dist_checkpointing.mapping import Shape, narrow
 from megatron.core.dist_checkpointing.saving.placed_file import write_at
+from megatron.core.dist_checkpointing.source import TensorInfo
 from megatron.core.object_storage import ObjectPath, OrderedUpload
 from megatron.core.safe_files import FileTensor, schema
 from megatron.core.safe_files.reading import open_file, parse_json

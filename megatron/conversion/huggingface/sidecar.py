@@ -19,23 +19,20 @@ from megatron.conversion.huggingface.safetensors_files import Stored, open_safet
 from megatron.conversion.huggingface.stored_parameters import StoredParameter
 from megatron.conversion.huggingface.weight_files import Outgoing
 from megatron.conversion.model_space.pieces import map_unchanged
-from megatron.conversion.model_space.source import (
+from megatron.core.dist_checkpointing.mapping import Shape
+from megatron.core.durable_files import write_json
+from megatron.core.run_checkpoint.checks import ARGUMENTS, TRAINING_STATE, plain_args
+from megatron.core.run_checkpoint.keys import (
     ADAM,
-    ARGUMENTS,
     OPTIMIZER_STATES,
-    TRAINING_STATE,
-    Shape,
-    Source,
-    TrainingState,
     full_precision_key,
     has_mixed_states,
     is_trained,
     list_parameter_states,
     optimizer_key,
     optimizer_states,
-    plain_args,
 )
-from megatron.core.durable_files import write_json
+from megatron.core.run_checkpoint.source import Source, TrainingState
 from megatron.core.safe_files import schema
 from megatron.core.safe_files.reading import named_file, read_json
 

@@ -18,7 +18,8 @@ from megatron.conversion.model_space.pieces import (
     map_unchanged,
     swap_halves,
 )
-from megatron.conversion.model_space.source import WORD_EMBEDDINGS, Shape
+from megatron.core.dist_checkpointing.mapping import Shape
+from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 OUTPUT = "output_layer.weight"

@@ -19,8 +19,8 @@ from megatron.conversion.huggingface.stored_parameters import (
 )
 from megatron.conversion.model_space.model import model_tensors
 from megatron.conversion.model_space.pieces import unpack_rows
-from megatron.conversion.model_space.source import WORD_EMBEDDINGS, Shape
-from megatron.core.dist_checkpointing.mapping import cut_rows
+from megatron.core.dist_checkpointing.mapping import Shape, cut_rows
+from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 HEAD = "lm_head.weight"

@@ -10,8 +10,8 @@ import torch
 from megatron.conversion.huggingface.safetensors_files import Stored
 from megatron.conversion.huggingface.stored_parameters import StoredParameter
 from megatron.conversion.model_space.pieces import pack_rows, read_stored_rows
-from megatron.conversion.model_space.source import Shape, Source
-from megatron.core.dist_checkpointing.mapping import narrow
+from megatron.core.dist_checkpointing.mapping import Shape, narrow
+from megatron.core.run_checkpoint.source import Source
 
 
 def name_weights(source: Source, parts: Iterable[StoredParameter]) -> dict[str, Stored]:

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 
-from megatron.conversion.file_names import CONSOLIDATED
 from megatron.conversion.huggingface.other_layouts import join_consolidated, open_dcp
 from megatron.conversion.huggingface.quantized_weights import (
     BLOCK_SIZE,
@@ -36,17 +35,15 @@ from megatron.conversion.model_space.pieces import (
     read_stored_rows,
     run_jobs,
 )
-from megatron.conversion.model_space.source import (
-    Progress,
-    Shape,
-    Source,
-    TensorInfo,
-    foreign_name,
-)
 from megatron.core.dist_checkpointing.files import METADATA
-from megatron.core.dist_checkpointing.mapping import cut_rows, narrow
+from megatron.core.dist_checkpointing.mapping import Shape, cut_rows, narrow
+from megatron.core.dist_checkpointing.saving.commit import Progress
+from megatron.core.dist_checkpointing.source import TensorInfo
 from megatron.core.durable_files import committed, encode_json, write_json
 from megatron.core.object_storage import ObjectPath
+from megatron.core.run_checkpoint.file_names import CONSOLIDATED
+from megatron.core.run_checkpoint.keys import foreign_name
+from megatron.core.run_checkpoint.source import Source
 from megatron.core.safe_files import safe_load, schema
 from megatron.core.safe_files.reading import named_file, read_json
 

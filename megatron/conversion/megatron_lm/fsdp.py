@@ -23,11 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.conversion.edit_options import rename_tensors
-from megatron.conversion.megatron_lm.args import (
-    find_param_groups,
-    read_arguments,
-    read_training_state,
-)
+from megatron.conversion.megatron_lm.args import read_arguments
 from megatron.conversion.megatron_lm.optimizer_state import (
     PieceTable,
     has_optimizer,
@@ -35,29 +31,30 @@ from megatron.conversion.megatron_lm.optimizer_state import (
 )
 from megatron.conversion.model_space.model import (
     check_optimizer_complete,
-    find_norm_key,
     model_config,
     model_parameters,
     read_vocabulary_rows,
     rename_prediction_layer,
 )
 from megatron.conversion.model_space.pieces import ReadRegion
-from megatron.conversion.model_space.source import (
+from megatron.conversion.options import ReadOptions
+from megatron.core.dist_checkpointing import CheckpointError, Reader
+from megatron.core.dist_checkpointing.mapping import Shape
+from megatron.core.dist_checkpointing.source import TensorInfo
+from megatron.core.distributed.param_and_grad_buffer import ParamSpec
+from megatron.core.run_checkpoint.checks import plain_numbers
+from megatron.core.run_checkpoint.common_state import find_param_groups, read_training_state
+from megatron.core.run_checkpoint.keys import (
     WORD_EMBEDDINGS,
-    Shape,
-    TensorInfo,
-    TrainingState,
+    find_norm_key,
     foreign_key,
     foreign_name,
     is_foreign,
     is_trained,
     optimizer_key,
-    plain_numbers,
 )
-from megatron.conversion.options import ReadOptions
-from megatron.conversion.stored_tokenizer import find_stored_tokenizer
-from megatron.core.dist_checkpointing import CheckpointError, Reader
-from megatron.core.distributed.param_and_grad_buffer import ParamSpec
+from megatron.core.run_checkpoint.source import TrainingState
+from megatron.core.run_checkpoint.tokenizer_files import find_stored_tokenizer
 
 # Names of wrappers around the model. Their number depends on the precision and the version.
 _WRAPPERS = re.compile(r"(?:model|module|)\.")

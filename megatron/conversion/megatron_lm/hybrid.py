@@ -15,22 +15,19 @@ from typing import Any
 
 import torch
 
-from megatron.conversion.model_space.source import Shape, Source, SourceView, is_weight
+from megatron.conversion.model_space.views import SourceView
 from megatron.core.dist_checkpointing import CheckpointError
+from megatron.core.dist_checkpointing.mapping import Shape
+from megatron.core.run_checkpoint.keys import HYBRID_FINAL_NORM, is_weight
+from megatron.core.run_checkpoint.source import Source
 
 _LAYER = re.compile(r"\bdecoder\.layers\.(\d+)\.(\w+)")
 _ATTENTION = "*"
 _MLP = "-"
 _EXPERTS = "E"
-_FINAL_NORM = "decoder.final_norm."
 _GPT_FINAL_NORM = "decoder.final_layernorm."
 _ATTENTION_MODULES = ("self_attention", "input_layernorm", "post_self_attn_layernorm")
 _MLP_MODULES = ("mlp", "pre_mlp_layernorm", "post_mlp_layernorm")
-
-
-def is_hybrid(keys: Iterable[str]) -> bool:
-    """Return whether the keys of a torch_dist checkpoint are those of HybridModel."""
-    return any(key.startswith(_FINAL_NORM) for key in keys)
 
 
 def find_pattern(keys: Iterable[str], where: str) -> str:
@@ -76,7 +73,7 @@ def make_gpt_key(key: str) -> str:
         layer = int(match[1]) // 2
         return f"decoder.layers.{layer}.{match[2]}"
 
-    return _LAYER.sub(halve, key.replace(_FINAL_NORM, _GPT_FINAL_NORM))
+    return _LAYER.sub(halve, key.replace(HYBRID_FINAL_NORM, _GPT_FINAL_NORM))
 
 
 def make_hybrid_key(key: str) -> str:
@@ -88,7 +85,7 @@ def make_hybrid_key(key: str) -> str:
         layer = 2 * int(match[1]) + is_mlp
         return f"decoder.layers.{layer}.{match[2]}"
 
-    return _LAYER.sub(double, key.replace(_GPT_FINAL_NORM, _FINAL_NORM))
+    return _LAYER.sub(double, key.replace(_GPT_FINAL_NORM, HYBRID_FINAL_NORM))
 
 
 def make_gpt_arguments(args: argparse.Namespace, pattern: str) -> argparse.Namespace:

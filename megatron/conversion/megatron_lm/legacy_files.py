@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.conversion.file_names import MODEL_FILE, OPTIMIZER_FILE
 from megatron.conversion.model_space.pieces import find_archive_faults
-from megatron.conversion.model_space.source import COMMON, RANKS
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.parallel_config import ParallelConfig
 from megatron.core.parallel_state import ParallelState
+from megatron.core.run_checkpoint.checks import COMMON, RANKS
+from megatron.core.run_checkpoint.file_names import MODEL_FILE, OPTIMIZER_FILE
 from megatron.core.safe_files import safe_open
 
 # Entry of the first rank's model file: foreign tensors by name, which Megatron-LM does not read.

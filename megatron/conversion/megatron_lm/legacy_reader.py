@@ -14,13 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.conversion.file_names import MODEL_FILE, OPTIMIZER_FILE
-from megatron.conversion.megatron_lm.args import (
-    find_param_groups,
-    read_arguments,
-    read_training_state,
-)
-from megatron.conversion.megatron_lm.generators import rng_key
+from megatron.conversion.megatron_lm.args import read_arguments
 from megatron.conversion.megatron_lm.legacy_files import (
     FOREIGN,
     MegatronRank,
@@ -47,27 +41,29 @@ from megatron.conversion.model_space.model import (
     Layout,
     LocalParameter,
     check_optimizer_complete,
-    find_norm_key,
     make_local_name,
     model_config,
     rank_parameters,
     rename_prediction_layer,
 )
 from megatron.conversion.model_space.pieces import ReadFlat
-from megatron.conversion.model_space.source import (
-    COMMON,
+from megatron.conversion.options import ReadOptions
+from megatron.core.dist_checkpointing import CheckpointError, Shape
+from megatron.core.dist_checkpointing.source import TensorInfo
+from megatron.core.run_checkpoint.checks import COMMON, check_scalar
+from megatron.core.run_checkpoint.common_state import find_param_groups, read_training_state
+from megatron.core.run_checkpoint.file_names import MODEL_FILE, OPTIMIZER_FILE
+from megatron.core.run_checkpoint.keys import (
     WORD_EMBEDDINGS,
-    TensorInfo,
-    TrainingState,
-    check_scalar,
+    find_norm_key,
     foreign_key,
     foreign_name,
     is_foreign,
     optimizer_key,
 )
-from megatron.conversion.options import ReadOptions
-from megatron.conversion.stored_tokenizer import find_stored_tokenizer
-from megatron.core.dist_checkpointing import CheckpointError, Shape
+from megatron.core.run_checkpoint.megatron_rng_states import rng_key
+from megatron.core.run_checkpoint.source import TrainingState
+from megatron.core.run_checkpoint.tokenizer_files import find_stored_tokenizer
 from megatron.core.safe_files import FileTensor, load_file_tensors, schema
 from megatron.core.safe_files.schema import COUNT, anything, mapping, record, sequence
 

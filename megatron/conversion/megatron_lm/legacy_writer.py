@@ -17,13 +17,7 @@ from typing import Any
 
 import torch
 
-from megatron.conversion.file_names import MODEL_FILE, OPTIMIZER_FILE
-from megatron.conversion.megatron_lm.args import (
-    build_common_state,
-    build_grad_scaler,
-    split_by_expert_optimizer,
-)
-from megatron.conversion.megatron_lm.generators import build_initial_rng_state, rng_key
+from megatron.conversion.megatron_lm.args import build_grad_scaler
 from megatron.conversion.megatron_lm.legacy_files import (
     FOREIGN,
     MegatronRank,
@@ -48,19 +42,20 @@ from megatron.conversion.model_space.pieces import (
     write_archive,
     write_to_places,
 )
-from megatron.conversion.model_space.source import (
-    COMMON,
+from megatron.core.dist_checkpointing.saving.commit import Progress, no_progress
+from megatron.core.durable_files import fsync_tree, put_in_place, remove
+from megatron.core.run_checkpoint.checks import COMMON
+from megatron.core.run_checkpoint.common_state import build_common_state, split_by_expert_optimizer
+from megatron.core.run_checkpoint.file_names import MODEL_FILE, OPTIMIZER_FILE
+from megatron.core.run_checkpoint.keys import (
     WORD_EMBEDDINGS,
-    Progress,
-    Source,
-    TrainingState,
     foreign_name,
     is_foreign,
-    no_progress,
     optimizer_key,
     optimizer_states,
 )
-from megatron.core.durable_files import fsync_tree, put_in_place, remove
+from megatron.core.run_checkpoint.megatron_rng_states import build_initial_rng_state, rng_key
+from megatron.core.run_checkpoint.source import Source, TrainingState
 from megatron.core.safe_files.torch_zip import TensorSlot
 from megatron.core.tensor_parallel import compute_padded_vocab_size
 

@@ -22,19 +22,19 @@ from megatron.conversion.model_space.pieces import (
     is_bitwise_equal,
     make_region_reader,
 )
-from megatron.conversion.model_space.source import (
+from megatron.core.arithmetic import round_up
+from megatron.core.dist_checkpointing import CheckpointError, Shape
+from megatron.core.dist_checkpointing.mapping import Extent, compute_overlap, narrow
+from megatron.core.dist_checkpointing.source import TensorInfo
+from megatron.core.optimizer import UPDATE_RULES
+from megatron.core.run_checkpoint.keys import (
     OPTIMIZER_STATES,
-    TensorInfo,
     is_trained,
     is_weight,
     optimizer_key,
     optimizer_states,
     split_key,
 )
-from megatron.core.arithmetic import round_up
-from megatron.core.dist_checkpointing import CheckpointError, Shape
-from megatron.core.dist_checkpointing.mapping import Extent, compute_overlap, narrow
-from megatron.core.optimizer import UPDATE_RULES
 
 if TYPE_CHECKING:
     from megatron.conversion.model_space.model import LocalParameter

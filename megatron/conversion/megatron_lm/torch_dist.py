@@ -14,7 +14,7 @@ import math
 import operator
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,25 +22,16 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.conversion.edit_options import rename_tensors
-from megatron.conversion.formats import is_extra_state
 from megatron.conversion.megatron_lm.args import (
-    LOADER_DEFAULTS,
-    add_loader_defaults,
-    build_common_state,
     build_grad_scaler,
     find_all_param_groups,
-    find_param_groups,
     read_arguments,
-    read_training_state,
-    split_by_expert_optimizer,
 )
 from megatron.conversion.megatron_lm.bridge import RUN_CONFIG, read_bridge_common
-from megatron.conversion.megatron_lm.extra_states import build_extra_states
 from megatron.conversion.megatron_lm.fsdp import MegatronFsdpSource, is_megatron_fsdp
 from megatron.conversion.megatron_lm.hybrid import (
     HybridLayers,
     find_pattern,
-    is_hybrid,
     make_gpt_arguments,
     make_gpt_key,
     make_hybrid_key,
@@ -58,37 +49,14 @@ from megatron.conversion.model_space.model import (
     LocalParameter,
     check_optimizer_complete,
     check_parameters,
-    find_norm_key,
     model_config,
     model_tensors,
     rank_parameters,
     read_vocabulary_rows,
 )
 from megatron.conversion.model_space.pieces import ReadFlat, ReadRegion, make_region_reader
-from megatron.conversion.model_space.source import (
-    AVERAGE,
-    COMMON,
-    OPTIMIZER_STATES,
-    WORD_EMBEDDINGS,
-    Progress,
-    Shape,
-    Source,
-    SourceView,
-    TensorInfo,
-    TrainingState,
-    average_key,
-    foreign_key,
-    foreign_name,
-    has_mixed_states,
-    is_foreign,
-    is_weight,
-    list_parameter_states,
-    no_progress,
-    optimizer_key,
-    split_key,
-)
+from megatron.conversion.model_space.views import SourceView
 from megatron.conversion.options import ReadOptions
-from megatron.conversion.stored_tokenizer import find_stored_tokenizer
 from megatron.core.dist_checkpointing import (
     CheckpointError,
     Reader,
@@ -96,13 +64,42 @@ from megatron.core.dist_checkpointing import (
     ShardedStateDict,
     ShardedTensor,
     is_complete,
-    load_common,
     read_metadata,
     save,
 )
-from megatron.core.dist_checkpointing.files import COMMON as COMMON_FILE
 from megatron.core.dist_checkpointing.files import COMMON_STATE
-from megatron.core.safe_files.schema import COUNT, SHAPE, mapping, number, optional, record
+from megatron.core.dist_checkpointing.mapping import Shape
+from megatron.core.dist_checkpointing.saving.commit import Progress, no_progress
+from megatron.core.dist_checkpointing.source import TensorInfo
+from megatron.core.run_checkpoint.checks import COMMON
+from megatron.core.run_checkpoint.common_state import (
+    LOADER_DEFAULTS,
+    add_loader_defaults,
+    build_common_state,
+    find_param_groups,
+    read_training_state,
+    split_by_expert_optimizer,
+)
+from megatron.core.run_checkpoint.extra_states import build_extra_states, is_extra_state
+from megatron.core.run_checkpoint.keys import (
+    AVERAGE,
+    OPTIMIZER_STATES,
+    WORD_EMBEDDINGS,
+    average_key,
+    find_norm_key,
+    foreign_key,
+    foreign_name,
+    has_mixed_states,
+    is_foreign,
+    is_hybrid,
+    list_parameter_states,
+    optimizer_key,
+    split_key,
+)
+from megatron.core.run_checkpoint.reader import list_generators, read_common
+from megatron.core.run_checkpoint.source import Source, TrainingState
+from megatron.core.run_checkpoint.tokenizer_files import find_stored_tokenizer
+from megatron.core.safe_files.schema import SHAPE, mapping, optional, record
 
 _TITAN_EMBEDDING = "tok_embeddings.weight"  # also of torchtune
 _HEAD_STATE = "output_layer._extra_state/shard_0_1"  # HybridModel requests it, GPTModel does not
@@ -142,28 +139,8 @@ _IGNORED_OBJECTS = (
 )
 
 
-def read_common(reader: Reader, directory: Path, verify: bool = True) -> dict[str, Any]:
-    """Return `common.pt`, or the object that replaces it in newer Megatron-LM."""
-    common = load_common(directory, verify=verify)
-    if not common and COMMON_STATE in reader.metadata.objects:
-        stored: dict[str, Any] = reader.read_object(COMMON_STATE)
-        return stored
-    return common
-
-
 def open_torch_dist(directory: Path, read_options: ReadOptions) -> Source:
-    """Open a checkpoint, converting its keys to model space.
-
-    With `as_saved`, the keys of a checkpoint that a run of this program saved are kept.
-    """
-    if read_options.as_saved:
-        verify = read_options.verify is not False
-        common = COMMON(load_common(directory, verify=verify), str(directory / COMMON_FILE))
-        content_metadata = common.get("content_metadata") or {}
-        if content_metadata.get("non_homogeneous_layers"):
-            run = RunCheckpoint(directory, common, verify, read_options.waits_for_shards)
-            if _has_current_keys(run.tensors):
-                return run
+    """Open a checkpoint of any program, converting its keys to model space."""
     # Without `common.pt` another program may have written the directory through DCP.
     if not is_complete(directory):
         keys = read_metadata(directory).tensors
@@ -175,27 +152,6 @@ def open_torch_dist(directory: Path, read_options: ReadOptions) -> Source:
                 "config.json of transformers into it, which defines the model"
             )
     return TorchDistSource(directory, read_options)
-
-
-def _has_current_keys(tensors: Mapping[str, TensorInfo]) -> bool:
-    """Return whether the keys of all weights are those of this version.
-
-    Earlier versions had another key for the norm before experts, and HybridModel has other keys.
-    Only the reader of all forms knows them.
-    """
-    if is_hybrid(tensors):
-        return False
-    weights = filter(is_weight, tensors)
-    return all(find_norm_key(key, tensors) == key for key in weights)
-
-
-def _list_generators(reader: Reader) -> dict[str, Callable[[], Any]]:
-    """Return a reader of each rank's random generators by key."""
-    readers: dict[str, Callable[[], Any]] = {}
-    for key in reader.metadata.objects:
-        if key.startswith("rng_state/"):
-            readers[key] = partial(reader.read_object, key)
-    return readers
 
 
 class TorchDistSource:
@@ -256,7 +212,7 @@ class TorchDistSource:
 
         # Training state
         self.training: TrainingState | None = read_training_state(common, self.args, groups)
-        self.training.rng = _list_generators(self._reader)
+        self.training.rng = list_generators(self._reader)
         self.tensors = self._table.tensors
         self._check_model(directory, read_options.keep_foreign)
 
@@ -531,55 +487,6 @@ def _split_stored_key(key: str) -> tuple[str, str | None]:
         return split_key(key)
     state, parameter = match.groups()
     return parameter, _RENAMED_STATES.get(state, state)
-
-
-_POSITION = record({"iteration": COUNT, "num_floating_point_operations_so_far": number(0)})
-_CONSUMED = record({"consumed_train_samples": COUNT, "consumed_valid_samples": COUNT})
-
-
-class RunCheckpoint:
-    """A torch_dist directory that a run of this program saved, with its own keys.
-
-    Its keys are model space for every model. `common` is the content of its common.pt.
-
-    In addition to the interface of a `Source` it has its `reader`, which resuming needs: it reads
-    batches of boxes with several threads, and the objects that modules store (scales of fp8).
-    """
-
-    def __init__(
-        self,
-        directory: Path,
-        common: Mapping[str, Any],
-        verify: bool = True,
-        waits_for_shards: bool = False,
-    ) -> None:
-        self.description = str(directory)
-        if "args" not in common:
-            raise CheckpointError(
-                f"{directory} holds tensors, but not the arguments and the state of a training run"
-            )
-
-        # Arguments. A released model consists of weights alone.
-        self.args: dict[str, Any] = dict(vars(common["args"]))
-        is_released = "iteration" not in common and "optimizer" not in common
-        if not is_released:
-            _POSITION(common, f"{directory}: the state of the run")
-            _CONSUMED(self.args, f"{directory}: the arguments of the run")
-
-        # Tensors.
-        self.reader = Reader(directory, verify=verify, waits_for_shards=waits_for_shards)
-        self.unused: list[str] = []
-        self.tensors: dict[str, TensorInfo] = {}
-        for key, tensor in self.reader.metadata.tensors.items():
-            self.tensors[key] = TensorInfo(tensor.shape, tensor.dtype)
-
-        # Training state.
-        groups = find_param_groups(common.get("optimizer"))
-        self.training: TrainingState | None = read_training_state(common, self.args, groups)
-        self.training.rng = _list_generators(self.reader)
-
-    def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
-        return self.reader.read(key, offset, shape)
 
 
 _LAYER = re.compile(r"((?:optimizer\.state\.\w+\.|ema\.)?decoder\.layers\.)(\d+)\.(.+)")

@@ -20,18 +20,14 @@ from megatron.conversion.model_space.pieces import (
     write_archive,
     write_to_places,
 )
-from megatron.conversion.model_space.source import (
-    Progress,
-    Source,
-    SourceView,
-    TensorInfo,
-    foreign_key,
-    foreign_name,
-    is_foreign,
-)
+from megatron.conversion.model_space.views import SourceView
 from megatron.core.dist_checkpointing import Shape
 from megatron.core.dist_checkpointing.mapping import narrow
+from megatron.core.dist_checkpointing.saving.commit import Progress
+from megatron.core.dist_checkpointing.source import TensorInfo
 from megatron.core.durable_files import committed
+from megatron.core.run_checkpoint.keys import foreign_key, foreign_name, is_foreign
+from megatron.core.run_checkpoint.source import Source
 from megatron.core.safe_files import FileTensor, safe_open, schema
 from megatron.core.safe_files.torch_zip import TensorSlot
 from megatron.core.terminal import escape_control_chars

@@ -11,20 +11,27 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from megatron.conversion.model_space.source import (
-    ARGUMENTS,
+from megatron.core.dist_checkpointing import CheckpointError, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import Shape
+from megatron.core.dist_checkpointing.source import TensorInfo
+from megatron.core.distributed.param_and_grad_buffer import ParamSpec
+from megatron.core.flags import find_value_problems, flag
+from megatron.core.models import GPTModel
+from megatron.core.module import param_info
+from megatron.core.parallel_config import ParallelConfig
+from megatron.core.parallel_state import Axis, ExpertAxes, ParallelState
+from megatron.core.pipeline_parallel import pipeline_layer_ranges
+from megatron.core.run_checkpoint.checks import ARGUMENTS, RANKS
+from megatron.core.run_checkpoint.keys import (
+    NORMS,
     OPTIMIZER_STATES,
-    RANKS,
     WORD_EMBEDDINGS,
-    Shape,
-    Source,
-    TensorInfo,
     complete_mixed_states,
     complete_states,
     has_mixed_states,
@@ -35,14 +42,7 @@ from megatron.conversion.model_space.source import (
     optimizer_states,
     split_key,
 )
-from megatron.core.dist_checkpointing import CheckpointError, ShardedTensor
-from megatron.core.distributed.param_and_grad_buffer import ParamSpec
-from megatron.core.flags import find_value_problems, flag
-from megatron.core.models import GPTModel
-from megatron.core.module import param_info
-from megatron.core.parallel_config import ParallelConfig
-from megatron.core.parallel_state import Axis, ExpertAxes, ParallelState
-from megatron.core.pipeline_parallel import pipeline_layer_ranges
+from megatron.core.run_checkpoint.source import Source
 from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.core.transformer.transformer_config import (
     LOCAL_BACKEND_FIELDS,
@@ -560,38 +560,6 @@ def _select_expert_boxes(parameter: LocalParameter, expert: int) -> tuple[LocalB
     return tuple(boxes)
 
 
-# Name of a norm in Megatron-core's local modules -> its name in ours and Transformer Engine's,
-# where it is part of the projection that follows. Norms without a single following projection
-# (before experts, before latent attention) have a module of their own everywhere, but
-# Megatron-core's local modules write the one before experts under the fused name.
-_NORMS = {
-    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-    "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
-    "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
-}
-
-
-def find_norm_key(name: str, names: Container[str]) -> str:
-    """Return the key of a norm's parameter that has either of its names; others are unchanged.
-
-    `names` contains the names of all weights.
-    """
-    for local, fused in _NORMS.items():
-        if f".{local}" in name:
-            before, _, part = name.partition(f".{local}")
-        elif f".{fused}" in name:
-            before, _, part = name.partition(f".{fused}")
-        else:
-            continue
-        # The norm is fused if the projection that follows is in the model.
-        projection = f"{before}.{fused}".replace(".layer_norm_", ".weight")
-        if projection in names:
-            return f"{before}.{fused}{part}"
-        return f"{before}.{local}{part}"
-    return name
-
-
 def rename_prediction_layer(name: str) -> str:
     """Return the name of a parameter with our name of the layer for multi-token prediction.
 
@@ -602,7 +570,7 @@ def rename_prediction_layer(name: str) -> str:
 
 def make_local_name(name: str) -> str:
     """Return the name of a parameter in Megatron-core's local modules, without fused norms."""
-    for local, fused in _NORMS.items():
+    for local, fused in NORMS.items():
         name = name.replace("." + fused, "." + local)
     return name
 

@@ -30,7 +30,8 @@ from megatron.core.safe_files import safe_open
 from megatron.core.safe_files.torch_zip import TensorSlot, lay_out_archive, view_bytes
 
 if TYPE_CHECKING:
-    from megatron.conversion.model_space.source import Progress, Source
+    from megatron.core.dist_checkpointing.saving.commit import Progress
+    from megatron.core.run_checkpoint.source import Source
 
 ReadRegion = Callable[[Shape, Shape], torch.Tensor]  # (offset inside the piece, extent) -> tensor
 ReadFlat = Callable[[int, int], torch.Tensor]  # (first element, count) -> 1-D tensor

@@ -11,14 +11,14 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatron.conversion.megatron_lm.args import add_loader_defaults, split_by_expert_optimizer
-from megatron.conversion.megatron_lm.args import build_common_state as megatron_common_state
-from megatron.conversion.megatron_lm.extra_states import build_extra_states
-from megatron.conversion.megatron_lm.generators import rng_key as megatron_rng_key
-from megatron.conversion.model_space.source import COMMON
 from megatron.core.dist_checkpointing.files import COMMON_STATE
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, ShardedTensor
 from megatron.core.dist_checkpointing.saving.retention import VALIDATION_LOSS
+from megatron.core.run_checkpoint.checks import COMMON
+from megatron.core.run_checkpoint.common_state import add_loader_defaults, split_by_expert_optimizer
+from megatron.core.run_checkpoint.common_state import build_common_state as megatron_common_state
+from megatron.core.run_checkpoint.extra_states import build_extra_states
+from megatron.core.run_checkpoint.megatron_rng_states import rng_key as megatron_rng_key
 from megatron.core.tensor_parallel import compute_padded_vocab_size
 from megatron.training.checkpoint.fp8_state import get_fp8_state
 from megatron.training.checkpoint.rng_state import get_rng_state, megatron_rng_state, rng_key

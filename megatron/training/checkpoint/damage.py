@@ -7,9 +7,9 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron.conversion.formats import find_problem, list_newest_first
 from megatron.core.dist_checkpointing import CheckpointDirectory, DamagedError, find_damage
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
+from megatron.core.run_checkpoint.formats import find_problem, list_newest_first
 
 logger = logging.getLogger(__name__)
 

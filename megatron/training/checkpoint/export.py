@@ -16,15 +16,14 @@ import torch
 import torch.distributed as dist
 
 from megatron.conversion.choices import DTYPES, QUANTIZATIONS
-from megatron.conversion.convert import convert, open_checkpoint
-from megatron.conversion.formats import is_huggingface
+from megatron.conversion.convert import convert
 from megatron.conversion.huggingface.directory import check_quantizable, remove_model
 from megatron.conversion.huggingface.export_plan import plan_export
 from megatron.conversion.huggingface.families import choose_family
 from megatron.conversion.megatron_lm.args import read_arguments
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
 from megatron.conversion.model_space.model import Layout
-from megatron.conversion.model_space.source import Progress
+from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import WriteOptions
 from megatron.conversion.output_directory import pending_name
 from megatron.core.dist_checkpointing import (
@@ -35,10 +34,11 @@ from megatron.core.dist_checkpointing import (
 )
 from megatron.core.dist_checkpointing.files import remove_unfinished
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
-from megatron.core.dist_checkpointing.saving.commit import Rewrite
+from megatron.core.dist_checkpointing.saving.commit import Progress, Rewrite
 from megatron.core.dist_checkpointing.saving.model_export import ExportTarget
 from megatron.core.durable_files import check_free_space, discard, fsync_directory
 from megatron.core.object_storage import ObjectPath, check_conditional_requests, path_of
+from megatron.core.run_checkpoint.formats import is_huggingface
 from megatron.training.checkpoint.contents import get_common_state, get_model_state
 from megatron.training.config.run_config import Config
 from megatron.training.run import Run

@@ -7,14 +7,14 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from megatron.conversion.formats import is_extra_state
-from megatron.conversion.loading import load_from_source
-from megatron.conversion.megatron_lm.torch_dist import RunCheckpoint
-from megatron.conversion.model_space.source import Source, TrainingState
 from megatron.core.dist_checkpointing import CheckpointError, ShardedObject
 from megatron.core.dist_checkpointing.loading.load import RAISE, STRICTNESS
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.optimizer import AVERAGE_PREFIX, UPDATE_RULES, OptimizerConfig
+from megatron.core.run_checkpoint.extra_states import is_extra_state
+from megatron.core.run_checkpoint.loading import load_from_source
+from megatron.core.run_checkpoint.reader import RunCheckpoint
+from megatron.core.run_checkpoint.source import Source, TrainingState
 from megatron.core.terminal import escape_control_chars
 from megatron.core.transformer.transformer_config import (
     find_conditions,

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-from megatron.conversion.megatron_lm.generators import build_initial_cuda_state
-from megatron.conversion.megatron_lm.generators import rng_key as megatron_rng_key
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.dist_checkpointing.generators import (
     check_generator_states,
@@ -22,6 +20,8 @@ from megatron.core.dist_checkpointing.generators import (
 )
 from megatron.core.parallel_config import ParallelConfig
 from megatron.core.parallel_state import ParallelState
+from megatron.core.run_checkpoint.megatron_rng_states import build_initial_cuda_state
+from megatron.core.run_checkpoint.megatron_rng_states import rng_key as megatron_rng_key
 from megatron.core.safe_files import schema
 from megatron.core.tensor_parallel import TensorParallelRng
 

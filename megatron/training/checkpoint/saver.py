@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.conversion.formats import FORMATS
-from megatron.conversion.stored_tokenizer import read_tokenizer_files
 from megatron.core.dist_checkpointing import SaveReport, is_complete, iteration_in_name
 from megatron.core.dist_checkpointing.saving.retention import RetentionRules
 from megatron.core.dist_checkpointing.saving.run_saver import RunSaver, SaveOptions
+from megatron.core.run_checkpoint.formats import FORMATS
+from megatron.core.run_checkpoint.tokenizer_files import read_tokenizer_files
 from megatron.training.config.options import CheckpointConfig
 from megatron.training.reporting.console import report_line
 
@@ -92,7 +92,7 @@ def make_saver(
 
 def is_native_checkpoint(directory: Path) -> bool:
     """Return whether `directory` is a checkpoint that training wrote, in either format."""
-    return is_complete(directory) or FORMATS["legacy"](directory)
+    return is_complete(directory) or FORMATS["legacy"].is_format(directory)
 
 
 def get_save_metrics(report: SaveReport) -> dict[str, float]:

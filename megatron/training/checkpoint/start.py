@@ -16,18 +16,10 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron.conversion.convert import open_found
-from megatron.conversion.formats import (
-    CheckpointRef,
-    NoCheckpointError,
-    find_checkpoint,
-    find_problem,
-)
-from megatron.conversion.model_space.source import WORD_EMBEDDINGS, Source
-from megatron.conversion.options import ReadOptions
 from megatron.core.dist_checkpointing import (
     CheckpointDirectory,
     CheckpointError,
@@ -45,6 +37,15 @@ from megatron.core.dist_checkpointing.ownership import Job, read_previous_owner
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.dist_checkpointing.visibility import wait_until_all_ranks_see
 from megatron.core.object_storage import path_of
+from megatron.core.run_checkpoint.formats import (
+    CheckpointRef,
+    NoCheckpointError,
+    find_checkpoint,
+    find_problem,
+    open_found,
+)
+from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS
+from megatron.core.run_checkpoint.source import Source
 from megatron.training.checkpoint.damage import damage_explained
 from megatron.training.checkpoint.save_directory import find_saved
 from megatron.training.config.options import CheckpointConfig
@@ -124,15 +125,16 @@ def find_start(
     found = choice.found
     # As in `resume`, --no-load-optim does not apply to a run that continues its own checkpoint.
     without_optimizer = choice.weights_only or (config.no_load_optim and not choice.continues)
-    options = ReadOptions(
+    open_source = partial(
+        open_found,
+        found,
         optimizer=not without_optimizer,
-        as_saved=True,
         verify=config.ckpt_verify,
         waits_for_shards=not coordination.is_coordinator,  # rank 0 has seen them
     )
     wait_until_all_ranks_see(found.directory, coordination)
     with damage_explained(found.directory):
-        source = coordination.run_on_all(lambda: open_found(found, options))
+        source = coordination.run_on_all(open_source)
     if coordination.is_coordinator:
         _warn_of_unused(source)
     lineage = coordination.run_on_rank0(lambda: _base_lineage(choice, found.directory))
@@ -169,11 +171,14 @@ def _open_local(
     local = DistributedLocalCheckpoint(tier, held)
     without_optimizer = config.no_load_optim and not choice.continues
     # Everything that is read from the disks of nodes is verified in any case.
-    options = ReadOptions(optimizer=not without_optimizer, as_saved=True, verify=False)
+    open_source = partial(
+        open_found,
+        CheckpointRef(local.directory, "torch_dist"),
+        optimizer=not without_optimizer,
+        verify=False,
+    )
     try:
-        source = Coordination.of(None).run_on_all(
-            lambda: open_found(CheckpointRef(local.directory, "torch_dist"), options)
-        )
+        source = Coordination.of(None).run_on_all(open_source)
     except CheckpointError as refusal:
         local.close()
         logger.warning(f"{refusal}: taking an older checkpoint")

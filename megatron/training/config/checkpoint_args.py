@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.conversion.convert import open_found
-from megatron.conversion.formats import find_checkpoint
-from megatron.conversion.options import ReadOptions
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.flags import raise_problems
 from megatron.core.object_storage import path_of
+from megatron.core.run_checkpoint.formats import find_checkpoint, open_in_any_form
 from megatron.training.config.arguments import Given, build
 from megatron.training.config.options import DistributedConfig
 from megatron.training.config.parsing import make_flag_parser
@@ -49,7 +47,7 @@ def _read(given: Given) -> dict[str, Any]:
     if found is not None:
         # The general reader compares the arguments with the stored tensors: arguments of a foreign
         # checkpoint may describe a model of any size, which must not be allocated.
-        source = open_found(found, ReadOptions(optimizer=False))
+        source = open_in_any_form(found, optimizer=False)
         return normalize_stored_args(source.args)
     save = given.get("save")
     is_first_start = save is not None and path_of(save).resolve() == path_of(load).resolve()

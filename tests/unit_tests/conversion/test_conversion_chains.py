@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.conversion.convert import WRITERS, convert, open_checkpoint
+from megatron.conversion.convert import WRITERS, convert
+from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import WriteOptions
 from tests import GOLDEN
 

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.conversion.convert import WRITERS, compare, convert, open_checkpoint
-from megatron.conversion.formats import FORMATS as READABLE
+from megatron.conversion.convert import WRITERS, compare, convert
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
 from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
 from megatron.conversion.model_space.model import Layout
+from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import ReadOptions, WriteOptions
 from megatron.core.dist_checkpointing import CheckpointError, read_metadata, write_tracker
+from megatron.core.run_checkpoint.formats import FORMATS as READABLE
 from tests.support.memory_source import GPT_ARGS, LLAMA_ARGS, random_source
 from tests.unit_tests.core.dist_checkpointing.test_integrity import with_older_checksums
 

@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron.commands.convert import run
-from megatron.conversion.convert import WRITERS, convert, open_checkpoint
+from megatron.conversion.convert import WRITERS, convert
 from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
+from megatron.conversion.opening import open_checkpoint
 from megatron.core.dist_checkpointing import write_tracker
 from tests import ROOT
 from tests.support.memory_source import LLAMA_ARGS, random_source

@@ -10,19 +10,16 @@ import transformers
 from safetensors.numpy import load_file, save_file
 from torch import nn
 
-from megatron.conversion.convert import WRITERS, convert, open_checkpoint
+from megatron.conversion.convert import WRITERS, convert
 from megatron.conversion.edit_options import EditOptions, parse_layers
 from megatron.conversion.edits import apply_edits
 from megatron.conversion.huggingface.directory import write_huggingface
 from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
-from megatron.conversion.model_space.source import (
-    ADAM,
-    WORD_EMBEDDINGS,
-    optimizer_key,
-    read_whole,
-)
+from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import WriteOptions
 from megatron.core.dist_checkpointing import Reader, ShardedTensor, load_common, save
+from megatron.core.dist_checkpointing.source import read_whole
+from megatron.core.run_checkpoint.keys import ADAM, WORD_EMBEDDINGS, optimizer_key
 from tests.support.memory_source import GPT_ARGS, LLAMA_ARGS, MemorySource, random_source
 from tests.unit_tests.conversion.convert_tool import run_convert, run_merge
 

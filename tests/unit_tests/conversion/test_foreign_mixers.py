@@ -17,8 +17,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from megatron.conversion.convert import convert, open_checkpoint
+from megatron.conversion.convert import convert
 from megatron.conversion.model_space.foreign import describe_foreign_mixers
+from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import ReadOptions, WriteOptions
 from tests.unit_tests.conversion.convert_tool import run_convert, run_merge
 from tools.checkpoint import inspect_checkpoint

@@ -9,16 +9,16 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from megatron.conversion.convert import open_checkpoint
-from megatron.conversion.formats import require_checkpoint
 from megatron.conversion.huggingface.directory import write_huggingface
 from megatron.conversion.huggingface.weight_files import (
     OutgoingForeign,
     check_weight_files,
     write_weight_files,
 )
-from megatron.conversion.model_space.source import no_progress
+from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import ReadOptions, WriteOptions
+from megatron.core.dist_checkpointing.saving.commit import no_progress
+from megatron.core.run_checkpoint.formats import require_checkpoint
 from tests.support.memory_source import LLAMA_ARGS, random_source
 from tests.unit_tests.conversion.convert_tool import run_convert
 

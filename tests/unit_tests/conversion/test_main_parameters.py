@@ -5,12 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.conversion.convert import convert, open_checkpoint
-from megatron.conversion.loading import load_from_source
+from megatron.conversion.convert import convert
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
 from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
 from megatron.conversion.model_space.model import Layout
-from megatron.conversion.model_space.source import Source, optimizer_key, read_whole
+from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import ReadOptions, WriteOptions
 from megatron.core.dist_checkpointing import (
     CheckpointError,
@@ -18,6 +17,10 @@ from megatron.core.dist_checkpointing import (
     load_common,
     write_tracker,
 )
+from megatron.core.dist_checkpointing.source import read_whole
+from megatron.core.run_checkpoint.keys import optimizer_key
+from megatron.core.run_checkpoint.loading import load_from_source
+from megatron.core.run_checkpoint.source import Source
 from megatron.training.checkpoint.start import find_start
 from megatron.training.config.options import CheckpointConfig
 from tests.support.memory_source import LLAMA_ARGS, MemorySource, random_source

@@ -11,8 +11,7 @@ import torch
 from safetensors.numpy import load_file
 
 from megatron.commands import merge as commands
-from megatron.conversion.convert import WRITERS, convert, open_checkpoint, write_checkpoint
-from megatron.conversion.formats import NoCheckpointError
+from megatron.conversion.convert import WRITERS, convert, write_checkpoint
 from megatron.conversion.huggingface.directory import write_huggingface
 from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
 from megatron.conversion.merge import (
@@ -21,14 +20,12 @@ from megatron.conversion.merge import (
     find_last_checkpoints,
     parse_input,
 )
-from megatron.conversion.model_space.source import (
-    average_key,
-    is_weight,
-    optimizer_key,
-    read_whole,
-)
+from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import WriteOptions
 from megatron.core.dist_checkpointing import write_tracker
+from megatron.core.dist_checkpointing.source import read_whole
+from megatron.core.run_checkpoint.formats import NoCheckpointError
+from megatron.core.run_checkpoint.keys import average_key, is_weight, optimizer_key
 from tests.support.live_tensors import LiveTensors
 from tests.support.memory_source import (
     GPT_ARGS,

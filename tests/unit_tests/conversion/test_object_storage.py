@@ -6,15 +6,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron.conversion.convert import convert, open_checkpoint
+from megatron.conversion.convert import convert
 from megatron.conversion.edit_options import EditOptions
-from megatron.conversion.formats import find_checkpoint
 from megatron.conversion.huggingface import directory
 from megatron.conversion.huggingface.safetensors_files import SafetensorsWriter
+from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import ReadOptions, WriteOptions
 from megatron.core import object_storage
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.object_storage import path_of
+from megatron.core.run_checkpoint.formats import find_checkpoint
 from tests import GOLDEN
 from tests.support.object_server import object_server
 from tests.unit_tests.conversion.convert_tool import run_convert

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron.conversion.convert import convert, open_checkpoint
-from megatron.conversion.formats import find_checkpoint
+from megatron.conversion.convert import convert
+from megatron.conversion.opening import open_checkpoint
 from megatron.core import object_storage
 from megatron.core.object_storage import path_of
+from megatron.core.run_checkpoint.formats import find_checkpoint
 from tests import ROOT
 from tests.support.object_server import object_server
 

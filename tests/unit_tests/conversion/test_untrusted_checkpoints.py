@@ -12,9 +12,9 @@ from megatron.conversion.convert import convert
 from megatron.conversion.deepspeed.universal import write_universal
 from megatron.conversion.huggingface.directory import write_huggingface
 from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
-from megatron.conversion.model_space.source import TrainingState
 from megatron.conversion.options import WriteOptions
 from megatron.core.dist_checkpointing import CheckpointError
+from megatron.core.run_checkpoint.source import TrainingState
 from megatron.core.safe_files.schema import plausible
 from tests.support.memory_source import LLAMA_ARGS, random_source
 

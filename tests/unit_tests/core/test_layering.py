@@ -29,6 +29,7 @@ LAYERS = [
     {"megatron.core.tensor_parallel", "megatron.core.pipeline_parallel", "megatron.core.datasets"},
     {"megatron.core.transformer", "megatron.core.distributed"},
     {"megatron.core.models", "megatron.core.optimizer"},
+    {"megatron.core.run_checkpoint"},
     {"megatron.conversion"},
     {"megatron.training", "megatron.checkpointer"},
     {"megatron.planning"},

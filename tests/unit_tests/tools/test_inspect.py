@@ -12,7 +12,7 @@ import torch
 import xxhash
 
 from megatron.commands.inspection.contents import compute_file_shares
-from megatron.conversion.convert import open_checkpoint
+from megatron.conversion.opening import open_checkpoint
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor, save, write_tracker
 from tests import ROOT
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from megatron.conversion.choices import FORMAT_NAMES, UNIVERSAL_STYLES
-from megatron.conversion.convert import READERS, WRITERS
+from megatron.conversion.convert import WRITERS
 from megatron.conversion.deepspeed import names
-from megatron.conversion.formats import FORMATS
 from megatron.core.dist_checkpointing.format.metadata import get_itemsize
+from megatron.core.run_checkpoint.formats import FORMATS
 from tests import ROOT
 from tests.support.training_harness import COMMON
 from tests.support.training_harness import LLAMA as LLAMA_MODEL
@@ -81,7 +81,7 @@ def test_commands_import_torch():
 
 
 def test_choices_are_those_of_the_tables():
-    assert [*READERS] == [*WRITERS] == [*FORMATS] == [*FORMAT_NAMES]
+    assert [*WRITERS] == [*FORMATS] == [*FORMAT_NAMES]
     assert [*names.STYLES] == [*UNIVERSAL_STYLES]
 
 

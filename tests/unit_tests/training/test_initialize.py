@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.conversion.megatron_lm.generators import rng_key as megatron_rng_key
 from megatron.core.dist_checkpointing import Reader
 from megatron.core.optimizer.orthogonalization import _set_matmul_precision
 from megatron.core.parallel_config import ParallelConfig
 from megatron.core.parallel_state import ParallelState
+from megatron.core.run_checkpoint.megatron_rng_states import rng_key as megatron_rng_key
 from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.training.checkpoint.rng_state import (
     get_rng_state,

@@ -38,6 +38,11 @@ Progress = Callable[[int], None]
 It raises CheckpointError if the save has failed on another rank.
 """
 
+
+def no_progress(nbytes: int) -> None:
+    """Ignore the progress: the default `Progress`."""
+
+
 Rewrite = Callable[[Path, Progress], None]
 """Durably replaces the files of a checkpoint in the directory where it grows."""
 
@@ -113,7 +118,7 @@ class PendingCheckpoint:
         common: bytes,
         extra_files: Mapping[str, bytes],
         rewrite: Rewrite | None = None,
-        progress: Progress = lambda nbytes: None,
+        progress: Progress = no_progress,
     ) -> None:
         """Add the small files and give the checkpoint its name.
 

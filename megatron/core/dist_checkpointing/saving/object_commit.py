@@ -52,7 +52,12 @@ from megatron.core.dist_checkpointing.generation import (
     find_starts,
     generations_in,
 )
-from megatron.core.dist_checkpointing.saving.commit import PendingCheckpoint, Progress, Rewrite
+from megatron.core.dist_checkpointing.saving.commit import (
+    PendingCheckpoint,
+    Progress,
+    Rewrite,
+    no_progress,
+)
 from megatron.core.dist_checkpointing.saving.shard import Shard
 from megatron.core.object_storage import ConflictError, ObjectPath, OrderedUpload
 from megatron.core.safe_files.errors import CheckpointError
@@ -245,7 +250,7 @@ class ObjectCheckpoint(PendingCheckpoint):
         common: bytes,
         extra_files: Mapping[str, bytes],
         rewrite: Rewrite | None = None,
-        progress: Progress = lambda nbytes: None,
+        progress: Progress = no_progress,
     ) -> None:
         if rewrite is not None:
             raise CheckpointError(f"{self.directory}: object storage is for torch_dist checkpoints")

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.conversion.convert import open_checkpoint
 from megatron.conversion.deepspeed.universal import write_universal
-from megatron.conversion.formats import NoCheckpointError, find_checkpoint
+from megatron.conversion.opening import open_checkpoint
+from megatron.core.run_checkpoint.formats import NoCheckpointError, find_checkpoint
 from megatron.training.checkpoint.start import find_start
 from megatron.training.config.options import CheckpointConfig
 from tests.support.memory_source import GPT_ARGS, random_source

@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron.conversion.convert import open_checkpoint
-from megatron.conversion.formats import NoCheckpointError, find_checkpoint
 from megatron.conversion.huggingface.directory import write_huggingface
+from megatron.conversion.opening import open_checkpoint
 from megatron.core.dist_checkpointing import CheckpointError
+from megatron.core.run_checkpoint.formats import NoCheckpointError, find_checkpoint
 from megatron.training.checkpoint.start import find_start
 from megatron.training.config.options import CheckpointConfig
 from tests.support.memory_source import LLAMA_ARGS, random_source

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.conversion.convert import open_checkpoint
 from megatron.conversion.huggingface.directory import write_huggingface
 from megatron.conversion.model_space.model import model_config, model_tensors
+from megatron.conversion.opening import open_checkpoint
 from megatron.core.dist_checkpointing import CheckpointError
 from tests import GOLDEN
 from tests.support.memory_source import LLAMA_ARGS, random_source

@@ -10,12 +10,13 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from megatron.conversion.convert import convert, open_checkpoint
+from megatron.conversion.convert import convert
 from megatron.conversion.huggingface.config_process import config_class
 from megatron.conversion.huggingface.directory import write_huggingface
 from megatron.conversion.huggingface.expert_families import DEEPSEEK_V3
 from megatron.conversion.huggingface.families import FAMILIES, find_family
 from megatron.conversion.model_space.model import model_config
+from megatron.conversion.opening import open_checkpoint
 from tests.support.memory_source import GPT_ARGS, LLAMA_ARGS, random_source
 from tests.unit_tests.conversion.huggingface.test_random_configs import (
     assert_logits_equal,

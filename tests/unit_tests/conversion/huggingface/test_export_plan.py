@@ -8,11 +8,12 @@ import torch
 
 from megatron.conversion.huggingface.directory import HuggingFaceSource, write_huggingface
 from megatron.conversion.huggingface.export_plan import plan_export
-from megatron.conversion.model_space.source import WORD_EMBEDDINGS, is_trained, read_whole
 from megatron.conversion.options import WriteOptions
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.saving.model_export import ExportTarget
 from megatron.core.dist_checkpointing.saving.saver import AsyncSaver
+from megatron.core.dist_checkpointing.source import read_whole
+from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS, is_trained
 from tests import GOLDEN
 from tests.support.memory_source import LLAMA_ARGS, MemorySource, random_source
 

@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megatron.conversion.formats import is_huggingface
 from megatron.conversion.huggingface.directory import HuggingFaceSource, write_huggingface
-from megatron.conversion.model_space.source import read_whole
 from megatron.conversion.options import WriteOptions
+from megatron.core.dist_checkpointing.source import read_whole
+from megatron.core.run_checkpoint.formats import is_huggingface
 from tests import ROOT
 from tests.support.compare import assert_same
 from tests.support.distributed import DistributedPool

@@ -13,10 +13,11 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from megatron.conversion.edit_options import parse_rename
-from megatron.conversion.formats import is_huggingface
 from megatron.conversion.huggingface.directory import HuggingFaceSource, write_huggingface
-from megatron.conversion.model_space.source import WORD_EMBEDDINGS, read_whole
 from megatron.conversion.options import ReadOptions, WriteOptions
+from megatron.core.dist_checkpointing.source import read_whole
+from megatron.core.run_checkpoint.formats import is_huggingface
+from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS
 from megatron.core.transformer.transformer_config import select_architecture_fields
 from megatron.training.checkpoint.resume import check_same_model
 from megatron.training.checkpoint.start import find_start

@@ -12,15 +12,17 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
-from megatron.conversion.convert import WRITERS, convert, open_checkpoint
+from megatron.conversion.convert import WRITERS, convert
 from megatron.conversion.edit_options import EditOptions
 from megatron.conversion.edits import apply_edits
 from megatron.conversion.huggingface import adapter_changes
 from megatron.conversion.huggingface.directory import write_huggingface
 from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
-from megatron.conversion.model_space.source import WORD_EMBEDDINGS, optimizer_states, read_whole
+from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import ReadOptions, WriteOptions
 from megatron.core.dist_checkpointing import CheckpointError
+from megatron.core.dist_checkpointing.source import read_whole
+from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS, optimizer_states
 from tests import GOLDEN
 from tests.support.live_tensors import LiveTensors
 from tests.support.memory_source import GPT_ARGS, LLAMA_ARGS, random_source

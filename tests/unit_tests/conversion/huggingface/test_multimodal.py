@@ -17,14 +17,16 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from megatron.conversion.convert import convert, open_checkpoint
+from megatron.conversion.convert import convert
 from megatron.conversion.huggingface.directory import write_huggingface
 from megatron.conversion.huggingface.safetensors_files import Stored
 from megatron.conversion.huggingface.wrapper import Wrapper
 from megatron.conversion.huggingface.wrappers import WRAPPERS, find_wrapper
 from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
-from megatron.conversion.model_space.source import Shape, SourceView
+from megatron.conversion.model_space.views import SourceView
+from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import ReadOptions
+from megatron.core.dist_checkpointing.mapping import Shape
 from megatron.core.progress import format_size
 from tests import ROOT
 from tests.unit_tests.conversion.convert_tool import run_convert

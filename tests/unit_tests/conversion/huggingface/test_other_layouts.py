@@ -13,8 +13,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-from megatron.conversion.convert import compare, convert, open_checkpoint
+from megatron.conversion.convert import compare, convert
 from megatron.conversion.huggingface.weight_files import open_weights
+from megatron.conversion.opening import open_checkpoint
 from megatron.core.dist_checkpointing import CheckpointError
 from tests import GOLDEN
 from tests.support.compare import assert_same, read_all

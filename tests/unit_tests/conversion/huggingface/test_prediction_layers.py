@@ -7,9 +7,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from megatron.conversion.convert import open_checkpoint
 from megatron.conversion.huggingface.directory import write_huggingface
 from megatron.conversion.model_space.model import model_config
+from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import ReadOptions
 from megatron.core.models import GPTModel
 from tests.support.compare import assert_same, read_all

@@ -13,15 +13,16 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from megatron.conversion.convert import open_checkpoint
 from megatron.conversion.huggingface.config_process import config_class
 from megatron.conversion.huggingface.directory import write_huggingface
 from megatron.conversion.huggingface.families import FAMILIES
 from megatron.conversion.huggingface.family import Family
 from megatron.conversion.model_space.model import model_config
-from megatron.conversion.model_space.source import Source, read_whole
+from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import ReadOptions
+from megatron.core.dist_checkpointing.source import read_whole
 from megatron.core.models import GPTModel
+from megatron.core.run_checkpoint.source import Source
 from tests.support.memory_source import random_source
 from tests.unit_tests.conversion.huggingface.random_configs import (
     draw_config,

@@ -10,10 +10,11 @@ import pytest
 import torch
 import yaml
 
-from megatron.conversion.convert import compare, convert, open_checkpoint
+from megatron.conversion.convert import compare, convert
 from megatron.conversion.megatron_lm.plain_yaml import PlainYamlError, parse_yaml
-from megatron.conversion.model_space.source import read_whole
+from megatron.conversion.opening import open_checkpoint
 from megatron.core.dist_checkpointing import CheckpointError
+from megatron.core.dist_checkpointing.source import read_whole
 from tests import ROOT
 
 GOLDEN = ROOT / "tests/golden" / "bridge_0.6.2/llama_fp32"

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from megatron.conversion.convert import compare, convert, open_checkpoint
+from megatron.conversion.convert import compare, convert
 from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
+from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import ReadOptions, WriteOptions
 from megatron.core.dist_checkpointing import (
     CheckpointError,
@@ -13,6 +14,7 @@ from megatron.core.dist_checkpointing import (
     read_metadata,
     save,
 )
+from megatron.core.run_checkpoint.formats import find_checkpoint, open_found
 from tests.support.compare import assert_same, read_all
 from tests.support.memory_source import LLAMA_ARGS, random_source
 from tests.support.unpacked import unpacked
@@ -57,8 +59,8 @@ def test_written_checkpoint_is_that_of_hybrid_model(tmp_path, tmp_path_factory, 
         assert weights == read_metadata(golden).tensors.keys()
 
     # And back, as convert.py and as a run read it.
-    for as_saved in (False, True):
-        found = open_checkpoint(tmp_path / "hybrid", read_options=ReadOptions(as_saved=as_saved))
+    checkpoint = find_checkpoint(tmp_path / "hybrid")
+    for found in (open_checkpoint(tmp_path / "hybrid"), open_found(checkpoint)):
         assert compare(source, found) == len(source.tensors)
         assert found.training.param_groups == source.training.param_groups
         assert found.args["num_layers"] == 2

@@ -8,13 +8,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from megatron.conversion.convert import open_checkpoint
 from megatron.conversion.megatron_lm.args import read_arguments
 from megatron.conversion.megatron_lm.legacy_reader import LegacySource
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
 from megatron.conversion.megatron_lm.torch_dist import TorchDistSource, write_torch_dist
 from megatron.conversion.model_space.model import Layout
-from megatron.conversion.model_space.source import read_whole
+from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import ReadOptions
 from megatron.core.dist_checkpointing import (
     CheckpointError,
@@ -23,6 +22,7 @@ from megatron.core.dist_checkpointing import (
     load_common,
     save,
 )
+from megatron.core.dist_checkpointing.source import read_whole
 from megatron.core.safe_files import safe_load
 from tests import ROOT
 from tests.support.compare import assert_same, read_all

@@ -7,15 +7,11 @@ import shutil
 import pytest
 import torch
 
-from megatron.conversion.convert import compare, convert, open_checkpoint
-from megatron.conversion.formats import find_problem, is_extra_state, require_checkpoint
+from megatron.conversion.convert import compare, convert
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
-from megatron.conversion.megatron_lm.torch_dist import (
-    RunCheckpoint,
-    StackedLayers,
-    write_torch_dist,
-)
+from megatron.conversion.megatron_lm.torch_dist import StackedLayers, write_torch_dist
 from megatron.conversion.model_space.model import Layout, model_config, plan_load, rank_parameters
+from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import ReadOptions, WriteOptions
 from megatron.core.dist_checkpointing import (
     CheckpointError,
@@ -24,6 +20,14 @@ from megatron.core.dist_checkpointing import (
     read_metadata,
     save,
 )
+from megatron.core.run_checkpoint.extra_states import is_extra_state
+from megatron.core.run_checkpoint.formats import (
+    find_checkpoint,
+    find_problem,
+    open_found,
+    require_checkpoint,
+)
+from megatron.core.run_checkpoint.reader import RunCheckpoint
 from megatron.core.safe_files import safe_load
 from tests.support.compare import assert_same, read_all
 from tests.support.memory_source import LLAMA_ARGS, random_source
@@ -142,7 +146,7 @@ def test_extra_states_and_expert_optimizer_are_written(tmp_path_factory, tmp_pat
 def test_run_of_an_earlier_version_is_read(archive, tmp_path):
     """It used another key for the norm before experts."""
     write_torch_dist(open_checkpoint(archive("single_fully_reshardable")), tmp_path / "now")
-    now = open_checkpoint(tmp_path / "now", read_options=ReadOptions(as_saved=True))
+    now = open_found(find_checkpoint(tmp_path / "now"))
     assert isinstance(now, RunCheckpoint)
     norm = "pre_mlp_layernorm.weight"
     earlier = "mlp.linear_fc1.layer_norm_weight"
@@ -154,7 +158,7 @@ def test_run_of_an_earlier_version_is_read(archive, tmp_path):
     save({entry.key: entry for entry in state}, tmp_path / "earlier", common=common)
     assert f"decoder.layers.1.{earlier}" in read_metadata(tmp_path / "earlier").tensors
     assert_same(
-        read_all(open_checkpoint(tmp_path / "earlier", read_options=ReadOptions(as_saved=True))),
+        read_all(open_found(find_checkpoint(tmp_path / "earlier"))),
         values,
     )
 

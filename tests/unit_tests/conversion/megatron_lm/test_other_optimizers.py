@@ -6,15 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.conversion.convert import convert, open_checkpoint
-from megatron.conversion.model_space.source import (
-    is_weight,
-    list_parameter_states,
-    optimizer_key,
-    read_whole,
-)
+from megatron.conversion.convert import convert
+from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import WriteOptions
+from megatron.core.dist_checkpointing.source import read_whole
 from megatron.core.optimizer.update_rules import Lion
+from megatron.core.run_checkpoint.keys import is_weight, list_parameter_states, optimizer_key
 from tests import ROOT
 
 GOLDEN = ROOT / "tests/golden/megatron_optimizers"

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.conversion.model_space.model import find_norm_key
 from megatron.core.distributed.distributed_data_parallel import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -17,6 +16,7 @@ from megatron.core.module import Normal, param_info
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig
 from megatron.core.parallel_config import ParallelConfig
 from megatron.core.parallel_state import ParallelState
+from megatron.core.run_checkpoint.keys import find_norm_key
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests import GOLDEN
 

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.conversion.formats import find_checkpoint
 from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
 from megatron.core.dist_checkpointing import CheckpointError, load_common, read_metadata
 from megatron.core.dist_checkpointing.format.checksums import read_checksums
 from megatron.core.dist_checkpointing.verification import verify
+from megatron.core.run_checkpoint.formats import find_checkpoint
+from megatron.core.safe_files import safe_load
 from megatron.core.safe_files.reading import open_file, read_json
-from megatron.core.safe_files.torch_load import safe_load
 from tests.support.limited_process import run_limited
 from tests.support.memory_source import LLAMA_ARGS, random_source
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.conversion.model_space.model import find_norm_key
 from megatron.core.models import GPTModel
+from megatron.core.run_checkpoint.keys import find_norm_key
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.run import Loss, compute_objective
 from pretrain_gpt import loss_func

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from megatron.conversion.convert import WRITERS
-from megatron.conversion.model_space.source import no_progress
 from megatron.conversion.options import WriteOptions
 from megatron.core.dist_checkpointing.lineage import LINEAGE, Lineage, Segment
+from megatron.core.dist_checkpointing.saving.commit import no_progress
 from megatron.training.checkpoint.save_directory import identify_newest
 from tests.support.memory_source import GPT_ARGS, random_source
 

@@ -10,10 +10,6 @@ import sys
 import pytest
 import torch
 
-from megatron.conversion.formats import (
-    find_checkpoint,
-    find_problem,
-)
 from megatron.core.dist_checkpointing import (
     AsyncSaver,
     CheckpointDirectory,
@@ -31,6 +27,7 @@ from megatron.core.dist_checkpointing.saving.retention import (
     RetentionRules,
     select_superseded,
 )
+from megatron.core.run_checkpoint.formats import find_checkpoint, find_problem
 from megatron.training.checkpoint.saver import is_native_checkpoint
 
 

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.conversion.megatron_lm.torch_dist import RunCheckpoint
-from megatron.conversion.model_space.source import Source, split_key
 from megatron.core.dist_checkpointing import LoadReport, ShardedStateDict, ShardedTensor, fill
 from megatron.core.dist_checkpointing.loading.load import RAISE, STRICTNESS, BoxReader
 from megatron.core.dist_checkpointing.loading.reader import Request
 from megatron.core.progress import ProgressBar
+from megatron.core.run_checkpoint.keys import split_key
+from megatron.core.run_checkpoint.reader import RunCheckpoint
+from megatron.core.run_checkpoint.source import Source
 
 logger = logging.getLogger(__name__)
 

@@ -6,15 +6,8 @@ import shutil
 
 import pytest
 
-from megatron.conversion.convert import WRITERS, convert, open_checkpoint, open_found
-from megatron.conversion.formats import (
-    FORMATS,
-    CheckpointRef,
-    NoCheckpointError,
-    find_checkpoint,
-    list_newest_first,
-)
-from megatron.conversion.model_space.source import no_progress, read_whole
+from megatron.conversion.convert import WRITERS, convert
+from megatron.conversion.opening import open_checkpoint, open_found
 from megatron.conversion.options import WriteOptions
 from megatron.core.dist_checkpointing import (
     CheckpointDirectory,
@@ -22,6 +15,15 @@ from megatron.core.dist_checkpointing import (
     Segment,
     iteration_in_name,
     write_tracker,
+)
+from megatron.core.dist_checkpointing.saving.commit import no_progress
+from megatron.core.dist_checkpointing.source import read_whole
+from megatron.core.run_checkpoint.formats import (
+    FORMATS,
+    CheckpointRef,
+    NoCheckpointError,
+    find_checkpoint,
+    list_newest_first,
 )
 from tests.support.memory_source import GPT_ARGS, random_source
 

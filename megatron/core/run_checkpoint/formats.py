@@ -15,19 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron.conversion.deepspeed import engine
-from megatron.conversion.deepspeed import files as universal
-from megatron.conversion.file_names import (
-    CONSOLIDATED,
-    LATEST,
-    MODEL_FILE,
-    PARAMS,
-    RELEASE,
-    ZERO,
-)
-from megatron.conversion.huggingface.adapters import describe_adapter
-from megatron.conversion.megatron_lm import legacy_files as legacy
-from megatron.conversion.megatron_lm.zarr import describe_zarr_checkpoint
+import torch.distributed as dist
+
 from megatron.core.dist_checkpointing import (
     CheckpointDirectory,
     CheckpointError,
@@ -40,10 +29,25 @@ from megatron.core.dist_checkpointing import (
     read_tracker,
 )
 from megatron.core.dist_checkpointing.files import COMMON, METADATA, METADATA_JSON, TRACKER
-from megatron.core.dist_checkpointing.format.checksums import find_checksums
+from megatron.core.dist_checkpointing.format.checksums import CHECKSUMS, find_checksums
+from megatron.core.dist_checkpointing.verification import INTEGRITY, find_integrity_problems
 from megatron.core.object_storage import ObjectPath, path_of
+from megatron.core.run_checkpoint.file_names import (
+    CONSOLIDATED,
+    ENGINE_LATEST,
+    ENGINE_MODEL_FILES,
+    LATEST,
+    MODEL_FILE,
+    PARAMS,
+    RELEASE,
+    ZERO,
+)
+from megatron.core.run_checkpoint.reader import open_run_checkpoint
+from megatron.core.run_checkpoint.source import Source
 from megatron.core.safe_files.links import confine_links
-from megatron.core.safe_files.reading import read_json
+from megatron.core.safe_files.reading import read_json, read_regular
+from megatron.core.safe_files.schema import file_name
+from megatron.core.wings import resolve
 
 logger = logging.getLogger(__name__)
 
@@ -91,18 +95,56 @@ def _is_universal(directory: Path) -> bool:
     return (directory / ZERO).is_dir()
 
 
-# Every format is both read and written. The function recognizes a directory of the format.
-FORMATS: dict[str, Callable[[Path], bool]] = {
-    "torch_dist": _is_torch_dist,
-    "legacy": _is_legacy,
-    "hf": is_huggingface,
-    "universal": _is_universal,
+class Format(NamedTuple):
+    """How to recognize a format by its files, and who reads it.
+
+    Modules of other programs' formats are imported on demand (see `megatron.core.wings`).
+    """
+
+    is_format: Callable[[Path], bool]  # of a directory
+    reader: str  # (directory, ReadOptions) -> Source
+    list_damage: str | None = None  # as `_list_damage`; None: files are checked when opened
+
+
+# Every format is both read and written.
+FORMATS = {
+    "torch_dist": Format(
+        _is_torch_dist,
+        "megatron.conversion.megatron_lm.torch_dist:open_torch_dist",
+        "megatron.core.run_checkpoint.formats:list_torch_dist_damage",
+    ),
+    "legacy": Format(
+        _is_legacy,
+        "megatron.conversion.megatron_lm.legacy_reader:LegacySource",
+        "megatron.conversion.megatron_lm.legacy_files:list_legacy_damage",
+    ),
+    "hf": Format(is_huggingface, "megatron.conversion.huggingface.directory:HuggingFaceSource"),
+    "universal": Format(
+        _is_universal,
+        "megatron.conversion.deepspeed.universal:UniversalSource",
+        "megatron.conversion.deepspeed.files:list_universal_damage",
+    ),
 }
+
+# Checkpoints that are not read: the function that describes how to convert one in a directory, and
+# patterns of their files there.
+_UNREAD = {
+    "megatron.conversion.huggingface.adapters:describe_adapter": ("adapter_config.json",),
+    "megatron.conversion.deepspeed.engine:describe_engine_checkpoint": (
+        ENGINE_MODEL_FILES,
+        f"*/{ENGINE_MODEL_FILES}",
+    ),
+    "megatron.conversion.megatron_lm.zarr:describe_zarr_checkpoint": (
+        METADATA_JSON,
+        f"*/{METADATA_JSON}",
+    ),
+}
+_OPEN_ANY = "megatron.conversion.opening:open_for_run"
 
 
 def list_formats(directory: Path) -> list[str]:
     """Return the formats that `directory` looks like."""
-    return [name for name, is_format in FORMATS.items() if is_format(directory)]
+    return [name for name, form in FORMATS.items() if form.is_format(directory)]
 
 
 def detect_format(directory: Path, loader: str = "auto") -> str:
@@ -127,7 +169,8 @@ def detect_format(directory: Path, loader: str = "auto") -> str:
 # ---- Damage ----
 
 
-def _list_torch_dist_damage(directory: Path) -> list[str]:
+def list_torch_dist_damage(directory: Path) -> list[str]:
+    """Return a line for each file of a DCP directory that is missing or truncated."""
     if not is_complete(directory) and not _is_foreign_dcp(directory):
         return [f"{METADATA_JSON} is missing"]
     return find_missing_or_truncated(directory)
@@ -146,13 +189,11 @@ def _is_foreign_dcp(directory: Path) -> bool:
 
 def _list_damage(directory: Path, form: str) -> list[str]:
     """Return a line for each file that is missing or truncated, without reading tensors."""
-    if form == "torch_dist":
-        return _list_torch_dist_damage(directory)
-    if form == "legacy":
-        return legacy.list_legacy_damage(directory)
-    if form == "universal":
-        return universal.list_universal_damage(directory)
-    return []  # all files of a Hugging Face directory are checked when it is opened
+    entry = FORMATS[form].list_damage
+    if entry is None:
+        return []
+    damage: list[str] = resolve(entry)(directory)
+    return damage
 
 
 def find_problem(directory: Path) -> str | None:
@@ -199,7 +240,18 @@ def read_latest(root: Path) -> str | None:
 
     Raises CheckpointError for anything but the name of a directory.
     """
-    return engine.read_tag(root / LATEST)
+    return read_tag(root / LATEST)
+
+
+def read_tag(path: Path) -> str | None:
+    """Return the name of a directory that one of DeepSpeed's trackers contains, None without it.
+
+    Raises CheckpointError for anything but the name of a directory.
+    """
+    if not path.is_file():
+        return None
+    name = read_regular(path, limit=4096).decode(errors="replace").strip()
+    return file_name(name, f"{path}: the name in it")
 
 
 def is_checkpoint_itself(root: Path, loader: str = "auto") -> bool:
@@ -347,11 +399,12 @@ def find_checkpoint(
 
 def _describe_unread(root: Path) -> str | None:
     """Return the way to convert a checkpoint of a program that is not read, None without one."""
-    return (
-        describe_adapter(root)
-        or engine.describe_engine_checkpoint(root)
-        or describe_zarr_checkpoint(root)
-    )
+    for entry, patterns in _UNREAD.items():
+        if any(any(root.glob(pattern)) for pattern in patterns):
+            description: str | None = resolve(entry)(root)
+            if description is not None:
+                return description
+    return None
 
 
 def _refuse_unread(root: Path) -> None:
@@ -381,11 +434,11 @@ def _describe_alternative(root: Path, named: Path) -> str | None:
         )
     if tag is None:
         return None
-    saved = engine.read_tag(root / engine.LATEST)
+    saved = read_tag(root / ENGINE_LATEST)
     if saved is None or f"{saved}_universal" == tag:
         return None
     return (
-        f"DeepSpeed's {engine.LATEST} names {saved}, but {LATEST} names {tag}: taking {tag}. To "
+        f"DeepSpeed's {ENGINE_LATEST} names {saved}, but {LATEST} names {tag}: taking {tag}. To "
         f"use {saved}, convert it (python -m deepspeed.checkpoint.ds_to_universal)"
     )
 
@@ -444,6 +497,65 @@ def _describe_contents(root: Path) -> str:
     return text
 
 
-def is_extra_state(key: str) -> bool:
-    """Return whether an object is the state that a module of Megatron-core keeps per module."""
-    return "._extra_state/shard_" in key
+# ---- Opening a checkpoint ----
+
+
+def open_found(
+    found: CheckpointRef,
+    *,
+    optimizer: bool = True,
+    verify: bool | None = None,
+    waits_for_shards: bool = False,
+) -> Source:
+    """Open a checkpoint that was already found, possibly by another process, for a run.
+
+    `verify` compares blocks that are read with checksums.bin. None: if the checkpoint contains it;
+    True: it is required; False: never. `waits_for_shards` waits for shards of a torch_dist
+    checkpoint that a network file system does not show yet: another rank has seen all of them.
+    """
+    if found.format == "torch_dist":
+        run = open_run_checkpoint(found.directory, verify is not False, waits_for_shards)
+        if run is not None:
+            if verify:
+                require_checksums(found)
+            return run
+    return open_in_any_form(
+        found, optimizer=optimizer, verify=verify, waits_for_shards=waits_for_shards
+    )
+
+
+def open_in_any_form(
+    found: CheckpointRef,
+    *,
+    optimizer: bool = True,
+    verify: bool | None = None,
+    waits_for_shards: bool = False,
+) -> Source:
+    """Open a checkpoint with the general reader of its format.
+
+    That reader compares the arguments with the stored tensors. The options are those of
+    `open_found`.
+    """
+    source: Source = resolve(_OPEN_ANY)(found, optimizer, verify, waits_for_shards)
+    return source
+
+
+def require_checksums(found: CheckpointRef) -> None:
+    """Raise CheckpointError unless the checkpoint contains checksums.
+
+    Blocks are compared with `checksums.bin` when they are read. Megatron-LM's `integrity.json` has
+    a hash of each file, so all files are read here, on rank 0 only.
+    """
+    if find_checksums(found.directory) is not None:
+        return
+    if not (found.directory / INTEGRITY).is_file():
+        raise CheckpointError(
+            f"--ckpt-verify: {found.directory} ({found.format}) has neither {CHECKSUMS} nor "
+            f"{INTEGRITY} to compare it with: drop the flag, or convert the checkpoint first "
+            "(tools/checkpoint/convert.py --saver torch_dist)"
+        )
+    if dist.is_initialized() and dist.get_rank() > 0:
+        return
+    problems = find_integrity_problems(found.directory)
+    if problems:
+        raise CheckpointError("\n".join(problems))

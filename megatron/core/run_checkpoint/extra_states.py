@@ -54,3 +54,8 @@ def build_extra_states(keys: Iterable[str], experts: int = 0) -> dict[str, Shard
             # Attention itself has an extra state, but no weight.
             add(module.replace("linear_proj", "core_attention"), 0, 1, None)
     return states
+
+
+def is_extra_state(key: str) -> bool:
+    """Return whether an object is the state that a module of Megatron-core keeps per module."""
+    return "._extra_state/shard_" in key

@@ -4,11 +4,10 @@ import re
 
 import torch.distributed.checkpoint as dcp
 
-from megatron.conversion.formats import is_extra_state
-from megatron.conversion.megatron_lm.extra_states import build_extra_states
 from megatron.conversion.megatron_lm.torch_dist import TorchDistSource, write_torch_dist
 from megatron.core.dist_checkpointing import Reader, load_common, read_metadata, save
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.run_checkpoint.extra_states import build_extra_states, is_extra_state
 from tests import ROOT
 
 GOLDEN = ROOT / "tests/golden" / "megatron_lm"

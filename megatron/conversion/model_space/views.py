@@ -1,0 +1,95 @@
+"""Views of a source that change it: other dtypes, fewer tensors, the average as the weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from megatron.core.dist_checkpointing.mapping import Shape
+from megatron.core.dist_checkpointing.source import TensorInfo
+from megatron.core.optimizer import AVERAGE_PREFIX
+from megatron.core.run_checkpoint.keys import (
+    WORD_EMBEDDINGS,
+    average_key,
+    is_foreign,
+    is_trained,
+    is_weight,
+)
+from megatron.core.run_checkpoint.source import Source, TrainingState
+
+
+class SourceView:
+    """Base of sources that change `source`: they override tensors, arguments or `read`."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self.description = source.description
+        self.unused = source.unused
+        self.args: dict[str, Any] = dict(source.args)
+        self.training: TrainingState | None = source.training
+        self.tensors: dict[str, TensorInfo] = dict(source.tensors)
+
+    def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
+        return self._source.read(key, offset, shape)
+
+    def cast_weights(self, dtype: torch.dtype) -> None:
+        """Change the dtype of the weights. A router's bias is fp32 in every model.
+
+        Foreign tensors are copied as they are, except for weights of layers with foreign mixers:
+        those that have the dtype of the other weights are cast with them.
+        """
+        old = None
+        if self.args.get("foreign_mixers"):
+            old = self.tensors[WORD_EMBEDDINGS].dtype
+        for key, info in self.tensors.items():
+            is_cast = is_weight(key) and is_trained(key)
+            if is_foreign(key):
+                is_cast = info.dtype == old
+            if is_cast:
+                self.tensors[key] = TensorInfo(info.shape, dtype)
+
+    def drop_average(self) -> None:
+        """Leave out the average of the weights."""
+        for key in list(self.tensors):
+            if key.startswith(AVERAGE_PREFIX):
+                del self.tensors[key]
+
+    def drop_optimizer(self) -> None:
+        """Leave out the optimizer state, and the parts of the training state that belong to it."""
+        for key in list(self.tensors):
+            if key.startswith("optimizer."):
+                del self.tensors[key]
+        if self.training is not None:
+            self.training = dataclasses.replace(
+                self.training, param_groups=None, scheduler=None, grad_scaler=None
+            )
+
+
+class AveragedWeights(SourceView):
+    """A model with the average of its weights (--ema-decay) as the weights, without optimizer.
+
+    The average is fp32 and is cast once to `dtype`, by default the dtype of the weights.
+    """
+
+    def __init__(self, source: Source, dtype: torch.dtype | None = None) -> None:
+        super().__init__(source)
+        missing = []
+        for key in source.tensors:
+            is_averaged = is_weight(key) and is_trained(key)
+            if is_averaged and average_key(key) not in source.tensors:
+                missing.append(key)
+        if missing:
+            raise ValueError(
+                f"--weights ema: {source.description} has no average of {missing[0]}: a run saves "
+                "one with --ema-decay"
+            )
+        self.drop_optimizer()
+        self.drop_average()
+        if dtype is not None:
+            self.cast_weights(dtype)
+
+    def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
+        stored = average_key(key) if is_trained(key) else key
+        return self._source.read(stored, offset, shape).to(self.tensors[key].dtype)

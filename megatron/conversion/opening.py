@@ -1,0 +1,67 @@
+"""Open a checkpoint of any format as a `Source`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron.conversion.model_space.foreign import describe_foreign_mixers
+from megatron.conversion.options import ReadOptions
+from megatron.core.run_checkpoint.formats import (
+    FORMATS,
+    CheckpointRef,
+    require_checkpoint,
+    require_checksums,
+)
+from megatron.core.run_checkpoint.source import Source
+from megatron.core.wings import resolve
+
+_RENAMING_READERS = ("torch_dist", "hf")
+
+
+def open_checkpoint(
+    root: Path,
+    loader: str = "auto",
+    step: int | None = None,
+    read_options: ReadOptions | None = None,
+) -> Source:
+    """Open the checkpoint that `root` means (see `formats.find_checkpoint`)."""
+    return open_found(require_checkpoint(root, step, loader), read_options)
+
+
+def open_found(found: CheckpointRef, read_options: ReadOptions | None = None) -> Source:
+    """Open a checkpoint that was already found, possibly by another process."""
+    read_options = read_options or ReadOptions()
+    if read_options.verify:
+        require_checksums(found)
+    if read_options.renames and found.format not in _RENAMING_READERS:
+        raise ValueError(
+            f"--rename: {found.directory} is a {found.format} checkpoint; tensors of "
+            f"{' and '.join(_RENAMING_READERS)} checkpoints can be renamed"
+        )
+    reader = resolve(FORMATS[found.format].reader)
+    source: Source = reader(found.directory, read_options)
+    # Arguments of the command line take precedence.
+    source.args.update(read_options.args)
+    if not read_options.keep_foreign:
+        _refuse_foreign_mixers(source)
+    return source
+
+
+def _refuse_foreign_mixers(source: Source) -> None:
+    """Raise ValueError for a model whose layers this program cannot run."""
+    mixers = describe_foreign_mixers(source.args)
+    if mixers:
+        raise ValueError(
+            f"{source.description} has {mixers}, which the trainer does not have: this model "
+            "cannot be trained here. convert.py and merge.py copy these layers with --keep-foreign"
+        )
+
+
+def open_for_run(
+    found: CheckpointRef, optimizer: bool, verify: bool | None, waits_for_shards: bool
+) -> Source:
+    """Open a checkpoint for a run (see `run_checkpoint.formats.open_in_any_form`)."""
+    return open_found(
+        found,
+        ReadOptions(optimizer=optimizer, verify=verify, waits_for_shards=waits_for_shards),
+    )
