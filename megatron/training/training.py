@@ -224,7 +224,7 @@ def own_save_directory(
 ) -> None:
     """Let checkpoints be saved to the directory of `generation`, as descendants of `start`."""
     if run.hf_exports is not None and run.ps.rank == 0:
-        remove_unfinished_exports(run.hf_exports)
+        remove_unfinished_exports(run)
         if start is not None:
             report_missing_export(run, start.directory)
     if start is None:

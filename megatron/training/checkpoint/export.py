@@ -1,49 +1,52 @@
-"""Write checkpoints in other formats than torch_dist: Megatron-LM's legacy files, Hugging Face.
+"""Exports of a run to other formats than torch_dist: Hugging Face, Megatron-LM's legacy files.
 
-Files of these formats contain parts of several ranks. So all ranks write torch_dist, and rank 0
-rewrites it in the other format, tensor by tensor, before the directory gets its name.
+The wing `conversion.run_exports` writes them. It is imported if a flag requests an export.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
+from typing import Any, Protocol
 
-import torch
 import torch.distributed as dist
 
-from megatron.conversion.choices import DTYPES, QUANTIZATIONS
-from megatron.conversion.convert import convert
-from megatron.conversion.huggingface.directory import check_quantizable, remove_model
-from megatron.conversion.huggingface.export_plan import plan_export
-from megatron.conversion.huggingface.families import choose_family
-from megatron.conversion.megatron_lm.args import read_arguments
-from megatron.conversion.megatron_lm.legacy_writer import write_legacy
-from megatron.conversion.model_space.model import Layout
-from megatron.conversion.opening import open_checkpoint
-from megatron.conversion.options import WriteOptions
-from megatron.conversion.output_directory import pending_name
-from megatron.core.dist_checkpointing import (
-    CheckpointDirectory,
-    CheckpointError,
-    clean_up,
-    save,
-)
+from megatron.core.dist_checkpointing import CheckpointError, save
 from megatron.core.dist_checkpointing.files import remove_unfinished
-from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.dist_checkpointing.saving.commit import Progress, Rewrite
 from megatron.core.dist_checkpointing.saving.model_export import ExportTarget
-from megatron.core.durable_files import check_free_space, discard, fsync_directory
-from megatron.core.object_storage import ObjectPath, check_conditional_requests, path_of
-from megatron.core.run_checkpoint.formats import is_huggingface
+from megatron.core.object_storage import path_of
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.wings import resolve
 from megatron.training.checkpoint.contents import get_common_state, get_model_state
+from megatron.training.config.options import HF_DTYPES, HF_QUANTIZATIONS
 from megatron.training.config.run_config import Config
 from megatron.training.run import Run
 
 logger = logging.getLogger(__name__)
+
+_HUGGING_FACE = "megatron.conversion.run_exports:HuggingFaceExporter"
+_LEGACY = "megatron.conversion.run_exports:make_legacy_rewrite"
+
+
+class ModelExporter(Protocol):
+    """Writer of a run's model in another format."""
+
+    def check_target(self, model: TransformerConfig) -> None:
+        """Raise ValueError, before training, if the model cannot be written. Collective."""
+
+    def plan(self, common: dict[str, Any], vocab_size: int) -> ExportTarget:
+        """Return where and how models are saved next to checkpoints."""
+        ...
+
+    def remove_unfinished(self) -> None:
+        """Remove the exports that an earlier launch has not completed."""
+
+    def warn_if_missing(self, save: str, iteration: int) -> None:
+        """Warn if the export of a checkpoint in `save` does not exist."""
+
+    def rewrite(self, directory: Path, progress: Progress) -> None:
+        """Replace the files of a torch_dist checkpoint by those of the model."""
 
 
 def make_legacy_rewrite(config: Config) -> Rewrite:
@@ -58,93 +61,56 @@ def make_legacy_rewrite(config: Config) -> Rewrite:
     experts: tuple[int, int | None] = (1, None)
     if parallel.ep_size > 1:
         experts = (parallel.ep_size, parallel.etp_size)
-    layout = Layout.of(config.model.num_layers, *sizes, vars(config.pipeline_layout), experts)
-
-    def rewrite(directory: Path, progress: Progress) -> None:
-        source = open_checkpoint(directory)
-        _replace_files(
-            directory, lambda target: write_legacy(source, target, layout, progress=progress)
-        )
-
+    splits = vars(config.pipeline_layout)
+    rewrite: Rewrite = resolve(_LEGACY)(config.model.num_layers, sizes, splits, experts)
     return rewrite
 
 
+def _make_exporter(config: Config) -> ModelExporter | None:
+    """Return the exporter of models to --save-hf, None without that flag."""
+    flags = config.checkpoint
+    if flags.save_hf is None:
+        return None
+    dtype = flags.save_hf_dtype
+    tokenizer = config.tokenizer
+    names = (tokenizer.tokenizer_model, tokenizer.vocab_file, tokenizer.merge_file)
+    exporter: ModelExporter = resolve(_HUGGING_FACE)(
+        path_of(flags.save_hf),
+        is_periodic=flags.save_hf_interval is not None,
+        keep_last=flags.save_hf_keep_last,
+        dtype=HF_DTYPES.get(dtype or ""),
+        dtype_name=dtype,
+        quantization=dtype if dtype in HF_QUANTIZATIONS else None,
+        # transformers needs these files, too. The user has named them, so they may be outside of
+        # the checkpoint.
+        tokenizer_files=tuple(Path(name) for name in names if name is not None),
+    )
+    return exporter
+
+
 def check_hf_target(run: Run) -> None:
-    """Raise ValueError before training if --save-hf could not be written after it."""
-    target = run.config.checkpoint.save_hf
-    if target is None:
-        return
-    # The model, and then the directory: a run must not fail for these after days.
-    family = choose_family(run.config.model, None)
-    if run.config.checkpoint.save_hf_dtype in QUANTIZATIONS:
-        check_quantizable(family, run.config.model)
-    directory = path_of(target)
-    if isinstance(directory, ObjectPath):
-        bucket = directory
-        Coordination.of(None).run_on_rank0(lambda: check_conditional_requests(bucket))
-    if not directory.exists():
-        return
-    if run.config.checkpoint.save_hf_interval is not None:
-        if not directory.is_dir() or is_huggingface(directory):
-            raise ValueError(
-                f"--save-hf {directory} is a model or a file: with --save-hf-interval give a "
-                "directory for one model per exported iteration"
-            )
-        return
-    is_empty = directory.is_dir() and not any(directory.iterdir())
-    if not is_empty and not (directory.is_dir() and is_huggingface(directory)):
-        raise ValueError(
-            f"--save-hf {directory} exists and is not a Hugging Face model: give another directory"
-        )
+    """Raise ValueError before training if --save-hf could not be written after it. Collective."""
+    exporter = _make_exporter(run.config)
+    if exporter is not None:
+        exporter.check_target(run.config.model)
 
 
 def plan_hf_exports(run: Run) -> ExportTarget | None:
     """Return where and how models are saved next to checkpoints, None without --save-hf-interval.
 
-    All ranks write them from the staging buffers of the checkpoint, if the format permits it.
-    Otherwise rank 0 converts the committed checkpoint.
-
     Raises ValueError, the same on all ranks, for a model that transformers cannot express.
     """
-    config = run.config.checkpoint
-    if config.save_hf_interval is None:
+    exporter = _make_exporter(run.config)
+    if exporter is None or run.config.checkpoint.save_hf_interval is None:
         return None
-    assert config.save_hf is not None
-    args = read_arguments(get_common_state(run), "this run")
-    args["model_vocab_size"] = run.vocab_size
-    try:
-        plan = plan_export(args, _list_tokenizer_files(run), dtype=_get_export_dtype(run))
-    except ValueError as error:
-        raise ValueError(f"--save-hf-interval: {error}") from error
-    root = path_of(config.save_hf)
-    keep_last = config.save_hf_keep_last
-    # Ranks have parts of the blocks of a quantized matrix, and cannot write to the middle of an
-    # object.
-    if isinstance(root, ObjectPath) or config.save_hf_dtype in QUANTIZATIONS:
-        convert_saved = partial(_convert_saved, _make_export_options(run))
-        return ExportTarget(root, convert=convert_saved, keep_last=keep_last, remove=remove_model)
-    return ExportTarget(root, plan, keep_last=keep_last)
+    return exporter.plan(get_common_state(run), run.vocab_size)
 
 
-def _convert_saved(options: WriteOptions, checkpoint: Path, target: Path) -> None:
-    """Write the model in a committed checkpoint to `target`, replacing an earlier one."""
-    is_object = isinstance(target, ObjectPath)
-    if is_object:
-        remove_model(target)
-    convert(checkpoint, target, "hf", options=options, overwrite=not is_object)
-
-
-def remove_unfinished_exports(target: ExportTarget) -> None:
+def remove_unfinished_exports(run: Run) -> None:
     """Remove the exports that an earlier launch has not completed; none may be in progress."""
-    clean_up(target.root)
-    if not isinstance(target.root, ObjectPath):
-        for path in target.root.glob(pending_name("iter_*")):
-            discard(path)
-        return
-    exports = CheckpointDirectory(target.root)
-    for iteration in exports.list_iterations():
-        if not is_huggingface(exports.path(iteration)):
-            remove_model(exports.path(iteration))
+    exporter = _make_exporter(run.config)
+    if exporter is not None and run.hf_exports is not None:
+        exporter.remove_unfinished()
 
 
 def report_missing_export(run: Run, loaded: Path) -> None:
@@ -152,27 +118,13 @@ def report_missing_export(run: Run, loaded: Path) -> None:
 
     A launch that is killed after the commit of a checkpoint loses its export.
     """
-    target = get_due_export(run)
     save = run.config.checkpoint.save
-    if target is None or save is None:
+    exporter = _make_exporter(run.config)
+    if exporter is None or save is None or get_due_export(run) is None:
         return
     if loaded.parent.resolve() != path_of(save).resolve():
         return  # of another run, or on the disks of the nodes
-    iteration = run.state.iteration
-    export = CheckpointDirectory(target.root).path(iteration)
-    if is_huggingface(export):
-        return
-    dtype = run.config.checkpoint.save_hf_dtype
-    options = ""
-    if dtype in QUANTIZATIONS:
-        options = f" --quantize {dtype}"
-    elif dtype is not None:
-        options = f" --dtype {dtype}"
-    logger.warning(
-        f"the checkpoint of iteration {iteration} was saved without its export {export}, e.g., "
-        "because the run was killed in between. To make it: python tools/checkpoint/convert.py "
-        f"--load-dir {save} --ckpt-step {iteration} --save-dir {export} --saver hf{options}"
-    )
+    exporter.warn_if_missing(save, run.state.iteration)
 
 
 def get_due_export(run: Run) -> ExportTarget | None:
@@ -183,36 +135,6 @@ def get_due_export(run: Run) -> ExportTarget | None:
     return run.hf_exports
 
 
-def _get_export_dtype(run: Run) -> torch.dtype | None:
-    """Return the dtype of weights that are not quantized; None is that of the run."""
-    name = DTYPES.get(run.config.checkpoint.save_hf_dtype or "")
-    if name is None:
-        return None
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
-
-
-def _make_export_options(run: Run) -> WriteOptions:
-    """Return the options of an export by conversion."""
-    config = run.config.checkpoint
-    quantization = config.save_hf_dtype if config.save_hf_dtype in QUANTIZATIONS else None
-    return WriteOptions(
-        trusted=_list_tokenizer_files(run),
-        dtype=_get_export_dtype(run),
-        quantization=quantization,
-    )
-
-
-def _list_tokenizer_files(run: Run) -> tuple[Path, ...]:
-    """Return the files of the tokenizer on the command line, which transformers also needs.
-
-    The user has named them, so they may be outside of the checkpoint.
-    """
-    flags = run.config.tokenizer
-    names = (flags.tokenizer_model, flags.vocab_file, flags.merge_file)
-    return tuple(Path(name) for name in names if name is not None)
-
-
 def save_hf(run: Run) -> None:
     """Write the final model to --save-hf, unless --save-hf-interval exports it. Collective.
 
@@ -220,18 +142,18 @@ def save_hf(run: Run) -> None:
     not be written.
     """
     config = run.config.checkpoint
-    if config.save_hf is None or config.save_hf_interval is not None:
+    exporter = _make_exporter(run.config)
+    if exporter is None or config.save_hf is None or config.save_hf_interval is not None:
         return
     directory = Path(config.save_hf)
     common = get_common_state(run)
     # An inference model has no optimizer.
     for key in ("optimizer", "opt_param_scheduler"):
         common.pop(key, None)
-    rewrite = partial(_rewrite_as_hf, _make_export_options(run))
     _remove_unfinished(run, directory)
     try:
         weights = run.optimizer.weights(get_model_state(run))
-        save(weights, directory, common=common, rewrite=rewrite)
+        save(weights, directory, common=common, rewrite=exporter.rewrite)
     except CheckpointError as error:  # on every rank
         _remove_unfinished(run, directory)
         raise ValueError(f"--save-hf: {error}") from error
@@ -244,30 +166,3 @@ def _remove_unfinished(run: Run, directory: Path) -> None:
     if run.ps.rank == 0:
         remove_unfinished(directory)
     dist.barrier()
-
-
-def _rewrite_as_hf(options: WriteOptions, directory: Path, progress: Progress) -> None:
-    _replace_files(
-        directory,
-        lambda target: convert(directory, target, "hf", options=options, progress=progress),
-    )
-
-
-def _replace_files(directory: Path, write: Callable[[Path], object]) -> None:
-    """Replace the files in `directory`, durably, by those that `write` creates from them.
-
-    `write` must make its files durable. If it raises an error, its files remain in `directory`,
-    which the caller removes.
-    """
-    stored = list(directory.iterdir())
-    check_free_space(directory, sum(path.stat().st_size for path in stored))
-    # Inside the pending directory: an aborted save then removes both forms at once.
-    target = directory / "rewritten"
-    write(target)
-    # An interruption here leaves an unfinished save, which readers do not take for a checkpoint.
-    for path in stored:
-        path.unlink()
-    for path in list(target.iterdir()):
-        os.rename(path, directory / path.name)
-    target.rmdir()
-    fsync_directory(directory)

@@ -10,8 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
+
 from megatron.core.dist_checkpointing.loading.load import STRICTNESS
 from megatron.core.flags import FlagSection, flag
+
+# Data types of Hugging Face models.
+HF_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+HF_QUANTIZATIONS = ("fp8-block",)
 
 
 @dataclass
@@ -270,7 +276,7 @@ class CheckpointConfig(FlagSection):
     """
     save_hf_keep_last: int | None = flag(None, positive=True)
     """Keep the last N models of --save-hf-interval and delete older ones. Default: all."""
-    save_hf_dtype: str | None = flag(None, choices=("bf16", "fp16", "fp8-block"))
+    save_hf_dtype: str | None = flag(None, choices=(*HF_DTYPES, *HF_QUANTIZATIONS))
     """Data type of the matrices in models of --save-hf, cast from the weights. fp8-block has a
     scale per block of 128 x 128. Default: that of the weights.
     """

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
-from megatron.conversion.choices import DTYPES
 from megatron.core.optimizer import UPDATE_RULES
 from megatron.core.pipeline_parallel import check_group_size, count_mtp_layers, groups_fit
+from megatron.training.config.options import HF_DTYPES, HF_QUANTIZATIONS
 from megatron.training.config.run_config import Config
 
 
@@ -403,9 +403,9 @@ def _check_hf_dtype(config: Config) -> Iterator[str]:
     if config.checkpoint.save_hf is None:
         yield f"--save-hf-dtype {dtype} needs --save-hf"
     weights = config.model.params_dtype
-    if dtype == "fp8-block":
+    if dtype in HF_QUANTIZATIONS:
         return
-    if weights not in (torch.float32, getattr(torch, DTYPES[dtype])):
+    if weights not in (torch.float32, HF_DTYPES[dtype]):
         yield (
             f"--save-hf-dtype {dtype} with weights in {weights}: models are cast from the weights, "
             f"which would be rounded twice; convert checkpoints with convert.py --dtype {dtype}"
