@@ -35,13 +35,13 @@ with program_imports():
     from megatron.training.errors import errors_explained_once
     from megatron.training.rendezvous import environment_world_size
     from megatron.training.reporting.run_record import failed_launch_recorded
-    from megatron.training.restart.monitor import run_restartable
     from megatron.training.run import Batch, Datasets, Loss
     from megatron.training.training import pretrain
 
 # Imported if a flag requests it
 DRY_RUN = "megatron.planning.summary:dry_run"
 FILL_IN_THE_MIDDLE = "megatron.core.datasets.fill_in_the_middle:FillInTheMiddle"
+RESTART = "megatron.training.restart.monitor:run_restartable"
 
 
 def model_provider(config: Config, place: ChunkSpec) -> MegatronModule:
@@ -107,7 +107,11 @@ def main() -> None:
     argv = sys.argv[1:]
     with errors_explained_once(), failed_launch_recorded(find_run_directory(argv), sys.argv):
         restart, timeout = read_restart_config(argv)
-        run_restartable(restart, timeout, partial(train, argv))
+        program = partial(train, argv)
+        if restart.inprocess_restart:
+            resolve(RESTART)(restart, timeout, program)
+        else:
+            program(lambda: None)
     dist.destroy_process_group()
 
 

@@ -37,14 +37,11 @@ _PR_SET_PDEATHSIG = 1
 
 
 def run_restartable(config: RestartConfig, timeout: timedelta, program: Program) -> None:
-    """Run `program` as this rank, again after failures if `config` enables that.
+    """Run `program` as this rank, again after failures (--inprocess-restart).
 
     `timeout` limits how long the launch waits for its ranks at first. Returns or raises in the
     process of the rank only; the monitor exits with its status.
     """
-    if not config.inprocess_restart:
-        program(lambda: None)
-        return
     worker = Monitor(config, timeout, program).run()
     worker.run()
 
