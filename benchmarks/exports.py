@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 import pretrain_gpt  # noqa: E402
-from megatron.training.reporting.run_record import RecordedLaunch, read_record  # noqa: E402
+from megatron.training.reporting.recorded_launches import RecordedLaunch, read_record  # noqa: E402
 from tests.support.object_server import object_server  # noqa: E402
 
 RANK_PROGRAM = "--rank-program"

@@ -31,7 +31,7 @@ from megatron.planning.save_intervals import LOST_NODES_FACTOR, propose_save_int
 from megatron.planning.summary import format_plan
 from megatron.training.config.arguments import Given
 from megatron.training.config.run_config import Config, ModelProvider
-from megatron.training.reporting.run_record import read_record
+from megatron.training.reporting.recorded_launches import read_record
 
 HOUR = 3600.0  # seconds
 MONTH = 30 * 24 * HOUR

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from statistics import median
 
-from megatron.training.reporting.run_record import RecordedLaunch, compute_goodput
+from megatron.training.reporting.recorded_launches import RecordedLaunch, compute_goodput
 
 LOST_NODES_FACTOR = 10  # default MTBF of losing a node with its replicas, in MTBFs of any failure
 

@@ -94,8 +94,6 @@ from megatron.training.reporting.run_record import (
     RECORDS,
     RUN_FILE,
     RunRecord,
-    compute_goodput,
-    read_record,
     to_json_value,
 )
 from megatron.training.reporting.writers import RecordWriter, Writer, format_log_line, make_writers
@@ -112,6 +110,7 @@ from megatron.training.run import (
 
 logger = logging.getLogger(__name__)
 
+MEASURE_GOODPUT = "megatron.training.reporting.recorded_launches:measure_goodput"
 START_SUMMARY = "megatron.planning.summary:summarize_start"
 
 
@@ -589,7 +588,7 @@ def reporting(
 def _report_goodput(run: Run, save: Path) -> None:
     """Report how the time of all starts was spent (--goodput)."""
     try:
-        spent = compute_goodput(read_record(save))
+        spent = resolve(MEASURE_GOODPUT)(save)
     except (OSError, ValueError, LookupError) as error:
         # A gap in the record must not end the run.
         logger.warning(

@@ -7,7 +7,8 @@ import json
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron.training.reporting.run_record import RUN_FILE, read_failed_launches, read_record
+from megatron.training.reporting.recorded_launches import read_failed_launches, read_record
+from megatron.training.reporting.run_record import RUN_FILE
 from tests.support.training_harness import COMMON, train
 
 FLAGS = (

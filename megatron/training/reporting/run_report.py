@@ -21,14 +21,14 @@ from megatron.core.dist_checkpointing.verification import compute_verify_size
 from megatron.core.progress import ProgressBar
 from megatron.core.run_checkpoint.formats import find_problem
 from megatron.core.terminal import escape_control_chars
-from megatron.training.reporting.run_record import (
+from megatron.training.reporting.recorded_launches import (
     RecordedLaunch,
     compute_goodput,
     find_kept_iterations,
     read_failed_launches,
     read_record,
-    to_json_value,
 )
+from megatron.training.reporting.run_record import to_json_value
 
 PAGE = Path(__file__).with_name("report_page")
 MAX_POINTS = 1500  # of a curve of one launch; more are averaged

@@ -86,6 +86,31 @@ def test_private_operators_are_called_in_one_module():
     assert not calls, "\n".join(calls)
 
 
+# What nobody needs to understand or run the left side, although the layers would permit it.
+FORBIDDEN = {
+    "megatron.training": ["megatron.conversion", "megatron.planning"],
+    "megatron.checkpointer": ["megatron.conversion"],
+    "pretrain_gpt": ["megatron.conversion", "megatron.planning", "megatron.training.restart"],
+}
+
+
+def test_training_does_not_import_wings():
+    """Deferred imports and imports for annotations count; entries of wings are strings."""
+    wrong = []
+    for path in [*sorted((ROOT / "megatron").rglob("*.py")), ROOT / "pretrain_gpt.py"]:
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for importer, wings in FORBIDDEN.items():
+            if is_inside(module, importer):
+                for name in imports_of(path):
+                    if any(is_inside(name, wing) for wing in wings):
+                        wrong.append(f"{module} imports {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def is_inside(module: str, package: str) -> bool:
+    return module == package or module.startswith(f"{package}.")
+
+
 def import_graph() -> dict[str, set[str]]:
     """Return module -> modules of the package that it imports, also lazily or for types only."""
     paths = {}

@@ -14,13 +14,12 @@ import pytest
 from megatron.commands.report import ReportServer
 from megatron.core.dist_checkpointing import Lineage, Segment
 from megatron.training.reporting import run_report
-from megatron.training.reporting.run_record import (
-    RunRecord,
+from megatron.training.reporting.recorded_launches import (
     compute_goodput,
-    failed_launch_recorded,
     find_kept_iterations,
     read_record,
 )
+from megatron.training.reporting.run_record import RunRecord, failed_launch_recorded
 from megatron.training.reporting.run_report import PAGE, collect_facts, make_verdict
 from tests import ROOT
 from tools import report

@@ -13,6 +13,7 @@ from megatron.conversion.deepspeed import names
 from megatron.core.dist_checkpointing.format.metadata import get_itemsize
 from megatron.core.run_checkpoint.formats import FORMATS
 from tests import ROOT
+from tests.support.crash_harness import free_port
 from tests.support.training_harness import COMMON
 from tests.support.training_harness import LLAMA as LLAMA_MODEL
 
@@ -96,27 +97,46 @@ def test_sizes_of_dtypes_follow_from_their_names():
     }
 
 
-def test_training_saves_and_resumes_without_dtensor_and_sympy(tmp_path):
-    """DCP brings them along, which takes as long as a dozen small saves: its classes are written by
-    name.
-    """
-    code = (
-        "import sys, pretrain_gpt; pretrain_gpt.main(); print('IMPORTED', {'sympy', "
-        "'torch.distributed.tensor'} & "
-    )
-    code += "sys.modules.keys())"
+# DCP brings DTensor and sympy along, which takes as long as a dozen small saves: its classes are
+# written by name. The others are wings.
+UNNEEDED = (
+    "sympy",
+    "torch.distributed.tensor",
+    "megatron.commands",
+    "megatron.conversion",
+    "megatron.training.reporting.run_report",
+    "megatron.training.restart",
+)
+# Trains as `python pretrain_gpt.py` does, then prints the modules that a dense run does not need.
+TRAIN = f"""
+import sys, pretrain_gpt
+pretrain_gpt.main()
+names = [name for name in sys.modules if name.startswith({UNNEEDED})]
+print("UNNEEDED", sorted(names))
+"""
+
+
+def test_training_saves_and_resumes_without_wings(tmp_path):
+    """A dense run saves asynchronously, and resumes with two tensor-parallel ranks."""
     flags = (
         f"{COMMON} {LLAMA_MODEL} --mock-data --train-iters 4 --save {tmp_path} --load "
         f"{tmp_path} --async-save"
     )
-    for stop in (2, 4):
-        words = [sys.executable, "-c", code, *flags.split(), "--exit-interval", str(stop)]
-        done = subprocess.run(
-            words,
-            cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-        )
-        assert "IMPORTED set()" in done.stdout, done.stdout + done.stderr
+    for stop, tp_size in ((2, 1), (4, 2)):
+        layout = ["--exit-interval", str(stop), "--tensor-model-parallel-size", str(tp_size)]
+        command = [sys.executable, "-c", TRAIN, *flags.split(), *layout]
+        group = {"WORLD_SIZE": str(tp_size), "MASTER_ADDR": "127.0.0.1"}
+        group["MASTER_PORT"] = str(free_port())
+        ranks = []
+        for rank in map(str, range(tp_size)):
+            environment = os.environ | group | {"RANK": rank, "LOCAL_RANK": rank}
+            ranks.append(
+                subprocess.Popen(
+                    command, cwd=ROOT, env=environment | {"PYTHONPATH": str(ROOT)},
+                    stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                )
+            )  # fmt: skip
+        for process in ranks:
+            output, _ = process.communicate(timeout=120)
+            assert "UNNEEDED []" in output, output
         assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == str(stop)

@@ -8,13 +8,8 @@ import os
 
 import pytest
 
-from megatron.training.reporting.run_record import (
-    RECORDS,
-    RunRecord,
-    failed_launch_recorded,
-    read_failed_launches,
-    read_record,
-)
+from megatron.training.reporting.recorded_launches import read_failed_launches, read_record
+from megatron.training.reporting.run_record import RECORDS, RunRecord, failed_launch_recorded
 
 LENGTH = {"iterations": 1, "seconds": 1.0}
 
