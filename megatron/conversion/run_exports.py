@@ -28,7 +28,8 @@ from megatron.conversion.output_directory import pending_name
 from megatron.core.dist_checkpointing import CheckpointDirectory, clean_up
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.dist_checkpointing.saving.commit import Progress, Rewrite
-from megatron.core.dist_checkpointing.saving.model_export import ExportTarget
+from megatron.core.dist_checkpointing.saving.model_export import ConvertedTarget, StagedTarget
+from megatron.core.dist_checkpointing.saving.pending_export import ExportTarget
 from megatron.core.durable_files import check_free_space, discard, fsync_directory
 from megatron.core.object_storage import ObjectPath, check_conditional_requests
 from megatron.core.run_checkpoint.formats import is_huggingface
@@ -127,13 +128,13 @@ class HuggingFaceExporter:
         # Ranks have parts of the blocks of a quantized matrix, and cannot write to the middle of an
         # object.
         if isinstance(self._directory, ObjectPath) or self._options.quantization is not None:
-            return ExportTarget(
-                self._directory,
+            return ConvertedTarget(
+                root=self._directory,
                 convert=self._convert_saved,
                 keep_last=self._keep_last,
                 remove=remove_model,
             )
-        return ExportTarget(self._directory, plan, keep_last=self._keep_last)
+        return StagedTarget(root=self._directory, plan=plan, keep_last=self._keep_last)
 
     def _convert_saved(self, checkpoint: Path, target: Path) -> None:
         """Write the model in a committed checkpoint to `target`, replacing an earlier one."""

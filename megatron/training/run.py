@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron.core.datasets import Dataset
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
-from megatron.core.dist_checkpointing.saving.model_export import ExportTarget
+from megatron.core.dist_checkpointing.saving.pending_export import ExportTarget
 from megatron.core.dist_checkpointing.saving.run_saver import RunSaver
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models import make_chunk_specs
@@ -33,7 +33,7 @@ from megatron.training.data.tokenizer import Tokenizer
 from megatron.training.initialize import seed_everything
 from megatron.training.reporting.intervals import reduce_losses
 from megatron.training.reporting.measurements import compute_flops_per_token
-from megatron.training.reporting.profiling import Timers
+from megatron.training.reporting.timers import Timers
 from megatron.training.reporting.writers import Writer
 
 # Imported if the model has experts

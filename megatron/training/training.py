@@ -29,7 +29,7 @@ from megatron.core.dist_checkpointing.ownership import (
     prepare_directory,
     take_directory,
 )
-from megatron.core.dist_checkpointing.saving.model_export import ExportTarget
+from megatron.core.dist_checkpointing.saving.pending_export import ExportTarget
 from megatron.core.dist_checkpointing.saving.run_saver import RunSaver, SaveFailedError
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.durable_files import encode_json, write_json
@@ -89,7 +89,6 @@ from megatron.training.reporting.measurements import (
     format_memory_line,
     measure_memory,
 )
-from megatron.training.reporting.profiling import StepProfiler
 from megatron.training.reporting.run_record import (
     RECORDS,
     RUN_FILE,
@@ -111,6 +110,7 @@ from megatron.training.run import (
 logger = logging.getLogger(__name__)
 
 MEASURE_GOODPUT = "megatron.training.reporting.recorded_launches:measure_goodput"
+STEP_PROFILER = "megatron.training.reporting.profiling:StepProfiler"
 START_SUMMARY = "megatron.planning.summary:summarize_start"
 
 
@@ -248,9 +248,7 @@ def train(run: Run, data: Data) -> None:
         lost_ranks_explained(run.ps, config.distributed.distributed_timeout_minutes),
         _saver_closed(run.saver),
         _garbage_collection(training.manual_gc),
-        StepProfiler(
-            config.profiling, config.logging.tensorboard_dir, run.ps.rank, run.timers
-        ) as profiler,
+        _profiling(run) as before_iteration,
     ):
         policy = SaveAndExitPolicy(
             signals, training, config.checkpoint, run.saver, run.device, run.started, run.clock
@@ -258,7 +256,7 @@ def train(run: Run, data: Data) -> None:
         while leave is None and not run.is_complete:
             # One optimizer step. The host does not wait for the device.
             began = run.clock()
-            profiler.before(run.state.iteration + 1)
+            before_iteration(run.state.iteration + 1)
             iterate(run, data.train.batches, log, nan_check)
             run.on_iteration()
             iteration = run.state.iteration
@@ -305,6 +303,20 @@ def _saver_closed(saver: RunSaver) -> Iterator[None]:
     except (NotFiniteError, SaveFailedError):
         saver.close()
         raise
+
+
+@contextmanager
+def _profiling(run: Run) -> Iterator[Callable[[int], None]]:
+    """Yield a function that starts and ends the trace of --profile; call it before iterations."""
+    config = run.config
+    if not config.profiling.profile:
+        yield lambda iteration: None
+        return
+    profiler = resolve(STEP_PROFILER)(
+        config.profiling, config.logging.tensorboard_dir, run.ps.rank, run.timers
+    )
+    with profiler:
+        yield profiler.before
 
 
 @contextmanager

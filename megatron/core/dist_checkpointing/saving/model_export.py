@@ -1,4 +1,4 @@
-"""Export of a model next to a checkpoint: the same staged bytes in files of another format.
+"""Exports of a model next to a checkpoint: the same staged bytes in files of another format.
 
 An `ExportPlan` states where the elements of global tensors are stored in the files of an export; it
 comes from above and knows the format. Here every rank writes the elements that it has staged for
@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import logging
 import operator
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +19,6 @@ from typing import NamedTuple
 import torch
 
 from megatron.core.dist_checkpointing.background import Slot
-from megatron.core.dist_checkpointing.checkpoint_directory import CheckpointDirectory
 from megatron.core.dist_checkpointing.files import pending_directory
 from megatron.core.dist_checkpointing.mapping import (
     BoxTable,
@@ -30,6 +28,11 @@ from megatron.core.dist_checkpointing.mapping import (
     to_absolute,
 )
 from megatron.core.dist_checkpointing.planning.save_plan import FileChunk, FilePlan
+from megatron.core.dist_checkpointing.saving.pending_export import (
+    Check,
+    ExportTarget,
+    PendingExport,
+)
 from megatron.core.dist_checkpointing.saving.placed_file import DIRECT_SIZE, PlacedFile
 from megatron.core.durable_files import (
     check_free_space,
@@ -98,106 +101,24 @@ class ExportPlan:
         return tables
 
 
-Check = Callable[[], None]
-"""Raises an error if another start has taken over the run."""
+@dataclass(frozen=True, kw_only=True)
+class ConvertedTarget(ExportTarget):
+    """Exports that rank 0 makes by `convert`, of a committed checkpoint to a directory."""
 
-
-@dataclass(frozen=True)
-class ExportTarget:
-    """Exports of a run: one directory per exported iteration in `root`.
-
-    They are written by all ranks where a `plan` is given. Otherwise rank 0 calls `convert` with a
-    committed checkpoint and the directory of its export.
-    """
-
-    root: Path
-    plan: ExportPlan | None = None
-    convert: Callable[[Path, Path], object] | None = None
-    keep_last: int | None = None
-    """Number of exports to keep; None keeps all."""
-    remove: Callable[[Path], None] = discard
-    """Removes an export."""
+    convert: Callable[[Path, Path], object]
 
     def start(self, iteration: int, check: Check, save_id: str) -> PendingExport:
-        """Return the export of one save on this rank."""
-        if self.plan is not None:
-            return StagedExport(self, self.plan, iteration, save_id)
-        assert self.convert is not None
         return ConvertedExport(self, self.convert, iteration, check)
 
 
-class PendingExport:
-    """One export on one rank.
+@dataclass(frozen=True, kw_only=True)
+class StagedTarget(ExportTarget):
+    """Exports that all ranks write."""
 
-    No method raises: an export that fails is reported in `failure`, and the checkpoint is saved
-    nevertheless. Sequence of calls: `begin` on rank 0; `write` for every chunk and `close` on all
-    ranks; then `commit` on rank 0, or `abandon`, which may be repeated.
-    """
+    plan: ExportPlan
 
-    def __init__(self, target: ExportTarget, iteration: int) -> None:
-        self.directory = CheckpointDirectory(target.root).path(iteration)
-        self.failure: str | None = None
-        self._target = target
-        self._iteration = iteration
-        self._lock = threading.Lock()
-
-    def begin(self) -> None:
-        """Prepare for the writes of all ranks."""
-
-    def write(self, files: FilePlan, chunk: FileChunk, slot: Slot) -> None:
-        """Write the elements of the export that a staged chunk of `files` contains."""
-
-    def close(self) -> int:
-        """Make this rank's elements durable; return their bytes, or 0 after a failure."""
-        return 0
-
-    def commit(self, nbytes: int, checkpoint: Path) -> bool:
-        """Complete the export, after all ranks have written `nbytes` and after the commit of
-        `checkpoint`. Returns whether that was possible.
-        """
-        try:
-            if self.failure is None:
-                self._complete(nbytes, checkpoint)
-                self._remove_older()
-        except Exception as error:
-            self._fail(error)
-        if self.failure is not None:
-            self.abandon()
-        return self.failure is None
-
-    def abandon(self) -> None:
-        """Remove the files of an export that was not committed, as far as possible."""
-
-    @property
-    def warnings(self) -> list[str]:
-        """The failure of this rank, unless it follows from one that rank 0 reports."""
-        if self.failure is None:
-            return []
-        return [f"the model was not exported to {self.directory}: {self.failure}"]
-
-    def _complete(self, nbytes: int, checkpoint: Path) -> None:
-        raise NotImplementedError
-
-    def _fail(self, error: Exception) -> None:
-        """Keep the first failure."""
-        with self._lock:
-            if self.failure is None:
-                self.failure = f"{type(error).__name__}: {error}"
-                if isinstance(error, OSError):
-                    self.failure = str(error)
-
-    def _remove_older(self) -> None:
-        """Remove all but the newest exports up to this one.
-
-        Later iterations belong to a branch that this run has left: a repeated save replaces them.
-        """
-        if self._target.keep_last is None:
-            return
-        root = CheckpointDirectory(self._target.root)
-        # Includes the export that was just completed.
-        older = [number for number in root.list_iterations() if number <= self._iteration]
-        for number in sorted(older)[: -self._target.keep_last]:
-            self._target.remove(root.path(number))
+    def start(self, iteration: int, check: Check, save_id: str) -> PendingExport:
+        return StagedExport(self, self.plan, iteration, save_id)
 
 
 class ConvertedExport(PendingExport):

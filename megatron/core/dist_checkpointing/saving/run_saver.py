@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.lineage import LINEAGE, Lineage, Segment, 
 from megatron.core.dist_checkpointing.local_tier import LocalSaver, LocalTier
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.saving.commit import Rewrite
-from megatron.core.dist_checkpointing.saving.model_export import ExportTarget
+from megatron.core.dist_checkpointing.saving.pending_export import ExportTarget
 from megatron.core.dist_checkpointing.saving.retention import (
     Retention,
     RetentionRules,

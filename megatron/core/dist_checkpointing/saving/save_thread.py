@@ -28,7 +28,7 @@ from megatron.core.dist_checkpointing.saving.commit import (
     Progress,
     Rewrite,
 )
-from megatron.core.dist_checkpointing.saving.model_export import PendingExport
+from megatron.core.dist_checkpointing.saving.pending_export import PendingExport
 from megatron.core.dist_checkpointing.saving.save_barrier import (
     Heartbeat,
     Outcome,

@@ -38,7 +38,6 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedState
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.dist_checkpointing.planning.save_plan import FileChunk, Planner, PreparedPlan
 from megatron.core.dist_checkpointing.saving.commit import PendingCheckpoint, Progress, Rewrite
-from megatron.core.dist_checkpointing.saving.model_export import PendingExport
 from megatron.core.dist_checkpointing.saving.object_commit import pending_checkpoint
 from megatron.core.dist_checkpointing.saving.objects import (
     ObjectFile,
@@ -47,6 +46,7 @@ from megatron.core.dist_checkpointing.saving.objects import (
     snapshot_common,
     snapshot_objects,
 )
+from megatron.core.dist_checkpointing.saving.pending_export import PendingExport
 from megatron.core.dist_checkpointing.saving.save_thread import (
     Hooks,
     SaveHandle,

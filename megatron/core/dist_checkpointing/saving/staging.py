@@ -46,8 +46,8 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.core.dist_checkpointing.planning.items import Item
 from megatron.core.dist_checkpointing.planning.save_plan import FileChunk, FilePlan, SourceRange
 from megatron.core.dist_checkpointing.saving.commit import PendingCheckpoint, Progress
-from megatron.core.dist_checkpointing.saving.model_export import PendingExport
 from megatron.core.dist_checkpointing.saving.objects import ObjectFile
+from megatron.core.dist_checkpointing.saving.pending_export import PendingExport
 from megatron.core.dist_checkpointing.saving.shard import Shard
 from megatron.core.private_operators import copy_tensors
 from megatron.core.safe_files.errors import CheckpointError

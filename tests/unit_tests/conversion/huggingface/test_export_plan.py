@@ -10,7 +10,7 @@ from megatron.conversion.huggingface.directory import HuggingFaceSource, write_h
 from megatron.conversion.huggingface.export_plan import plan_export
 from megatron.conversion.options import WriteOptions
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.saving.model_export import ExportTarget
+from megatron.core.dist_checkpointing.saving.model_export import StagedTarget
 from megatron.core.dist_checkpointing.saving.saver import AsyncSaver
 from megatron.core.dist_checkpointing.source import read_whole
 from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS, is_trained
@@ -24,7 +24,7 @@ def export(source: MemorySource, root: Path, **options: Any) -> Path:
     """Save the tensors of `source` with an export, and return its directory."""
     vocab_size = source.tensors[WORD_EMBEDDINGS].shape[0]
     plan = plan_export(source.args | {"model_vocab_size": vocab_size}, **options)
-    target = ExportTarget(root / "exports", plan)
+    target = StagedTarget(root=root / "exports", plan=plan)
     state = {key: ShardedTensor.replicated(key, value) for key, value in source.values.items()}
     with AsyncSaver() as saver:
         saver.save(

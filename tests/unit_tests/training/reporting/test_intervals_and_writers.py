@@ -13,12 +13,9 @@ from megatron.core.optimizer import StepResult
 from megatron.core.parallel_config import ParallelConfig
 from megatron.core.parallel_state import ParallelState
 from megatron.training.config.options import LoggingConfig
+from megatron.training.reporting.dashboards import make_iteration_scalars
 from megatron.training.reporting.intervals import Interval, Iteration, OnDevice, TrainingLog
-from megatron.training.reporting.writers import (
-    format_log_line,
-    make_iteration_scalars,
-    make_writers,
-)
+from megatron.training.reporting.writers import format_log_line, make_writers
 
 CPU = torch.device("cpu")
 

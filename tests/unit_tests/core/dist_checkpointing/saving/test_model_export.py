@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.saving.model_export import (
     ExportedTensor,
     ExportFile,
     ExportPlan,
-    ExportTarget,
+    StagedTarget,
     TensorPlace,
 )
 from megatron.core.dist_checkpointing.saving.saver import AsyncSaver
@@ -77,7 +77,7 @@ def to_bytes(tensor):
 def save(root, plan, iteration=1, keep_last=None, staging_mem_limit=None):
     """Save the state with an export, and return the report."""
     state, *_ = make_state()
-    target = ExportTarget(root / "exports", plan, keep_last=keep_last)
+    target = StagedTarget(root=root / "exports", plan=plan, keep_last=keep_last)
     with AsyncSaver(staging_mem_limit=staging_mem_limit) as saver:
         saver.save(
             state,
@@ -131,7 +131,9 @@ def test_large_runs_begin_at_any_position(tmp_path, position, dtype):
         places[key] = ExportedTensor(dtype, (place,))
     header = bytes(range(1, 251)) * 17
     files = {"a": ExportFile(header[:position], position + sum(sizes) * dtype.itemsize)}
-    target = ExportTarget(tmp_path / "exports", ExportPlan(places, files, lambda directory: None))
+    target = StagedTarget(
+        root=tmp_path / "exports", plan=ExportPlan(places, files, lambda directory: None)
+    )
     state = {key: ShardedTensor.replicated(key, tensor) for key, tensor in tensors.items()}
     with AsyncSaver() as saver:
         saver.save(
