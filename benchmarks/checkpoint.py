@@ -46,8 +46,8 @@ from megatron.core.dist_checkpointing import (  # noqa: E402
     ShardedTensor,
     load,
     staging_for_waiting,
-    verify,
 )
+from megatron.core.dist_checkpointing.verification import verify  # noqa: E402
 
 LAYERS = 8
 COLUMNS = 4096

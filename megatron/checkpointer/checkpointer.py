@@ -20,6 +20,7 @@ from megatron.checkpointer.export import export_safetensors
 from megatron.checkpointer.state import ProgramState, Stateful
 from megatron.core.deferred import start_max_reduce
 from megatron.core.dist_checkpointing.checkpoint_directory import CheckpointDirectory
+from megatron.core.dist_checkpointing.completeness import find_missing_or_truncated
 from megatron.core.dist_checkpointing.files import is_complete, read_tracker, run_name
 from megatron.core.dist_checkpointing.format.verified_file import load_common
 from megatron.core.dist_checkpointing.generation import Generation
@@ -40,7 +41,6 @@ from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.dist_checkpointing.saving.retention import RetentionRules
 from megatron.core.dist_checkpointing.saving.run_saver import RunSaver, SaveOptions
 from megatron.core.dist_checkpointing.saving.save_thread import SaveReport
-from megatron.core.dist_checkpointing.verification import find_missing_or_truncated
 from megatron.core.dist_checkpointing.visibility import wait_until_all_ranks_see
 from megatron.core.object_storage import path_of
 from megatron.core.safe_files.errors import CheckpointError

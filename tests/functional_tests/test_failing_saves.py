@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from megatron.core.dist_checkpointing import clean_up, verify
+from megatron.core.dist_checkpointing import clean_up
+from megatron.core.dist_checkpointing.verification import verify
 from tests.support.compare import assert_same
 from tests.support.crash_harness import stored_tensors
 from tests.support.training_harness import COMMON, LLAMA

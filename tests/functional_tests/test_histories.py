@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from megatron.core.datasets import IndexedDatasetBuilder
-from megatron.core.dist_checkpointing import verify
+from megatron.core.dist_checkpointing.verification import verify
 from tests.support.training_harness import COMMON, LLAMA
 
 FLAGS = f"{COMMON} {LLAMA} --num-layers 1 --mock-data --lr-decay-iters 40 "

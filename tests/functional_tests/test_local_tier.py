@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import pretrain_gpt
-from megatron.core.dist_checkpointing import verify
+from megatron.core.dist_checkpointing.verification import verify
 from tests.support.compare import assert_same
 from tests.support.training_harness import LAYOUTS, LLAMA, train, whole
 

@@ -24,8 +24,8 @@ from megatron.core.dist_checkpointing import (
     is_complete,
     load,
     take_generation,
-    verify,
 )
+from megatron.core.dist_checkpointing.verification import verify
 from megatron.core.object_storage import check_conditional_requests, path_of
 
 # its fixed key

@@ -49,12 +49,6 @@ from megatron.core.dist_checkpointing.saving.saver import (
     save,
     staging_for_waiting,
 )
-from megatron.core.dist_checkpointing.verification import (
-    VerifyReport,
-    find_damage,
-    find_missing_or_truncated,
-    verify,
-)
 from megatron.core.safe_files import CheckpointError, DamagedError
 
 __all__ = [
@@ -81,11 +75,8 @@ __all__ = [
     "StoredChunk",
     "StoredTensor",
     "SupersededError",
-    "VerifyReport",
     "clean_up",
     "fill",
-    "find_damage",
-    "find_missing_or_truncated",
     "is_complete",
     "is_unfinished",
     "iteration_in_name",
@@ -98,6 +89,5 @@ __all__ = [
     "split_flat_range",
     "staging_for_waiting",
     "take_generation",
-    "verify",
     "write_tracker",
 ]

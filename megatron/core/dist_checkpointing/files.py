@@ -28,6 +28,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 CLAIM = ".claim"  # names the writer of a checkpoint in object storage
 METADATA = ".metadata"
 METADATA_JSON = "metadata.json"
+INTEGRITY = "integrity.json"  # hashes of all files, for Megatron-LM's --verify-integrity
 COMMON = "common.pt"
 COMMON_STATE = "common_state/shard_0_1"  # object with the content of common.pt, for Megatron-LM
 BACKEND = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,16 +17,16 @@ import xxhash
 from megatron.core.dist_checkpointing.files import (
     CLAIM,
     COMMON,
+    INTEGRITY,
     METADATA,
     METADATA_JSON,
-    read_commit,
 )
 from megatron.core.dist_checkpointing.format import checksums
 from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata, StoredTensor
 from megatron.core.dist_checkpointing.format.metadata_file import read_metadata
 from megatron.core.dist_checkpointing.lineage import LINEAGE
 from megatron.core.durable_files import write_json
-from megatron.core.object_storage import ObjectPath, path_of
+from megatron.core.object_storage import path_of
 from megatron.core.safe_files import schema
 from megatron.core.safe_files.errors import CheckpointError
 from megatron.core.safe_files.reading import open_file, read_json
@@ -37,7 +37,6 @@ T = TypeVar("T")
 
 _SHOWN_BLOCKS = 10  # damaged ones in a message
 _READ_SIZE = 8 * checksums.BLOCK_SIZE
-INTEGRITY = "integrity.json"  # hashes of all files, for Megatron-LM's --verify-integrity
 _INTEGRITY = schema.record({"algorithm?": schema.text(), "files": schema.mapping(schema.text())})
 
 
@@ -106,34 +105,6 @@ def verify(
     return report
 
 
-def find_missing_or_truncated(directory: str | os.PathLike[str]) -> list[str]:
-    """List files that are missing or shorter than at the commit, without reading their content.
-
-    Checkpoints of other programs do not contain a list of files; the files that `.metadata` refers
-    to are checked instead.
-    """
-    path = path_of(directory)
-    problems = []
-    if isinstance(path, ObjectPath) and (listed := read_commit(path)) != {}:
-        return _find_object_problems(path, listed)
-    # Checksums list the exact sizes; `.metadata` alone specifies minimum sizes.
-    if checksums.find_checksums(path) is not None:
-        exact = True
-        sizes = {name: sums.size for name, sums in checksums.read_checksums(path).items()}
-    else:
-        exact = False
-        sizes = read_metadata(path).file_sizes()
-    for name, expected in sizes.items():
-        try:
-            size = (path / name).stat().st_size
-        except OSError:
-            problems.append(f"{name} is missing")
-            continue
-        if size < expected or (exact and size != expected):
-            problems.append(f"{name} has {size} bytes instead of {expected}")
-    return problems
-
-
 def find_damage(directory: str | os.PathLike[str], first: int = 0, step: int = 1) -> list[str]:
     """List files whose content differs from their checksums; reads the content.
 
@@ -148,29 +119,6 @@ def find_damage(directory: str | os.PathLike[str], first: int = 0, step: int = 1
     problems = []
     for name in sorted(sums)[first::step]:
         problems += _check_content(path / name, sums[name], lambda count: None)
-    return problems
-
-
-def _find_object_problems(
-    path: ObjectPath, listed: Mapping[str, tuple[int, str]] | None
-) -> list[str]:
-    """Compare sizes of all objects, and content of small ones, with `metadata.json`."""
-    if listed is None:
-        return [f"{METADATA_JSON} does not record a commit"]
-    problems = []
-    # Shards are compared by size only, since reading them would download the checkpoint.
-    there = path.store.sizes(path.key)
-    for name, (expected, digest) in listed.items():
-        size = there.get((path / name).key)
-        if size is None:
-            problems.append(f"{name} is missing")
-        elif size != expected:
-            problems.append(f"{name} has {size} bytes instead of {expected}")
-        elif not name.endswith(".distcp"):
-            with open_file(path / name) as file:
-                sums = checksums.compute_checksums(file.read_whole())
-            if xxhash.xxh3_64_hexdigest(sums.blocks) != digest:
-                problems.append(f"{name} does not match the hash in {METADATA_JSON}")
     return problems
 
 
@@ -221,6 +169,7 @@ def _check_structure(path: Path, report: VerifyReport) -> CheckpointMetadata | N
         METADATA,
         METADATA_JSON,
         COMMON,
+        INTEGRITY,
         checksums.CHECKSUMS,
         checksums.OLD_CHECKSUMS,
         LINEAGE,

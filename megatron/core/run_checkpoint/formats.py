@@ -21,16 +21,21 @@ from megatron.core.dist_checkpointing import (
     CheckpointDirectory,
     CheckpointError,
     Lineage,
-    find_missing_or_truncated,
     is_complete,
     is_unfinished,
     read_lineage,
     read_metadata,
     read_tracker,
 )
-from megatron.core.dist_checkpointing.files import COMMON, METADATA, METADATA_JSON, TRACKER
+from megatron.core.dist_checkpointing.completeness import find_missing_or_truncated
+from megatron.core.dist_checkpointing.files import (
+    COMMON,
+    INTEGRITY,
+    METADATA,
+    METADATA_JSON,
+    TRACKER,
+)
 from megatron.core.dist_checkpointing.format.checksums import CHECKSUMS, find_checksums
-from megatron.core.dist_checkpointing.verification import INTEGRITY, find_integrity_problems
 from megatron.core.object_storage import ObjectPath, path_of
 from megatron.core.run_checkpoint.file_names import (
     CONSOLIDATED,
@@ -139,6 +144,7 @@ _UNREAD = {
         f"*/{METADATA_JSON}",
     ),
 }
+_FIND_INTEGRITY_PROBLEMS = "megatron.core.dist_checkpointing.verification:find_integrity_problems"
 _OPEN_ANY = "megatron.conversion.opening:open_for_run"
 
 
@@ -556,6 +562,6 @@ def require_checksums(found: CheckpointRef) -> None:
         )
     if dist.is_initialized() and dist.get_rank() > 0:
         return
-    problems = find_integrity_problems(found.directory)
+    problems: list[str] = resolve(_FIND_INTEGRITY_PROBLEMS)(found.directory)
     if problems:
         raise CheckpointError("\n".join(problems))

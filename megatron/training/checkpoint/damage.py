@@ -7,11 +7,14 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron.core.dist_checkpointing import CheckpointDirectory, DamagedError, find_damage
+from megatron.core.dist_checkpointing import CheckpointDirectory, DamagedError
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.run_checkpoint.formats import find_problem, list_newest_first
+from megatron.core.wings import resolve
 
 logger = logging.getLogger(__name__)
+
+FIND_DAMAGE = "megatron.core.dist_checkpointing.verification:find_damage"
 
 _TRIED = 3  # older checkpoints that are read
 
@@ -42,7 +45,7 @@ def _find_older_intact(directory: Path) -> Path | None:
     candidates = ranks.run_on_rank0(lambda: _list_older(directory))
     for candidate in candidates:
         logger.info(f"{directory} is damaged: comparing the checksums of {candidate}")
-        problems = find_damage(candidate, ranks.rank, ranks.size)
+        problems = resolve(FIND_DAMAGE)(candidate, ranks.rank, ranks.size)
         if ranks.all_true(not problems):
             return candidate
     return None

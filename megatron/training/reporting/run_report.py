@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
-from megatron.core.dist_checkpointing import CheckpointDirectory, read_tracker, verify
+from megatron.core.dist_checkpointing import CheckpointDirectory, read_tracker
 from megatron.core.dist_checkpointing.lineage import read_parent
-from megatron.core.dist_checkpointing.verification import compute_verify_size
+from megatron.core.dist_checkpointing.verification import compute_verify_size, verify
 from megatron.core.progress import ProgressBar
 from megatron.core.run_checkpoint.formats import find_problem
 from megatron.core.terminal import escape_control_chars

@@ -22,7 +22,6 @@ from megatron.core.dist_checkpointing import (
     load,
     load_common,
     save,
-    verify,
 )
 from megatron.core.dist_checkpointing.format.checksums import (
     BLOCK_SIZE,
@@ -32,7 +31,7 @@ from megatron.core.dist_checkpointing.format.checksums import (
     seal_checksums,
 )
 from megatron.core.dist_checkpointing.format.verified_file import ChecksumVerifier
-from megatron.core.dist_checkpointing.verification import find_integrity_problems
+from megatron.core.dist_checkpointing.verification import find_integrity_problems, verify
 
 
 def make_state(fill):

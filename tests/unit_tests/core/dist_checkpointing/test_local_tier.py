@@ -26,7 +26,6 @@ from megatron.core.dist_checkpointing import (
     Reader,
     ShardedObject,
     ShardedTensor,
-    verify,
 )
 from megatron.core.dist_checkpointing.background import PAGE, SLOT_SIZE, StagingBuffer
 from megatron.core.dist_checkpointing.format.checksums import (
@@ -52,6 +51,7 @@ from megatron.core.dist_checkpointing.replication import (
     ReplicaLink,
     ReplicaReceiver,
 )
+from megatron.core.dist_checkpointing.verification import verify
 
 ROWS = 50_000  # of rank 0, which writes 4 MB; rank 1 writes 80 bytes
 

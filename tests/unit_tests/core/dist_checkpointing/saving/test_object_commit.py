@@ -19,20 +19,20 @@ from megatron.core.dist_checkpointing import (
     CheckpointError,
     Lineage,
     ShardedTensor,
-    find_missing_or_truncated,
     is_complete,
     load,
     read_tracker,
     save,
     take_generation,
-    verify,
 )
+from megatron.core.dist_checkpointing.completeness import find_missing_or_truncated
 from megatron.core.dist_checkpointing.format.checksums import BLOCK_SIZE
 from megatron.core.dist_checkpointing.generation import SupersededError
 from megatron.core.dist_checkpointing.lineage import LINEAGE
 from megatron.core.dist_checkpointing.local_tier import LocalSaver, LocalTier
 from megatron.core.dist_checkpointing.saving import object_commit
 from megatron.core.dist_checkpointing.saving.retention import Retention, RetentionRules
+from megatron.core.dist_checkpointing.verification import verify
 from megatron.core.object_storage import ObjectStore, path_of
 from tests.support.object_server import FaultyProxy, object_server
 from tests.unit_tests.core.dist_checkpointing.saved_state import (
