@@ -29,6 +29,12 @@ from megatron.conversion.megatron_lm.torch_dist import (
 )
 from megatron.conversion.model_space.foreign import WithForeignTensors
 from megatron.conversion.model_space.model import Layout
+from megatron.conversion.model_space.optimizer_states import (
+    ADAM,
+    full_precision_key,
+    has_mixed_states,
+    optimizer_states,
+)
 from megatron.conversion.model_space.pieces import is_bitwise_equal
 from megatron.conversion.model_space.views import AveragedWeights, SourceView
 from megatron.conversion.opening import open_checkpoint
@@ -42,15 +48,11 @@ from megatron.core.durable_files import fsync_tree, put_in_place
 from megatron.core.object_storage import ObjectPath
 from megatron.core.progress import format_size
 from megatron.core.run_checkpoint.keys import (
-    ADAM,
     WORD_EMBEDDINGS,
     average_key,
     foreign_name,
-    full_precision_key,
-    has_mixed_states,
     is_foreign,
     is_weight,
-    optimizer_states,
 )
 from megatron.core.run_checkpoint.source import Source
 from megatron.core.run_checkpoint.tokenizer_files import copy_tokenizer_files, write_tokenizer_files

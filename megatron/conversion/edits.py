@@ -19,6 +19,7 @@ from megatron.conversion.model_space.model import (
     model_parameters,
     read_vocabulary_rows,
 )
+from megatron.conversion.model_space.optimizer_states import full_precision_key, optimizer_states
 from megatron.conversion.model_space.views import SourceView
 from megatron.conversion.options import WriteOptions
 from megatron.core.dist_checkpointing.mapping import Box, Shape, cut_rows
@@ -28,10 +29,8 @@ from megatron.core.run_checkpoint.keys import (
     AVERAGE,
     WORD_EMBEDDINGS,
     average_key,
-    full_precision_key,
     is_foreign,
     is_trained,
-    optimizer_states,
     split_key,
 )
 from megatron.core.run_checkpoint.source import Source

@@ -26,17 +26,11 @@ from megatron.conversion.model_space.model import (
     make_export_config,
     model_tensors,
 )
+from megatron.conversion.model_space.optimizer_states import full_precision_key, optimizer_states
 from megatron.conversion.model_space.views import SourceView
 from megatron.conversion.options import WriteOptions
 from megatron.core.dist_checkpointing.mapping import Shape
-from megatron.core.run_checkpoint.keys import (
-    WORD_EMBEDDINGS,
-    average_key,
-    foreign_name,
-    full_precision_key,
-    is_foreign,
-    optimizer_states,
-)
+from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS, average_key, foreign_name, is_foreign
 from megatron.core.run_checkpoint.source import Source
 
 

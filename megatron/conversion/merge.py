@@ -12,6 +12,7 @@ import torch
 
 from megatron.conversion.model_space.foreign import list_foreign
 from megatron.conversion.model_space.model import model_config, read_vocabulary_rows
+from megatron.conversion.model_space.optimizer_states import full_precision_key, optimizer_states
 from megatron.conversion.model_space.pieces import is_bitwise_equal
 from megatron.conversion.model_space.views import SourceView
 from megatron.core.dist_checkpointing import CheckpointDirectory
@@ -23,12 +24,7 @@ from megatron.core.run_checkpoint.formats import (
     is_checkpoint_itself,
     list_newest_first,
 )
-from megatron.core.run_checkpoint.keys import (
-    foreign_name,
-    full_precision_key,
-    optimizer_states,
-    split_key,
-)
+from megatron.core.run_checkpoint.keys import foreign_name, split_key
 from megatron.core.run_checkpoint.source import Source
 from megatron.core.transformer.transformer_config import compute_model_signature, flag_name
 

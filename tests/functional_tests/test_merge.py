@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from megatron.conversion.model_space.optimizer_states import optimizer_key
 from megatron.conversion.opening import open_checkpoint
 from megatron.core.dist_checkpointing.source import read_whole
-from megatron.core.run_checkpoint.keys import optimizer_key
 from tests.support.training_harness import LAYOUTS, MODELS, train, whole
 from tests.unit_tests.conversion.convert_tool import run_merge
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from megatron.conversion.deepspeed.names import map_to_model_space
+from megatron.conversion.model_space.optimizer_states import OPTIMIZER_STATES
 from megatron.conversion.model_space.pieces import find_archive_faults
 from megatron.core.dist_checkpointing.mapping import Shape
 from megatron.core.optimizer import UPDATE_RULES
@@ -31,7 +32,7 @@ from megatron.core.run_checkpoint.checks import (
     check_scheduler,
 )
 from megatron.core.run_checkpoint.file_names import ZERO
-from megatron.core.run_checkpoint.keys import OPTIMIZER_STATES, WORD_EMBEDDINGS
+from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS
 from megatron.core.safe_files import safe_load
 from megatron.core.safe_files.schema import (
     COUNT,

@@ -44,6 +44,12 @@ from megatron.conversion.model_space.model import (
     model_tensors,
     resolve_arguments,
 )
+from megatron.conversion.model_space.optimizer_states import (
+    ADAM,
+    full_precision_key,
+    optimizer_key,
+    optimizer_states,
+)
 from megatron.conversion.model_space.pieces import (
     make_empty_directory,
     map_fused_qkv,
@@ -60,15 +66,7 @@ from megatron.core.dist_checkpointing.source import TensorInfo
 from megatron.core.durable_files import committed, fsync_tree
 from megatron.core.run_checkpoint.checks import plain_args
 from megatron.core.run_checkpoint.file_names import LATEST, ZERO
-from megatron.core.run_checkpoint.keys import (
-    ADAM,
-    WORD_EMBEDDINGS,
-    full_precision_key,
-    is_foreign,
-    optimizer_key,
-    optimizer_states,
-    split_key,
-)
+from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS, is_foreign, split_key
 from megatron.core.run_checkpoint.source import Source, TrainingState
 from megatron.core.run_checkpoint.tokenizer_files import (
     copy_tokenizer_files,

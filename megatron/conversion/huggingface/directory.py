@@ -66,6 +66,7 @@ from megatron.conversion.model_space.model import (
     model_tensors,
     resolve_arguments,
 )
+from megatron.conversion.model_space.optimizer_states import full_precision_key, optimizer_key
 from megatron.conversion.model_space.pieces import is_bitwise_equal, make_empty_directory
 from megatron.conversion.options import ReadOptions, WriteOptions
 from megatron.core.dist_checkpointing import CheckpointError
@@ -79,11 +80,9 @@ from megatron.core.run_checkpoint.keys import (
     WORD_EMBEDDINGS,
     foreign_key,
     foreign_name,
-    full_precision_key,
     is_foreign,
     is_trained,
     is_weight,
-    optimizer_key,
     split_key,
 )
 from megatron.core.run_checkpoint.source import Source, TrainingState

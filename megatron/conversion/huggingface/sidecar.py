@@ -18,20 +18,20 @@ import torch
 from megatron.conversion.huggingface.safetensors_files import Stored, open_safetensors
 from megatron.conversion.huggingface.stored_parameters import StoredParameter
 from megatron.conversion.huggingface.weight_files import Outgoing
-from megatron.conversion.model_space.pieces import map_unchanged
-from megatron.core.dist_checkpointing.mapping import Shape
-from megatron.core.durable_files import write_json
-from megatron.core.run_checkpoint.checks import ARGUMENTS, TRAINING_STATE, plain_args
-from megatron.core.run_checkpoint.keys import (
+from megatron.conversion.model_space.optimizer_states import (
     ADAM,
     OPTIMIZER_STATES,
     full_precision_key,
     has_mixed_states,
-    is_trained,
     list_parameter_states,
     optimizer_key,
     optimizer_states,
 )
+from megatron.conversion.model_space.pieces import map_unchanged
+from megatron.core.dist_checkpointing.mapping import Shape
+from megatron.core.durable_files import write_json
+from megatron.core.run_checkpoint.checks import ARGUMENTS, TRAINING_STATE, plain_args
+from megatron.core.run_checkpoint.keys import is_trained
 from megatron.core.run_checkpoint.source import Source, TrainingState
 from megatron.core.safe_files import schema
 from megatron.core.safe_files.reading import named_file, read_json

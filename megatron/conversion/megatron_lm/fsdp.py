@@ -36,6 +36,7 @@ from megatron.conversion.model_space.model import (
     read_vocabulary_rows,
     rename_prediction_layer,
 )
+from megatron.conversion.model_space.optimizer_states import optimizer_key
 from megatron.conversion.model_space.pieces import ReadRegion
 from megatron.conversion.options import ReadOptions
 from megatron.core.dist_checkpointing import CheckpointError, Reader
@@ -51,7 +52,6 @@ from megatron.core.run_checkpoint.keys import (
     foreign_name,
     is_foreign,
     is_trained,
-    optimizer_key,
 )
 from megatron.core.run_checkpoint.source import TrainingState
 from megatron.core.run_checkpoint.tokenizer_files import find_stored_tokenizer

@@ -46,6 +46,7 @@ from megatron.conversion.model_space.model import (
     rank_parameters,
     rename_prediction_layer,
 )
+from megatron.conversion.model_space.optimizer_states import optimizer_key
 from megatron.conversion.model_space.pieces import ReadFlat
 from megatron.conversion.options import ReadOptions
 from megatron.core.dist_checkpointing import CheckpointError, Shape
@@ -59,7 +60,6 @@ from megatron.core.run_checkpoint.keys import (
     foreign_key,
     foreign_name,
     is_foreign,
-    optimizer_key,
 )
 from megatron.core.run_checkpoint.megatron_rng_states import rng_key
 from megatron.core.run_checkpoint.source import TrainingState

@@ -16,6 +16,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from megatron.conversion.model_space.optimizer_states import (
+    OPTIMIZER_STATES,
+    optimizer_key,
+    optimizer_states,
+)
 from megatron.conversion.model_space.pieces import (
     ReadFlat,
     ReadRegion,
@@ -27,14 +32,7 @@ from megatron.core.dist_checkpointing import CheckpointError, Shape
 from megatron.core.dist_checkpointing.mapping import Extent, compute_overlap, narrow
 from megatron.core.dist_checkpointing.source import TensorInfo
 from megatron.core.optimizer import UPDATE_RULES
-from megatron.core.run_checkpoint.keys import (
-    OPTIMIZER_STATES,
-    is_trained,
-    is_weight,
-    optimizer_key,
-    optimizer_states,
-    split_key,
-)
+from megatron.core.run_checkpoint.keys import is_trained, is_weight, split_key
 
 if TYPE_CHECKING:
     from megatron.conversion.model_space.model import LocalParameter

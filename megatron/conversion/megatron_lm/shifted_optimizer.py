@@ -31,11 +31,11 @@ from megatron.conversion.model_space.model import (
     LocalParameter,
     rank_parameters,
 )
+from megatron.conversion.model_space.optimizer_states import optimizer_key, optimizer_states
 from megatron.conversion.model_space.views import SourceView
 from megatron.core.arithmetic import round_up
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.dist_checkpointing.mapping import Shape
-from megatron.core.run_checkpoint.keys import optimizer_key, optimizer_states
 from megatron.core.run_checkpoint.source import Source
 from megatron.core.transformer.transformer_config import TransformerConfig
 

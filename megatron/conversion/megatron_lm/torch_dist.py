@@ -54,6 +54,12 @@ from megatron.conversion.model_space.model import (
     rank_parameters,
     read_vocabulary_rows,
 )
+from megatron.conversion.model_space.optimizer_states import (
+    OPTIMIZER_STATES,
+    has_mixed_states,
+    list_parameter_states,
+    optimizer_key,
+)
 from megatron.conversion.model_space.pieces import ReadFlat, ReadRegion, make_region_reader
 from megatron.conversion.model_space.views import SourceView
 from megatron.conversion.options import ReadOptions
@@ -83,17 +89,13 @@ from megatron.core.run_checkpoint.common_state import (
 from megatron.core.run_checkpoint.extra_states import build_extra_states, is_extra_state
 from megatron.core.run_checkpoint.keys import (
     AVERAGE,
-    OPTIMIZER_STATES,
     WORD_EMBEDDINGS,
     average_key,
     find_norm_key,
     foreign_key,
     foreign_name,
-    has_mixed_states,
     is_foreign,
     is_hybrid,
-    list_parameter_states,
-    optimizer_key,
     split_key,
 )
 from megatron.core.run_checkpoint.reader import list_generators, read_common

@@ -17,6 +17,15 @@ from typing import Any
 
 import torch
 
+from megatron.conversion.model_space.optimizer_states import (
+    OPTIMIZER_STATES,
+    complete_mixed_states,
+    complete_states,
+    has_mixed_states,
+    list_parameter_states,
+    optimizer_key,
+    optimizer_states,
+)
 from megatron.core.dist_checkpointing import CheckpointError, ShardedTensor
 from megatron.core.dist_checkpointing.mapping import Shape
 from megatron.core.dist_checkpointing.source import TensorInfo
@@ -30,16 +39,9 @@ from megatron.core.pipeline_parallel import pipeline_layer_ranges
 from megatron.core.run_checkpoint.checks import ARGUMENTS, RANKS
 from megatron.core.run_checkpoint.keys import (
     NORMS,
-    OPTIMIZER_STATES,
     WORD_EMBEDDINGS,
-    complete_mixed_states,
-    complete_states,
-    has_mixed_states,
     is_trained,
     is_weight,
-    list_parameter_states,
-    optimizer_key,
-    optimizer_states,
     split_key,
 )
 from megatron.core.run_checkpoint.source import Source

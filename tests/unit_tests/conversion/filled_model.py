@@ -3,11 +3,12 @@
 import torch
 
 from megatron.conversion.model_space.model import model_config
+from megatron.conversion.model_space.optimizer_states import optimizer_key
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel_config import ParallelConfig
 from megatron.core.parallel_state import Axis, ParallelState
-from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS, optimizer_key
+from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS
 from megatron.core.run_checkpoint.source import Source
 
 

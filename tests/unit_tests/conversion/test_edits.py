@@ -15,11 +15,12 @@ from megatron.conversion.edit_options import EditOptions, parse_layers
 from megatron.conversion.edits import apply_edits
 from megatron.conversion.huggingface.directory import write_huggingface
 from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
+from megatron.conversion.model_space.optimizer_states import ADAM, optimizer_key
 from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import WriteOptions
 from megatron.core.dist_checkpointing import Reader, ShardedTensor, load_common, save
 from megatron.core.dist_checkpointing.source import read_whole
-from megatron.core.run_checkpoint.keys import ADAM, WORD_EMBEDDINGS, optimizer_key
+from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS
 from tests.support.memory_source import GPT_ARGS, LLAMA_ARGS, MemorySource, random_source
 from tests.unit_tests.conversion.convert_tool import run_convert, run_merge
 

@@ -9,6 +9,7 @@ from megatron.conversion.convert import convert
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
 from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
 from megatron.conversion.model_space.model import Layout
+from megatron.conversion.model_space.optimizer_states import optimizer_key
 from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import ReadOptions, WriteOptions
 from megatron.core.dist_checkpointing import (
@@ -18,7 +19,6 @@ from megatron.core.dist_checkpointing import (
     write_tracker,
 )
 from megatron.core.dist_checkpointing.source import read_whole
-from megatron.core.run_checkpoint.keys import optimizer_key
 from megatron.core.run_checkpoint.loading import load_from_source
 from megatron.core.run_checkpoint.source import Source
 from megatron.training.checkpoint.start import find_start

@@ -20,12 +20,13 @@ from megatron.conversion.merge import (
     find_last_checkpoints,
     parse_input,
 )
+from megatron.conversion.model_space.optimizer_states import optimizer_key
 from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import WriteOptions
 from megatron.core.dist_checkpointing import write_tracker
 from megatron.core.dist_checkpointing.source import read_whole
 from megatron.core.run_checkpoint.formats import NoCheckpointError
-from megatron.core.run_checkpoint.keys import average_key, is_weight, optimizer_key
+from megatron.core.run_checkpoint.keys import average_key, is_weight
 from tests.support.live_tensors import LiveTensors
 from tests.support.memory_source import (
     GPT_ARGS,

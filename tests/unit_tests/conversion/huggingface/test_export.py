@@ -22,9 +22,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megatron.conversion.convert import convert
 from megatron.conversion.huggingface.directory import HuggingFaceSource, write_huggingface
 from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
+from megatron.conversion.model_space.optimizer_states import optimizer_key
 from megatron.conversion.options import ReadOptions, WriteOptions
 from megatron.core.dist_checkpointing.source import read_whole
-from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS, optimizer_key
+from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS
 from megatron.core.run_checkpoint.source import Source
 from tests import GOLDEN
 from tests.support.memory_source import (

@@ -14,11 +14,12 @@ from megatron.conversion.huggingface.expert_families import MIXTRAL, QWEN2_MOE, 
 from megatron.conversion.huggingface.families import choose_family
 from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
 from megatron.conversion.model_space.model import model_config
+from megatron.conversion.model_space.optimizer_states import optimizer_key
 from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import WriteOptions
 from megatron.core.dist_checkpointing.source import read_whole
 from megatron.core.models import GPTModel
-from megatron.core.run_checkpoint.keys import is_trained, optimizer_key
+from megatron.core.run_checkpoint.keys import is_trained
 from tests.support.memory_source import random_source
 
 SIZES = {

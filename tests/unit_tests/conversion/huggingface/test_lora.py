@@ -18,11 +18,12 @@ from megatron.conversion.edits import apply_edits
 from megatron.conversion.huggingface import adapter_changes
 from megatron.conversion.huggingface.directory import write_huggingface
 from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
+from megatron.conversion.model_space.optimizer_states import optimizer_states
 from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import ReadOptions, WriteOptions
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.dist_checkpointing.source import read_whole
-from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS, optimizer_states
+from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS
 from tests import GOLDEN
 from tests.support.live_tensors import LiveTensors
 from tests.support.memory_source import GPT_ARGS, LLAMA_ARGS, random_source

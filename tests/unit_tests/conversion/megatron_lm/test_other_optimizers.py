@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from megatron.conversion.convert import convert
+from megatron.conversion.model_space.optimizer_states import list_parameter_states, optimizer_key
 from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import WriteOptions
 from megatron.core.dist_checkpointing.source import read_whole
 from megatron.core.optimizer.update_rules import Lion
-from megatron.core.run_checkpoint.keys import is_weight, list_parameter_states, optimizer_key
+from megatron.core.run_checkpoint.keys import is_weight
 from tests import ROOT
 
 GOLDEN = ROOT / "tests/golden/megatron_optimizers"

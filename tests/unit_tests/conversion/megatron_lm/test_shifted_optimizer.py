@@ -10,9 +10,9 @@ import torch
 
 from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
 from megatron.conversion.model_space.model import Layout, rank_parameters
+from megatron.conversion.model_space.optimizer_states import optimizer_key
 from megatron.conversion.opening import open_checkpoint
 from megatron.core.dist_checkpointing import CheckpointError
-from megatron.core.run_checkpoint.keys import optimizer_key
 from megatron.core.safe_files import safe_load
 from tests import ROOT
 from tests.support.compare import read_all
