@@ -30,7 +30,7 @@ READ = """
 import sys
 from pathlib import Path
 from megatron.conversion.convert import open_checkpoint
-from megatron.conversion.model_space.source import full_precision_key
+from megatron.conversion.model_space.optimizer_states import full_precision_key
 from megatron.core.dist_checkpointing.mapping import cut_rows
 
 for path in sys.argv[1:]:

@@ -1,6 +1,6 @@
 """Conversion of a checkpoint: open one of any format, and write it in any other format.
 
-Every format is read into and written from model space, see `model_space.source`.
+Every format is read into and written from model space, see `core.run_checkpoint.source`.
 """
 
 from __future__ import annotations

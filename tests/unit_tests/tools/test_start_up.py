@@ -104,6 +104,11 @@ UNNEEDED = (
     "torch.distributed.tensor",
     "megatron.commands",
     "megatron.conversion",
+    "megatron.core.dist_checkpointing.saving.model_export",
+    "megatron.core.dist_checkpointing.verification",
+    "megatron.training.reporting.dashboards",
+    "megatron.training.reporting.profiling",
+    "megatron.training.reporting.recorded_launches",
     "megatron.training.reporting.run_report",
     "megatron.training.restart",
 )
