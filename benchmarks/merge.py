@@ -29,7 +29,7 @@ OUTPUTS = {  # name -> flags of the tool
 READ = """
 import sys
 from pathlib import Path
-from megatron.conversion.convert import open_checkpoint
+from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.model_space.optimizer_states import full_precision_key
 from megatron.core.dist_checkpointing.mapping import cut_rows
 

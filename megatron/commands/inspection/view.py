@@ -9,10 +9,9 @@ from typing import NamedTuple
 
 import torch
 
-from megatron.conversion.megatron_lm.torch_dist import Reader
 from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import ReadOptions
-from megatron.core.dist_checkpointing import StoredTensor
+from megatron.core.dist_checkpointing import Reader, StoredTensor
 from megatron.core.dist_checkpointing.mapping import Shape, cut_rows
 from megatron.core.dist_checkpointing.source import TensorInfo
 from megatron.core.run_checkpoint.formats import require_checkpoint
