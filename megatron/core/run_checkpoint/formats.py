@@ -101,7 +101,7 @@ def _is_universal(directory: Path) -> bool:
 
 
 class Format(NamedTuple):
-    """How to recognize a format by its files, and who reads it.
+    """Recognition, reader and damage check of a format.
 
     Modules of other programs' formats are imported on demand (see `megatron.core.wings`).
     """
