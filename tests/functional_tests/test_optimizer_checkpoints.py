@@ -13,7 +13,7 @@ import pytest
 from megatron.conversion.opening import open_checkpoint
 from megatron.core.dist_checkpointing import load_common
 from megatron.core.dist_checkpointing.source import read_whole
-from megatron.core.optimizer import UPDATE_RULES
+from megatron.core.optimizer import get_update_rule
 from megatron.core.run_checkpoint.common_state import find_param_groups
 from tests import ROOT
 from tests.support.compare import assert_same
@@ -211,7 +211,7 @@ def test_save_fails_if_a_load_would_reject_the_state(pool, tmp_path):
 
 
 def train_with_bad_betas(rank, world_size, flags):
-    adam = UPDATE_RULES["adam"]
+    adam = get_update_rule("adam")
     make_rule = adam.from_config
 
     def make_rule_with_bad_betas(config, groups, model):
@@ -232,7 +232,6 @@ def test_number_of_betas_is_that_of_the_optimizer(saved_runs):
     directory, _ = saved_runs("ademamix", "zero", "fp32")
     groups = find_param_groups(load_common(directory / "iter_0000002")["optimizer"])
     assert [group["betas"] for group in groups] == [(0.9, 0.999, 0.999)] * 2
-    assert UPDATE_RULES["ademamix"].NUM_BETAS == 3
 
 
 @pytest.mark.parametrize("form", ["lion", "muon_layer_wise_buckets"])

@@ -21,7 +21,7 @@ from megatron.conversion.deepspeed.names import map_to_model_space
 from megatron.conversion.model_space.optimizer_states import OPTIMIZER_STATES
 from megatron.conversion.model_space.pieces import find_archive_faults
 from megatron.core.dist_checkpointing.mapping import Shape
-from megatron.core.optimizer import UPDATE_RULES
+from megatron.core.optimizer import UPDATE_RULES, get_update_rule
 from megatron.core.run_checkpoint.checks import (
     GRAD_SCALER,
     PARAM_GROUP,
@@ -200,8 +200,8 @@ class UniversalFiles:
 
     def find_states(self) -> tuple[str, ...]:
         """Return the states that the optimizer has of each parameter."""
-        optimizer = self.args.get("optimizer") or "adam"
-        rule = UPDATE_RULES.get(optimizer, UPDATE_RULES["adam"])
+        optimizer = self.args.get("optimizer")
+        rule = get_update_rule(optimizer if optimizer in UPDATE_RULES else "adam")
         # The word embedding has the same states as all other parameters.
         folder = self.directory / ZERO / self.names[WORD_EMBEDDINGS]
         for states in rule.STATE_SETS:

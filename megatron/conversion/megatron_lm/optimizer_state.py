@@ -31,7 +31,7 @@ from megatron.core.arithmetic import round_up
 from megatron.core.dist_checkpointing import CheckpointError, Shape
 from megatron.core.dist_checkpointing.mapping import Extent, compute_overlap, narrow
 from megatron.core.dist_checkpointing.source import TensorInfo
-from megatron.core.optimizer import UPDATE_RULES
+from megatron.core.optimizer import UPDATE_RULES, get_update_rule
 from megatron.core.run_checkpoint.keys import is_trained, is_weight, split_key
 
 if TYPE_CHECKING:
@@ -205,7 +205,7 @@ def refuse_unknown_optimizer(
     other states of matrices (Muon, Lion) are accepted with `allows_mixed`.
     """
     optimizer = args.get("optimizer") or "adam"
-    rule = UPDATE_RULES.get(optimizer)
+    rule = get_update_rule(optimizer) if optimizer in UPDATE_RULES else None
     known = {"param"}
     if rule is not None and rule.HAS_UNIFORM_STATE:
         known |= set(OPTIMIZER_STATES)

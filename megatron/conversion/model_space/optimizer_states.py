@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
-from megatron.core.optimizer import UPDATE_RULES
+from megatron.core.optimizer import UPDATE_RULES, get_update_rule
 from megatron.core.run_checkpoint.keys import split_key
 
 
@@ -16,7 +16,7 @@ def _list_state_sets(only_uniform: bool = False) -> list[tuple[str, ...]]:
     `only_uniform` leaves out optimizers with other states of matrices.
     """
     state_sets: list[tuple[str, ...]] = []
-    for rule in UPDATE_RULES.values():
+    for rule in map(get_update_rule, UPDATE_RULES):
         if rule.HAS_UNIFORM_STATE or not only_uniform:
             state_sets.extend(rule.STATE_SETS)
     return state_sets
@@ -26,8 +26,8 @@ _UNIFORM_STATE_SETS = _list_state_sets(only_uniform=True)
 # Names of the optimizer's tensors; param is the fp32 main parameter. The rest are the states of the
 # registered optimizers, each once.
 OPTIMIZER_STATES = ("param", *dict.fromkeys(itertools.chain.from_iterable(_list_state_sets())))
-ADAM = ("param", *UPDATE_RULES["adam"].STATE_SETS[0])
-SGD = ("param", *UPDATE_RULES["sgd"].STATE_SETS[0])
+ADAM = ("param", *get_update_rule("adam").STATE_SETS[0])
+SGD = ("param", *get_update_rule("sgd").STATE_SETS[0])
 
 
 def optimizer_key(state: str, parameter: str) -> str:
@@ -56,8 +56,8 @@ def complete_states(found: Iterable[str]) -> tuple[str, ...] | None:
 
 def has_mixed_states(args: Mapping[str, Any]) -> bool:
     """Return whether the optimizer of a run has other states of matrices than of the rest."""
-    rule = UPDATE_RULES.get(args.get("optimizer") or "")
-    return rule is not None and not rule.HAS_UNIFORM_STATE
+    optimizer = args.get("optimizer")
+    return optimizer in UPDATE_RULES and not get_update_rule(optimizer).HAS_UNIFORM_STATE
 
 
 def complete_mixed_states(args: Mapping[str, Any], found: Iterable[str]) -> tuple[str, ...] | None:
@@ -65,7 +65,7 @@ def complete_mixed_states(args: Mapping[str, Any], found: Iterable[str]) -> tupl
 
     The optimizer of the run has other states of matrices (see `has_mixed_states`).
     """
-    return _find_smallest_set(found, UPDATE_RULES[args["optimizer"]].STATE_SETS)
+    return _find_smallest_set(found, get_update_rule(args["optimizer"]).STATE_SETS)
 
 
 def _find_smallest_set(

@@ -5,7 +5,11 @@ from megatron.core.optimizer.flat_shard import AVERAGE_PREFIX
 from megatron.core.optimizer.grad_norm import counts_for_model
 from megatron.core.optimizer.optimizer import MegatronOptimizer, StepResult
 from megatron.core.optimizer.param_scheduler import OptimizerParamScheduler, Schedule, make_schedule
-from megatron.core.optimizer.update_rules import UPDATE_RULES, select_states
+from megatron.core.optimizer.update_rules import (
+    UPDATE_RULES,
+    get_update_rule,
+    select_states,
+)
 
 __all__ = [
     "AVERAGE_PREFIX",
@@ -17,6 +21,7 @@ __all__ = [
     "SchedulerConfig",
     "StepResult",
     "counts_for_model",
+    "get_update_rule",
     "make_schedule",
     "select_states",
 ]

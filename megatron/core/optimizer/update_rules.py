@@ -1,13 +1,12 @@
 """Update rules over flat shards; the result does not depend on the layout.
 
-To add an optimizer, write a subclass of `UpdateRule`, add it to `UPDATE_RULES`, and declare its
-hyperparameters in `OptimizerConfig`. Sharding, checkpoints, their validation and the conversion of
-optimizer state are driven by the table.
+To add an optimizer, write a subclass of `UpdateRule` in `rules/`, add it to `UPDATE_RULES`, and
+declare its hyperparameters in `OptimizerConfig`. Sharding, checkpoints, their validation and the
+conversion of optimizer state are driven by the table.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -16,18 +15,10 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from megatron.core.apex import import_apex, split_for_kernels
-from megatron.core.distributed.param_and_grad_buffer import Bucket, ParamGroup
+from megatron.core.distributed.param_and_grad_buffer import ParamGroup
 from megatron.core.optimizer.config import OptimizerConfig
-from megatron.core.optimizer.flat_shard import OPTIMIZER_PREFIX, PARAM_PREFIX, FlatShard
-from megatron.core.optimizer.orthogonalization import Orthogonalizer
-from megatron.core.optimizer.rounding import (
-    compute_scale,
-    cut_into_slices,
-    find_largest,
-    store,
-    widen,
-)
+from megatron.core.optimizer.flat_shard import FlatShard
+from megatron.core.wings import resolve
 
 
 class MupPowers(NamedTuple):
@@ -64,8 +55,6 @@ class UpdateRule:
 
     STATE_SETS: ClassVar[tuple[tuple[str, ...], ...]]
     """Possible sets of state tensors of a parameter, by their names in checkpoints."""
-    NUM_BETAS: ClassVar[int] = 2
-    """Length of `betas` in the parameter groups, if they have it."""
     HAS_UNIFORM_STATE: ClassVar[bool] = True
     """True if all parameters have the same state tensors, as legacy and universal files require."""
     MUP_POWERS: ClassVar[MupPowers | None]
@@ -137,10 +126,12 @@ class UpdateRule:
         return gradient.masked_fill_(self.found_inf.bool(), 0.0)
 
 
-_ADAM_PREFIXES = (PARAM_PREFIX, f"{OPTIMIZER_PREFIX}exp_avg.", f"{OPTIMIZER_PREFIX}exp_avg_sq.")
+# Imported if a flag requests it
+_APEX_ADAM = "megatron.core.optimizer.rules.apex_adam:ApexAdam"
+_ROUNDED_ADAM = "megatron.core.optimizer.rules.rounded_adam:RoundedAdamW"
 
 
-def _get_adam_hyperparameters(config: OptimizerConfig) -> dict[str, Any]:
+def get_adam_hyperparameters(config: OptimizerConfig) -> dict[str, Any]:
     return {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps}
 
 
@@ -155,11 +146,14 @@ class AdamW(UpdateRule):
     def from_config(
         cls, config: OptimizerConfig, groups: Sequence[dict[str, Any]], shards: Sequence[FlatShard]
     ) -> UpdateRule:
-        hyperparameters = _get_adam_hyperparameters(config)
+        hyperparameters = get_adam_hyperparameters(config)
+        rule: UpdateRule
         if config.optimizer_impl == "apex":
-            return ApexAdam(groups, hyperparameters)
+            rule = resolve(_APEX_ADAM)(groups, hyperparameters)
+            return rule
         if config.has_rounded_states:
-            return RoundedAdamW(groups, hyperparameters, shards)
+            rule = resolve(_ROUNDED_ADAM)(groups, hyperparameters, shards)
+            return rule
         return AdamW(groups, hyperparameters)
 
     def update_group(self, group: dict[str, Any]) -> None:
@@ -194,141 +188,6 @@ class AdamW(UpdateRule):
             eps=group["eps"],
             maximize=False,
         )
-
-
-class RoundedAdamW(AdamW):
-    """AdamW whose moments or main parameters are kept with less precision than fp32.
-
-    A step computes in fp32 and rounds the results, a slice of bounded size at a time. A scale
-    follows from all new values of a piece, so that a piece of several slices is computed twice: for
-    the scales, and for the results.
-    """
-
-    def __init__(
-        self,
-        groups: Sequence[dict[str, Any]],
-        hyperparameters: Mapping[str, Any],
-        shards: Sequence[FlatShard],
-    ) -> None:
-        super().__init__(groups, hyperparameters)
-        self._shards = {shard.param: shard for shard in shards}
-
-    def update_group(self, group: dict[str, Any]) -> None:
-        for param in group["params"]:
-            shard = self._shards[param]
-            if shard.scales:
-                for number, piece in enumerate(shard.bucket.pieces()):
-                    self._update_range(group, shard, number, piece.start, piece.stop)
-            else:
-                self._update_range(group, shard, 0, 0, len(param))
-            # A skipped step does not count.
-            self.state[param]["step"].add_(1.0 - self.found_inf)
-
-    def _update_range(
-        self, group: Mapping[str, Any], shard: FlatShard, piece: int, start: int, stop: int
-    ) -> None:
-        """Update elements `[start, stop)` of a shard, which belong to one piece if it has
-        scales.
-        """
-        slices = cut_into_slices(start, stop)
-        scales: dict[str, Tensor] = {}
-        if shard.scales and len(slices) > 1:
-            largest: dict[str, Tensor] = {}
-            for part in slices:
-                values = self._compute_slice(group, shard, piece, part, copy=True)
-                for prefix in shard.scales:
-                    found = find_largest(values[prefix])
-                    largest[prefix] = torch.maximum(largest.get(prefix, found), found)
-            for prefix, maximum in largest.items():
-                scales[prefix] = compute_scale(maximum, shard.tensors[prefix].dtype)
-        for part in slices:
-            values = self._compute_slice(group, shard, piece, part, copy=False)
-            for prefix in _ADAM_PREFIXES:
-                stored = shard.tensors[prefix]
-                if stored.dtype == torch.float32:
-                    continue  # updated in place
-                if prefix in shard.scales and prefix not in scales:  # the only slice
-                    scales[prefix] = compute_scale(find_largest(values[prefix]), stored.dtype)
-                store(stored[part], values[prefix], scales.get(prefix))
-        # Other slices of the piece needed the old scales until now.
-        for prefix, scale in scales.items():
-            shard.scales[prefix][piece].copy_(scale)
-
-    def _compute_slice(
-        self, group: Mapping[str, Any], shard: FlatShard, piece: int, part: slice, copy: bool
-    ) -> dict[str, Tensor]:
-        """Return the new fp32 values of a slice by the prefix of their keys.
-
-        Tensors in fp32 and gradients change in place, unless `copy`.
-        """
-        new = []
-        for prefix in _ADAM_PREFIXES:
-            stored = shard.tensors[prefix][part]
-            new.append(widen(stored, shard.get_scale(prefix, piece), copy))
-        param, mean, square = new
-        gradient = shard.bucket.grad_shard[part]
-        if copy:
-            gradient = gradient.clone()
-        step = self.state[shard.param]["step"].clone()
-        self._run_kernel(group, AdamTensors([param], [gradient], [mean], [square], [step]))
-        return dict(zip(_ADAM_PREFIXES, new, strict=True))
-
-
-class ApexAdam(UpdateRule):
-    """`apex.optimizers.FusedAdam` over the flat state (--optimizer-impl apex).
-
-    Moments and steps are views of this object's state. This object also acts as the gradient scaler
-    that FusedAdam reads `grad_scale` and `found_inf` from. Gradients are divided in place. No call
-    waits for the device.
-    """
-
-    STATE_SETS = AdamW.STATE_SETS
-    MUP_POWERS = AdamW.MUP_POWERS
-
-    def __init__(
-        self, groups: Sequence[dict[str, Any]], hyperparameters: Mapping[str, Any]
-    ) -> None:
-        super().__init__(groups, hyperparameters)
-        apex_groups = []
-        for group in self.param_groups:
-            parts = split_for_kernels(group["params"])
-            # The learning rate on the device, where `step` changes it.
-            lr = torch.tensor(group["lr"])
-            apex_groups.append(group | {"lr": lr, "params": parts})
-        optimizers = import_apex("apex.optimizers", "--optimizer-impl")
-        self._adam = optimizers.FusedAdam(apex_groups, capturable=True)
-
-    @torch.no_grad()
-    def step(self) -> None:
-        # FusedAdam does not reset its overflow flag, and would not count this step after a bad one.
-        self._adam._dummy_overflow_buf.zero_()
-        for group, apex_group in zip(self.param_groups, self._adam.param_groups, strict=True):
-            if group["params"]:
-                apex_group["lr"].fill_(group["lr"])
-                apex_group["weight_decay"] = group["weight_decay"]
-                # The parameters of a group have taken the same number of steps.
-                first_step = self.collect_states(group, "step")[0]
-                apex_group["step"] = first_step.int().view(1)
-                self._share_tensors(group, apex_group["params"])
-        self._adam.step(grad_scaler=self)
-        # A skipped step does not count.
-        for state in self.state.values():
-            state["step"].add_(1.0 - self.found_inf)
-
-    def _share_tensors(self, group: dict[str, Any], parts: Sequence[Tensor]) -> None:
-        """Give views of gradients and moments to the `parts` of the group's parameters."""
-        gradients = split_for_kernels(self.collect_gradients(group))
-        means = split_for_kernels(self.collect_states(group, "exp_avg"))
-        squares = split_for_kernels(self.collect_states(group, "exp_avg_sq"))
-        for part, gradient, mean, square in zip(parts, gradients, means, squares, strict=True):
-            part.grad = gradient
-            self._adam.state[part] = {"exp_avg": mean, "exp_avg_sq": square}
-
-    def _check_inf_per_device(self, optimizer: Any) -> dict[torch.device, Tensor]:
-        return {self.found_inf.device: self.found_inf}
-
-    def _get_scale_async(self) -> Tensor:
-        return self.grad_scale
 
 
 class SGD(UpdateRule):
@@ -380,235 +239,32 @@ class SGD(UpdateRule):
         )
 
 
-def compute_slow_weight(step: Tensor, alpha: float, warmup: int | None) -> Tensor:
-    """Return AdEMAMix's weight of the slow mean at `step`, which rises linearly to `alpha`."""
-    if not warmup:
-        return torch.full_like(step, alpha)
-    return (step * (alpha / warmup)).clamp(max=alpha)
-
-
-def compute_slow_beta(
-    step: Tensor, beta_start: float, beta_end: float, warmup: int | None
-) -> Tensor:
-    """Return AdEMAMix's decay of the slow mean at `step`.
-
-    Its half-life grows linearly from that of `beta_start` to that of `beta_end`.
-    """
-    if not warmup:
-        return torch.full_like(step, beta_end)
-    # The half-life of a decay beta is proportional to 1 / log(beta).
-    done = (step / warmup).clamp(max=1.0)
-    log_start = math.log(beta_start)
-    log_end = math.log(beta_end)
-    log_beta = log_start * log_end / ((1.0 - done) * log_end + done * log_start)
-    return torch.exp(log_beta).clamp(max=beta_end)
-
-
-class AdEMAMix(UpdateRule):
-    """Adam with a second, much slower running mean of the gradient (Pagliardini et al. 2024).
-
-    `exp_avg` is the fast mean, `exp_avg_slow` the slow one. Weight decay is decoupled.
-    """
-
-    STATE_SETS = (("exp_avg", "exp_avg_slow", "exp_avg_sq"),)
-    NUM_BETAS = 3
-    MUP_POWERS = AdamW.MUP_POWERS
-
-    @classmethod
-    def from_config(
-        cls, config: OptimizerConfig, groups: Sequence[dict[str, Any]], shards: Sequence[FlatShard]
-    ) -> UpdateRule:
-        hyperparameters = {
-            "betas": (config.adam_beta1, config.adam_beta2, config.ademamix_beta3),
-            "eps": config.adam_eps,
-            "alpha": config.ademamix_alpha,
-            "alpha_warmup": config.ademamix_alpha_warmup,
-            "beta3_warmup": config.ademamix_beta3_warmup,
-        }
-        return cls(groups, hyperparameters)
-
-    def update_group(self, group: dict[str, Any]) -> None:
-        keep = 1.0 - self.found_inf  # 0 skips the step without waiting for the device
-        for param in group["params"]:
-            self._update_param(param, group, keep)
-
-    def _update_param(self, param: Tensor, group: dict[str, Any], keep: Tensor) -> None:
-        """Update a parameter and its state, without any effect if `keep` is 0."""
-        beta1, beta2, beta3 = group["betas"]
-        state = self.state[param]
-        step = state["step"].add_(keep)
-        step = step.clamp(min=1.0)  # a first step that is skipped must not divide by zero
-        gradient = self.copy_gradient(param)
-
-        # Running means
-        # A rate of 0 leaves a mean unchanged.
-        slow_rate = 1.0 - compute_slow_beta(step, beta1, beta3, group["beta3_warmup"])
-        state["exp_avg"].lerp_(gradient, (1.0 - beta1) * keep)
-        state["exp_avg_slow"].lerp_(gradient, slow_rate * keep)
-        state["exp_avg_sq"].lerp_(gradient.square_(), (1.0 - beta2) * keep)
-
-        # Update: (fast mean + alpha * slow mean) / root mean square
-        slow_weight = compute_slow_weight(step, group["alpha"], group["alpha_warmup"])
-        update = state["exp_avg"] / (1.0 - beta1**step)
-        update.addcmul_(state["exp_avg_slow"], slow_weight)
-        mean_square = state["exp_avg_sq"] / (1.0 - beta2**step)
-        update /= mean_square.sqrt_().add_(group["eps"])
-        update.add_(param, alpha=group["weight_decay"])
-        param.sub_(update.mul_(group["lr"] * keep))
-
-
-class Muon(AdamW):
-    """Muon for matrices, AdamW for the other parameters. Collective over DP shards and TP.
-
-    Muon orthogonalizes the momentum of a matrix before applying it: Jordan et al. 2024 ("Muon: An
-    optimizer for hidden layers in neural networks"), with the scale of Liu et al. 2025 ("Muon is
-    Scalable for LLM Training"). Matrices are all weights with weight decay except the word
-    embedding and the output layer; each expert has its own. The momentum is a flat tensor of a
-    shard, sharded and saved like Adam's moments. Orthogonalization needs whole matrices: the
-    momentum of a bucket is gathered over data parallelism, then each matrix in a rank's shard over
-    tensor parallelism.
-    """
-
-    _MATRIX_STATES = ("momentum_buffer",)
-    STATE_SETS = (_MATRIX_STATES, *AdamW.STATE_SETS)
-    # The scale of an orthogonalized update already follows from the shape (--muon-scale-mode).
-    MUP_POWERS = None
-    HAS_UNIFORM_STATE = False
-
-    def __init__(
-        self,
-        groups: Sequence[dict[str, Any]],
-        config: OptimizerConfig,
-        bucket_of: Mapping[Tensor, Bucket],
-    ) -> None:
-        super().__init__(groups, _get_adam_hyperparameters(config))
-        self._nesterov = config.muon_nesterov
-        self._bucket_of = bucket_of
-        self._orthogonalizer = Orthogonalizer(config)
-
-    @classmethod
-    def select_states(cls, config: OptimizerConfig, group: ParamGroup) -> tuple[str, ...]:
-        if group.is_matrix:
-            return cls._MATRIX_STATES
-        return AdamW.select_states(config, group)
-
-    @classmethod
-    def matrix_hyperparameters(cls, config: OptimizerConfig) -> dict[str, Any] | None:
-        return {"use_muon": True, "momentum": config.muon_momentum}
-
-    @classmethod
-    def from_config(
-        cls, config: OptimizerConfig, groups: Sequence[dict[str, Any]], shards: Sequence[FlatShard]
-    ) -> UpdateRule:
-        bucket_of = {shard.param: shard.bucket for shard in shards}
-        return cls(groups, config, bucket_of)
-
-    def update_group(self, group: dict[str, Any]) -> None:
-        if not group.get("use_muon"):
-            super().update_group(group)
-            return
-        keep = 1.0 - self.found_inf
-        for param in group["params"]:
-            momentum = self._update_momentum(param, group["momentum"], keep)
-            update = self._orthogonalize_bucket(self._bucket_of[param], momentum)
-            # Decoupled weight decay, as in AdamW.
-            param.mul_(1.0 - group["lr"] * group["weight_decay"] * keep)
-            param.sub_(update.mul_(group["lr"] * keep))
-
-    def _update_momentum(self, param: Tensor, momentum: float, keep: Tensor) -> Tensor:
-        """Advance the running mean of the gradient and return it, with Nesterov's look-ahead."""
-        buffer = self.state[param]["momentum_buffer"]
-        gradient = self.copy_gradient(param)
-        buffer.lerp_(gradient, (1.0 - momentum) * keep)
-        if not self._nesterov:
-            return buffer
-        return gradient.lerp_(buffer, momentum)
-
-    def _orthogonalize_bucket(self, bucket: Bucket, update: Tensor) -> Tensor:
-        """Return `update`, this rank's shard of a bucket, with each matrix orthogonalized."""
-        # Shards split matrices at any element, so that each rank needs the whole bucket.
-        whole = bucket.gather(update)  # 1-D, all parameters of the bucket
-        result = torch.zeros_like(update)
-        for piece in bucket.pieces():
-            # The whole matrix, of which the shard may have a part only
-            param = piece.param
-            start = bucket.shard_start + piece.start - piece.param_start
-            matrix = whole[start : start + param.numel()].view(param.shape)
-            orthogonal = self._orthogonalizer.orthogonalize(matrix, piece.info.sharding)
-            # Keep the part of the shard.
-            param_stop = piece.param_start + piece.stop - piece.start
-            flat = orthogonal.reshape(-1)
-            result[piece.start : piece.stop] = flat[piece.param_start : param_stop]
-        return result
-
-
-class Lion(AdamW):
-    """Lion for matrices, AdamW for the other parameters.
-
-    Lion moves each element by the sign of an interpolation between the gradient and its running
-    mean: Chen et al. 2023 ("Symbolic Discovery of Optimization Algorithms"). Matrices are those of
-    Muon, as in Megatron-LM.
-    """
-
-    _MATRIX_STATES = ("exp_avg",)
-    STATE_SETS = (_MATRIX_STATES, *AdamW.STATE_SETS)
-    MUP_POWERS = MupPowers(hidden_lr=-1, hidden_eps=0, other_lr=0)
-    HAS_UNIFORM_STATE = False
-
-    @classmethod
-    def select_states(cls, config: OptimizerConfig, group: ParamGroup) -> tuple[str, ...]:
-        if group.is_matrix:
-            return cls._MATRIX_STATES
-        return AdamW.select_states(config, group)
-
-    @classmethod
-    def matrix_hyperparameters(cls, config: OptimizerConfig) -> dict[str, Any] | None:
-        return {"use_lion": True}
-
-    @classmethod
-    def from_config(
-        cls, config: OptimizerConfig, groups: Sequence[dict[str, Any]], shards: Sequence[FlatShard]
-    ) -> UpdateRule:
-        return cls(groups, _get_adam_hyperparameters(config))
-
-    def update_group(self, group: dict[str, Any]) -> None:
-        if not group.get("use_lion"):
-            super().update_group(group)
-            return
-        keep = 1.0 - self.found_inf  # 0 skips the step without waiting for the device
-        beta1, beta2 = group["betas"]
-        for param in group["params"]:
-            mean = self.state[param]["exp_avg"]
-            gradient = self.copy_gradient(param)
-            # The update uses beta1 and the stored mean beta2, so the mean is read before it
-            # changes.
-            direction = mean.lerp(gradient, 1.0 - beta1).sign_()
-            mean.lerp_(gradient, (1.0 - beta2) * keep)
-            # Decoupled weight decay, as in AdamW.
-            param.mul_(1.0 - group["lr"] * group["weight_decay"] * keep)
-            param.sub_(direction.mul_(group["lr"] * keep))
-
-
-# Value of --optimizer -> its update rule.
-UPDATE_RULES: dict[str, type[UpdateRule]] = {
-    "adam": AdamW,
-    "sgd": SGD,
-    "ademamix": AdEMAMix,
-    "muon": Muon,
-    "lion": Lion,
+# Value of --optimizer -> its update rule, which is imported on demand.
+UPDATE_RULES = {
+    "adam": "megatron.core.optimizer.update_rules:AdamW",
+    "sgd": "megatron.core.optimizer.update_rules:SGD",
+    "ademamix": "megatron.core.optimizer.rules.ademamix:AdEMAMix",
+    "muon": "megatron.core.optimizer.rules.muon:Muon",
+    "lion": "megatron.core.optimizer.rules.lion:Lion",
 }
+
+
+def get_update_rule(optimizer: str) -> type[UpdateRule]:
+    """Return the update rule of a value of --optimizer."""
+    rule: type[UpdateRule] = resolve(UPDATE_RULES[optimizer])
+    return rule
 
 
 def select_states(config: OptimizerConfig, group: ParamGroup) -> tuple[str, ...]:
     """Return the names in checkpoints of the state tensors of a parameter of `group`."""
-    return UPDATE_RULES[config.optimizer].select_states(config, group)
+    return get_update_rule(config.optimizer).select_states(config, group)
 
 
 def make_update_rule(config: OptimizerConfig, shards: Sequence[FlatShard]) -> UpdateRule:
     """Create the update rule of --optimizer over the flat shards, with its state allocated."""
     if config.lr is None:
         raise ValueError("--lr must be given")
-    rule_type = UPDATE_RULES[config.optimizer]
+    rule_type = get_update_rule(config.optimizer)
     groups = _make_param_groups(config, shards, rule_type)
     rule = rule_type.from_config(config, groups, shards)
     for shard in shards:

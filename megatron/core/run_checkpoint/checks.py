@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from megatron.core.optimizer import UPDATE_RULES
 from megatron.core.safe_files import FileTensor, load_file_tensors, schema
 from megatron.core.safe_files.safe_globals import Placeholder
 from megatron.core.safe_files.schema import COUNT, Check, anything, optional, record, sequence, text
@@ -121,7 +120,7 @@ _RUN: dict[str, Check] = {
 ARGUMENTS = record({f"{name}?": check for name, check in MODEL_ARGUMENTS.items()} | _RUN)
 
 
-_MAX_BETAS = max(rule.NUM_BETAS for rule in UPDATE_RULES.values())
+_MAX_BETAS = 3  # of AdEMAMix; other optimizers have 2 or none
 PARAM_GROUP = record(
     {
         **_fields(check_scalar, "step lr max_lr min_lr wd_mult lr_mult weight_decay eps momentum"),

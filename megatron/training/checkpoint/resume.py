@@ -10,7 +10,7 @@ from typing import Any
 from megatron.core.dist_checkpointing import CheckpointError, ShardedObject
 from megatron.core.dist_checkpointing.loading.load import RAISE, STRICTNESS
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
-from megatron.core.optimizer import AVERAGE_PREFIX, UPDATE_RULES, OptimizerConfig
+from megatron.core.optimizer import AVERAGE_PREFIX, OptimizerConfig, get_update_rule
 from megatron.core.run_checkpoint.extra_states import is_extra_state
 from megatron.core.run_checkpoint.loading import load_from_source
 from megatron.core.run_checkpoint.reader import RunCheckpoint
@@ -288,7 +288,7 @@ def _check_optimizer(config: OptimizerConfig, source: Source) -> None:
             f"{stored}"
         )
     # The same optimizer may still have other states, e.g., without momentum.
-    conflict = UPDATE_RULES[stored].find_conflict(config, source.training.param_groups)
+    conflict = get_update_rule(stored).find_conflict(config, source.training.param_groups)
     if conflict is not None:
         flag, old, new = conflict
         raise ValueError(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
-from megatron.core.optimizer import UPDATE_RULES
+from megatron.core.optimizer import get_update_rule
 from megatron.core.pipeline_parallel import check_group_size, count_mtp_layers, groups_fit
 from megatron.training.config.options import HF_DTYPES, HF_QUANTIZATIONS
 from megatron.training.config.run_config import Config
@@ -452,7 +452,7 @@ def _check_legacy_optimizer(config: Config, world_size: int) -> Iterator[str]:
     """Reject an optimizer whose state legacy files cannot contain, before the first save fails."""
     checkpoint = config.checkpoint
     optimizer = config.optimizer.optimizer
-    if UPDATE_RULES[optimizer].HAS_UNIFORM_STATE or checkpoint.no_save_optim:
+    if get_update_rule(optimizer).HAS_UNIFORM_STATE or checkpoint.no_save_optim:
         return
     if checkpoint.save is not None and checkpoint.ckpt_format == "torch":
         yield (

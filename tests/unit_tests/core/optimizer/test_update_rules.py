@@ -13,11 +13,8 @@ from megatron.core.optimizer.orthogonalization import (
     compute_scale,
     orthogonalize,
 )
-from megatron.core.optimizer.update_rules import (
-    UPDATE_RULES,
-    compute_slow_beta,
-    compute_slow_weight,
-)
+from megatron.core.optimizer.rules.ademamix import compute_slow_beta, compute_slow_weight
+from megatron.core.optimizer.update_rules import UPDATE_RULES
 from megatron.core.parallel_config import ParallelConfig
 from megatron.core.parallel_state import ParallelState
 from megatron.core.sharding import Sharding

@@ -1,0 +1,1 @@
+"""Update rules that are imported if --optimizer or another flag requests them."""
