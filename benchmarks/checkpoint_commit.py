@@ -23,6 +23,7 @@ from scratch import create_scratch_directory
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from megatron.core.dist_checkpointing.box_table import BoxTable, Location  # noqa: E402
 from megatron.core.dist_checkpointing.format.checksums import (  # noqa: E402
     BLOCK_SIZE,
     DIGEST_SIZE,
@@ -31,8 +32,6 @@ from megatron.core.dist_checkpointing.format.checksums import (  # noqa: E402
 )
 from megatron.core.dist_checkpointing.format.metadata import (  # noqa: E402
     CheckpointMetadata,
-    ChunkTable,
-    Location,
     StoredTensor,
 )
 from megatron.core.dist_checkpointing.planning.save_plan import MetadataCache  # noqa: E402
@@ -97,7 +96,9 @@ def make_metadata(world: int) -> CheckpointMetadata:
         # Neighboring boxes are in different files, as of different ranks.
         file_of_box = (index * 61 + tensor) % len(files)
         position = (tensor + index) % BOXES << 22
-        table = ChunkTable(offsets, shapes, files, file_of_box, position, nbytes)
+        table = BoxTable(
+            offsets, shapes, file=file_of_box, position=position, length=nbytes, files=files
+        )
         stored = StoredTensor((num_boxes, ROW_ELEMENTS), torch.bfloat16, table)
         metadata.tensors[f"decoder.layers.{tensor}.weight"] = stored
     return metadata

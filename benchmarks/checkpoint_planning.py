@@ -34,8 +34,7 @@ from megatron.core.dist_checkpointing.mapping import (  # noqa: E402
     ShardedStateDict,
     ShardedTensor,
 )
-from megatron.core.dist_checkpointing.planning.planner import make_plan  # noqa: E402
-from megatron.core.dist_checkpointing.planning.save_plan import place_items  # noqa: E402
+from megatron.core.dist_checkpointing.planning.save_plan import make_plan  # noqa: E402
 from megatron.core.dist_checkpointing.planning.structure import (  # noqa: E402
     PackedSpec,
     describe,
@@ -248,15 +247,14 @@ def simulate(name: str, world: int, workers: int) -> None:
     specs, receiving = measure(lambda: list(map(pickle.loads, packed)))
     packed.clear()
     before = read_peak_memory()
-    plan, planning = measure(lambda: make_plan(specs))
-    placed, laying_out = measure(lambda: place_items(plan, workers))
+    plan, planning = measure(lambda: make_plan(specs, workers=workers))
 
     def cut_results() -> list[bytes]:
-        return [pickle.dumps(placed.select_rank(rank)) for rank in range(world)]
+        return [pickle.dumps(items) for items in plan.split_by_rank()]
 
     results, cutting = measure(cut_results)
     returned = statistics.mean(map(len, results)) / 1e3
-    metadata, collecting = measure(placed.build_metadata)
+    metadata, collecting = measure(plan.build_metadata)
     encoded, encoding = measure(lambda: encode_metadata(metadata))
     after = read_peak_memory()
 
@@ -283,8 +281,7 @@ def simulate(name: str, world: int, workers: int) -> None:
     )
     print_row(
         "",
-        f"plan {planning:.1f} s, layout {laying_out:.1f} s; {before:.2f} GB before, "
-        f"{after:.2f} after",
+        f"plan and file layout {planning:.1f} s; {before:.2f} GB before, {after:.2f} after",
     )
     print_row("", f".metadata collected in {collecting:.1f} s, encoded in {encoding:.1f} s")
     print_row(".metadata", f"{len(content) / 1e6:.1f} MB")

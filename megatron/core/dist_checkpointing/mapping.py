@@ -3,18 +3,17 @@
 Every piece of training state is a named global tensor. A rank holds a list of *boxes* of it, i.e.,
 axis-aligned pieces: each is an offset and a live view of local memory. TP, PP, DP and ZeRO are only
 different tilings, so this module does not depend on them. It has one pure function for each
-operation on boxes: overlap, narrow, cut into rows, list runs of bytes, check a tiling.
+operation on boxes: overlap, narrow, cut into rows, list runs of bytes. `box_table.py` has those on
+many boxes at once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import product
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 Shape = tuple[int, ...]
@@ -162,83 +161,6 @@ def split_flat_range(
     tail = data[last_whole * row_size - start :]
     for offset, view in split_flat_range(shape[1:], 0, tail):
         yield (last_whole, *offset), view.unsqueeze(0)
-
-
-@dataclass(frozen=True)
-class BoxTable:
-    """Many boxes of one tensor: int64 arrays `[boxes, dimensions]`."""
-
-    offset: np.ndarray
-    shape: np.ndarray
-
-    @classmethod
-    def of(cls, boxes: Iterable[Extent], dims: int) -> BoxTable:
-        extents = list(boxes)
-        table = np.array(extents, dtype=np.int64).reshape(len(extents), 2, dims)
-        return cls(table[:, 0], table[:, 1])
-
-    def __len__(self) -> int:
-        return len(self.offset)
-
-    def overlaps(self, offset: Shape, shape: Shape) -> Iterator[tuple[int, Overlap]]:
-        """Yield (number, overlap) of each box of the table that overlaps the given box.
-
-        The given box is the second one of the overlap.
-        """
-        if 0 in shape:
-            return
-        # Common part with each box, [boxes, dimensions]; not positive without one.
-        start = np.array(offset, dtype=np.int64)
-        low = np.maximum(self.offset, start)
-        extent = np.minimum(self.offset + self.shape, start + np.array(shape, dtype=np.int64)) - low
-        hits = np.flatnonzero((extent > 0).all(axis=1))
-        in_first = (low[hits] - self.offset[hits]).tolist()
-        in_second = (low[hits] - start).tolist()
-        shapes = extent[hits].tolist()
-        for number, first, second, common in zip(
-            hits.tolist(), in_first, in_second, shapes, strict=True
-        ):
-            yield number, Overlap(tuple(first), tuple(second), tuple(common))
-
-    def find_gap_or_overlap(self, whole: Shape) -> str | None:
-        """Return None if the boxes tile `whole`, else describe the first gap or overlap.
-
-        Exact, and linear in the number of boxes. How often each element is covered is a function
-        on the grid. Its mixed difference is nonzero only at corners of boxes, where it is +1 or -1
-        per box. Two functions are equal if their differences are. At the first corner in row-major
-        order where the differences are unequal, the functions differ by the same amount.
-        """
-        # Usual cases: an empty tensor, and one box that is the whole tensor.
-        if 0 in whole:
-            return None
-        if len(self) == 1 and tuple(self.shape[0].tolist()) == whole and not self.offset.any():
-            return None
-        grid = tuple(extent + 1 for extent in whole)  # number of corners
-        if math.prod(grid) >= 1 << 63:
-            return "it has more elements than 64 bits can number"
-        # Number the corners row-major, and add up the signs at each of them.
-        strides = np.array(
-            [math.prod(grid[axis + 1 :]) for axis in range(len(grid))], dtype=np.int64
-        )
-        offset = np.concatenate([self.offset, np.zeros((1, len(whole)), dtype=np.int64)])
-        shape = np.concatenate([self.shape, np.array([whole], dtype=np.int64)])
-        sign = np.append(np.ones(len(self)), -1)  # subtract the whole tensor
-        corners = []
-        signs = []
-        for upper in product((0, 1), repeat=len(whole)):
-            corners.append((offset + shape * np.array(upper, dtype=np.int64)) @ strides)
-            # The mixed difference of a box is +1 at its lower corner, and alternates.
-            signs.append(-sign if sum(upper) % 2 else sign)
-        distinct, number = np.unique(np.concatenate(corners), return_inverse=True)
-        counts = np.bincount(number, weights=np.concatenate(signs))
-        # The first corner at which boxes and tensor differ shows the fault.
-        wrong = np.flatnonzero(counts)
-        if not len(wrong):
-            return None
-        place = tuple(int(i) for i in np.unravel_index(distinct[wrong[0]], grid))
-        if counts[wrong[0]] < 0:
-            return f"element {place} is held by no rank"
-        return f"different boxes overlap at {place}"
 
 
 @dataclass(frozen=True)

@@ -4,52 +4,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
-from megatron.core.dist_checkpointing.mapping import BoxTable, Shape
+from megatron.core.dist_checkpointing.box_table import BoxTable, Location
+from megatron.core.dist_checkpointing.mapping import Shape
 from megatron.core.safe_files.errors import CheckpointError
 from megatron.core.safe_files.schema import format_value
-
-
-class Location(NamedTuple):
-    """Location of an item: `length` bytes at `position` of `file`, an archive of torch.save."""
-
-    file: str
-    position: int
-    length: int
-
-
-class StoredChunk(NamedTuple):
-    """One stored box of a tensor."""
-
-    offset: Shape
-    shape: Shape
-    location: Location
-
-
-@dataclass(frozen=True)
-class ChunkTable(BoxTable):
-    """The stored boxes of a tensor. The arrays are [boxes]."""
-
-    files: Sequence[str]  # names of all files of the checkpoint
-    file: np.ndarray  # index in `files`
-    position: np.ndarray  # bytes from the beginning of the file
-    length: np.ndarray  # bytes
-
-    def __getitem__(self, number: int) -> StoredChunk:
-        offset = tuple(self.offset[number].tolist())
-        shape = tuple(self.shape[number].tolist())
-        file = self.files[self.file[number]]
-        location = Location(file, int(self.position[number]), int(self.length[number]))
-        return StoredChunk(offset, shape, location)
-
-    def __iter__(self) -> Iterator[StoredChunk]:
-        return map(self.__getitem__, range(len(self)))
 
 
 class StoredTensor:
@@ -60,7 +25,7 @@ class StoredTensor:
     """
 
     def __init__(
-        self, shape: Shape, dtype: torch.dtype | str, chunks: ChunkTable | Callable[[], ChunkTable]
+        self, shape: Shape, dtype: torch.dtype | str, chunks: BoxTable | Callable[[], BoxTable]
     ) -> None:
         self.shape = shape
         self._chunks = chunks
@@ -78,9 +43,9 @@ class StoredTensor:
         return dtype
 
     @property
-    def chunks(self) -> ChunkTable:
+    def chunks(self) -> BoxTable:
         """Return the stored boxes, which are read on first access."""
-        if not isinstance(self._chunks, ChunkTable):
+        if not isinstance(self._chunks, BoxTable):
             self._chunks = self._chunks()
         return self._chunks
 

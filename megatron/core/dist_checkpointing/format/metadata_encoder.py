@@ -16,12 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
+from megatron.core.dist_checkpointing.box_table import BoxTable, Location
 from megatron.core.dist_checkpointing.format.checksums import split_into_blocks
-from megatron.core.dist_checkpointing.format.metadata import (
-    CheckpointMetadata,
-    ChunkTable,
-    Location,
-)
+from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata
 from megatron.core.dist_checkpointing.format.metadata_index import (
     FOOTER,
     INDEX_CLASS,
@@ -337,7 +334,7 @@ def encode_metadata(metadata: CheckpointMetadata) -> list[bytes]:
     return MetadataEncoder(metadata).encode(metadata.objects)
 
 
-def _write_boxes(section: _Stream, table: ChunkTable, memo: int) -> BoxList:
+def _write_boxes(section: _Stream, table: BoxTable, memo: int) -> BoxList:
     """Append DCP's list of the boxes of a tensor, which gets number `memo` in the memo."""
     start = section.add(b"]r", struct.pack("<I", memo), b"(")  # EMPTY_LIST, LONG_BINPUT, MARK
     offset = table.offset.T  # [dims, boxes]

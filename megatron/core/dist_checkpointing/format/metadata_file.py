@@ -5,17 +5,17 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xxhash
 
+from megatron.core.dist_checkpointing.box_table import BoxTable, Location
 from megatron.core.dist_checkpointing.files import METADATA
 from megatron.core.dist_checkpointing.format.metadata import (
     CheckpointMetadata,
-    ChunkTable,
-    Location,
     StoredTensor,
     check_inside,
 )
@@ -25,7 +25,7 @@ from megatron.core.dist_checkpointing.format.metadata_index import (
     MetadataIndex,
     Read,
 )
-from megatron.core.dist_checkpointing.mapping import BoxTable, Shape
+from megatron.core.dist_checkpointing.mapping import Shape
 from megatron.core.object_storage import path_of
 from megatron.core.safe_files.errors import CheckpointError
 from megatron.core.safe_files.reading import MAX_JSON, OpenFile, open_file
@@ -169,10 +169,11 @@ def _decode_tensor(
         locations.append(places[key, offset])
 
     # Convert them to columns.
-    box_table = BoxTable.of(boxes, dims)
     rows = np.array(locations, dtype=np.int64).reshape(-1, 3)  # file, position, length
     file, position, length = rows.T
-    table = ChunkTable(box_table.offset, box_table.shape, files, file, position, length)
+    table = replace(
+        BoxTable.of(boxes, dims), file=file, position=position, length=length, files=files
+    )
     check_inside(table, shape, what)
     dtype = _get_dtype(entry["properties"])
     return StoredTensor(shape, dtype, table)

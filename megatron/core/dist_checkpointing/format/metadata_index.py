@@ -20,10 +20,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from megatron.core.dist_checkpointing.box_table import BoxTable, Location
 from megatron.core.dist_checkpointing.format.metadata import (
     CheckpointMetadata,
-    ChunkTable,
-    Location,
     StoredTensor,
     check_inside,
 )
@@ -305,7 +304,7 @@ class MetadataIndex:
             result.objects[key] = Location(*fields)
         return result
 
-    def _read_table(self, number: int, places: PlaceList) -> ChunkTable:
+    def _read_table(self, number: int, places: PlaceList) -> BoxTable:
         """Read the chunks of tensor `number`. Raises CheckpointError if they are damaged."""
         what = f"{self._where}: {schema.format_value(places.key)}"
         shape = tuple(places.shape)
@@ -314,7 +313,14 @@ class MetadataIndex:
             if not box_offset.shape[1] == box_shape.shape[1] == len(shape):
                 raise ValueError("boxes with another number of dimensions")
             file, position, length = self._read_places(number, places)  # [boxes]
-            table = ChunkTable(box_offset, box_shape, self._files, file, position, length)
+            table = BoxTable(
+                box_offset,
+                box_shape,
+                file=file,
+                position=position,
+                length=length,
+                files=self._files,
+            )
         except Exception as error:
             raise CheckpointError(
                 f"{what}: damaged or not written by this program ({error})"

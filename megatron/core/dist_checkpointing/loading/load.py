@@ -24,11 +24,13 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedObject,
     ShardedStateDict,
     ShardedTensor,
+    find_row_axis,
+    locate_rows,
     narrow,
-    to_relative,
+    to_absolute,
 )
+from megatron.core.dist_checkpointing.planning.balancing import cut_into_shares, level_loads
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
-from megatron.core.dist_checkpointing.planning.items import Item, share_evenly
 from megatron.core.dist_checkpointing.planning.structure import LocalSpec, describe
 from megatron.core.safe_files.errors import CheckpointError
 from megatron.core.safe_files.schema import abbreviate
@@ -180,14 +182,15 @@ def fill(
     report: LoadReport = coordination.gather_compute_scatter(comparison, make_reports)
 
     # Phase 2: read. All ranks learn of an error of any rank before they wait for its share.
-    shares = _share_reading(reader, spec, parallelization_group)
+    shared = _find_shared_boxes(reader, spec, parallelization_group)
+    shares = _divide_evenly(shared, _index_boxes(state), parallelization_group)
     report.objects = coordination.run_on_all(
-        lambda: _read_local(state, reader, workers, shares, parallelization_group)
+        lambda: _read_local(state, reader, workers, shared, shares, parallelization_group)
     )
 
     # Phase 3: exchange the data that replicas have read for each other.
     if any(shares):
-        _all_gather_shares(shares, _index_boxes(state), parallelization_group)
+        _all_gather_shares(shares, parallelization_group)
     report.seconds = time.perf_counter() - started
     report.bytes_needed = reader.bytes_needed
     report.bytes_read = reader.bytes_read
@@ -225,18 +228,12 @@ def _index_boxes(state: ShardedStateDict) -> BoxOf:
     return boxes
 
 
-def _select_view(item: Item, boxes: BoxOf) -> torch.Tensor:
-    """Return the rows of the local box that `item` selects."""
-    whole = boxes[item.key, item.box].tensor.detach()
-    offset_in_box = to_relative(item.offset, item.box)
-    return narrow(whole, offset_in_box, item.shape)
-
-
 def _read_local(
     state: ShardedStateDict,
     reader: BoxReader,
     workers: int,
-    shares: list[list[Item]],
+    shared: list[tuple[str, Shape]],
+    shares: list[list[Request]],
     group: dist.ProcessGroup | None,
 ) -> dict[str, Any]:
     """Read this rank's share of shared boxes, all other boxes completely, and the objects.
@@ -244,23 +241,16 @@ def _read_local(
     Returns the objects by key. Keys that the checkpoint does not have are left out.
     """
     contents = reader.metadata
-    boxes = _index_boxes(state)
-    shared = set()
-    for share in shares:
-        for item in share:
-            shared.add((item.key, item.box))
+    is_shared = set(shared)
 
     # Boxes that are not shared
     requests = []
-    for (key, offset), box in boxes.items():
-        if (key, offset) not in shared and key in contents.tensors:
+    for (key, offset), box in _index_boxes(state).items():
+        if (key, offset) not in is_shared and key in contents.tensors:
             requests.append(Request(key, offset, box.tensor))
     # This rank's share of the others
     if shares:
-        own_share = shares[dist.get_rank(group)]
-        for item in own_share:
-            view = _select_view(item, boxes)
-            requests.append(Request(item.key, item.offset, view))
+        requests += shares[dist.get_rank(group)]
     reader.read_into(requests, workers)
 
     # Objects
@@ -271,15 +261,14 @@ def _read_local(
     return objects
 
 
-def _share_reading(
+def _find_shared_boxes(
     reader: BoxReader, spec: LocalSpec, group: dist.ProcessGroup | None
-) -> list[list[Item]]:
-    """Return the rows that each rank of `group` reads of shared boxes. Collective.
+) -> list[tuple[str, Shape]]:
+    """Return key and offset of the boxes that all ranks of `group` have. Collective.
 
-    Data-parallel replicas have equal boxes of the weights: each reads an equal share of these,
-    which are then gathered. Boxes of one rank only (optimizer shards) are not shared. Returns the
-    same shares on every rank, [] without a group. Ranks exchange a digest per box instead of the
-    boxes, because a replica has tens of thousands of them.
+    Data-parallel replicas have equal boxes of the weights. Boxes of one rank only (optimizer
+    shards) are not shared. Returns the same list on every rank, [] without a group. Ranks exchange
+    a digest per box instead of the boxes, because a replica has tens of thousands of them.
     """
     if group is None or dist.get_world_size(group) == 1:
         return []
@@ -287,26 +276,52 @@ def _share_reading(
     for tensor in spec.tensors:
         if tensor.key in reader.metadata.tensors:
             for offset, shape in tensor.boxes:
-                boxes.append(Item(tensor.key, tensor.dtype, offset, offset, shape))
-    # All ranks must number their boxes equally, although their models may have another order.
+                boxes.append((tensor.key, offset, shape, str(tensor.dtype)))
+    # All ranks must list their boxes in the same order, although their models may have another one.
     boxes.sort()
 
-    # Find the boxes that all ranks have.
-    digests = [_digest_item(item) for item in boxes]
+    digests = [xxhash.xxh3_128_digest(repr(box).encode()) for box in boxes]
     common = set(digests)
     packed_of_ranks = Coordination.of(group).all_gather(b"".join(digests))
     for packed in packed_of_ranks:
         common &= _unpack_digests(packed)
     shared = []
-    for item, digest in zip(boxes, digests, strict=True):
+    for (key, offset, _, _), digest in zip(boxes, digests, strict=True):
         if digest in common:
-            shared.append(item)
-    return share_evenly(shared, dist.get_world_size(group))
+            shared.append((key, offset))
+    return shared
 
 
-def _digest_item(item: Item) -> bytes:
-    """Return a digest of the key, dtype and box of an item, equal on all ranks."""
-    return xxhash.xxh3_128_digest(repr(item).encode())
+def _divide_evenly(
+    shared: list[tuple[str, Shape]], boxes: BoxOf, group: dist.ProcessGroup | None
+) -> list[list[Request]]:
+    """Return the rows of shared boxes that each rank of `group` reads: equal bytes, up to a row.
+
+    Returns [] if there is nothing to share.
+    """
+    if not shared:
+        return []
+    # (rows, bytes) of each box, and the bytes of all boxes
+    sizes = []
+    total = 0
+    for key_and_offset in shared:
+        tensor = boxes[key_and_offset].tensor
+        axis = find_row_axis(tuple(tensor.shape))
+        num_rows = 1 if axis is None else tensor.shape[axis]
+        sizes.append((num_rows, tensor.nbytes))
+        total += tensor.nbytes
+
+    # Unlike in a save, no rank has other boxes to begin with.
+    size = dist.get_world_size(group)
+    bytes_of_ranks = level_loads([0] * size, total)
+    shares: list[list[Request]] = [[] for _ in range(size)]
+    for rank, index, first, count in cut_into_shares(bytes_of_ranks, sizes):
+        key, offset = shared[index]
+        box = boxes[key, offset]
+        start, shape = locate_rows(box.shape, first, count)
+        target = narrow(box.tensor.detach(), start, shape)
+        shares[rank].append(Request(key, to_absolute(offset, start), target))
+    return shares
 
 
 def _unpack_digests(packed: bytes) -> set[bytes]:
@@ -315,9 +330,7 @@ def _unpack_digests(packed: bytes) -> set[bytes]:
     return {packed[start : start + _DIGEST_SIZE] for start in starts}
 
 
-def _all_gather_shares(
-    shares: list[list[Item]], boxes: BoxOf, group: dist.ProcessGroup | None
-) -> None:
+def _all_gather_shares(shares: list[list[Request]], group: dist.ProcessGroup | None) -> None:
     """Gather the shares that the ranks of `group` have read, in place. Collective."""
     rank = dist.get_rank(group)
     size = dist.get_world_size(group)
@@ -327,7 +340,7 @@ def _all_gather_shares(
     views_by_rank = []
     longest = 0
     for share in shares:
-        views = [_select_view(item, boxes) for item in share]
+        views = [request.target for request in share]
         views_by_rank.append(views)
         nbytes = sum(view.nbytes for view in views)
         longest = max(longest, nbytes)

@@ -16,8 +16,8 @@ import torch
 from numpy.lib.stride_tricks import as_strided
 
 from megatron.core.dist_checkpointing.background import same_cuda_device
+from megatron.core.dist_checkpointing.box_table import Location, StoredChunk
 from megatron.core.dist_checkpointing.files import METADATA
-from megatron.core.dist_checkpointing.format.metadata import Location, StoredChunk
 from megatron.core.dist_checkpointing.format.metadata_file import read_metadata
 from megatron.core.dist_checkpointing.format.verified_file import ChecksumVerifier, VerifiedFile
 from megatron.core.dist_checkpointing.mapping import (

@@ -1,8 +1,14 @@
-"""Distribution of bytes over ranks: pure functions on numbers."""
+"""Distribution of bytes over ranks and files: pure functions on numbers."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+# Bytes of a typical envelope around raw data: many small items fill a file, too.
+_TYPICAL_ENVELOPE = 1024
 
 
 def level_loads(loads: list[int], total: int) -> list[int]:
@@ -85,3 +91,41 @@ def _divide_to_nearest(nbytes: int, row_bytes: int) -> int:
     numerator = 2 * nbytes - row_bytes
     denominator = 2 * row_bytes
     return -(-numerator // denominator)
+
+
+def spread_over_files(rank: np.ndarray, nbytes: np.ndarray, workers: int) -> np.ndarray:
+    """Return the file of each item: largest items first, each into its rank's smallest file.
+
+    `rank` and `nbytes` are [items], sorted by rank. The loop runs over turns: in each turn every
+    rank places one item, so that the number of iterations does not grow with the number of ranks.
+    """
+    # Group the items by turn: those of turn t are `by_turn[ends[t] : ends[t + 1]]`.
+    turn = _compute_turns(rank, nbytes)
+    by_turn = np.argsort(turn, kind="stable")
+    num_turns = turn.max(initial=-1) + 1
+    ends = np.searchsorted(turn[by_turn], np.arange(num_turns + 1))
+
+    # Place the items of one turn at a time.
+    num_ranks = rank.max(initial=-1) + 1
+    sizes = np.zeros((num_ranks, workers), dtype=np.int64)  # bytes of each file so far
+    file = np.zeros_like(rank)
+    for start, stop in itertools.pairwise(ends):
+        items = by_turn[start:stop]
+        ranks = rank[items]
+        sizes_of_ranks = sizes[ranks]  # [items of the turn, workers]
+        smallest = sizes_of_ranks.argmin(axis=1)
+        file[items] = smallest
+        sizes[ranks, smallest] += nbytes[items] + _TYPICAL_ENVELOPE
+    return file
+
+
+def _compute_turns(rank: np.ndarray, nbytes: np.ndarray) -> np.ndarray:
+    """Return the index of each item among the items of its rank, by decreasing size.
+
+    The items are sorted by rank.
+    """
+    by_size = np.lexsort((-nbytes, rank))  # by rank, then by decreasing size
+    first_of_rank = np.searchsorted(rank, rank)  # [items]
+    turn = np.empty_like(first_of_rank)
+    turn[by_size] = np.arange(len(rank)) - first_of_rank[by_size]
+    return turn

@@ -9,11 +9,13 @@ from __future__ import annotations
 import pickle
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from megatron.core.dist_checkpointing.box_table import BoxTable
 from megatron.core.dist_checkpointing.mapping import (
     Extent,
     Shape,
@@ -50,9 +52,7 @@ class PackedSpec(NamedTuple):
     # rank 0 reads once.
     types: bytes
     objects: tuple[str, ...]  # keys
-    counts: np.ndarray  # number of boxes of each tensor
-    # [boxes, 2, dimensions]: offset and shape; missing dimensions at the end are 0 and 1.
-    boxes: np.ndarray
+    boxes: BoxTable  # with the column `tensor`
 
     def read_types(self) -> tuple[TensorType, ...]:
         """Return key, global shape and dtype of each tensor."""
@@ -156,15 +156,6 @@ def pack(spec: LocalSpec) -> PackedSpec:
             padded_shape = shape + shape_end
             extents.append((padded_offset, padded_shape))
 
-    boxes = np.array(extents, dtype=np.int64)
-    boxes = boxes.reshape(len(extents), 2, dims)  # also for zero boxes
-    fits_32_bits = boxes.max(initial=0) < 1 << 31
-    if fits_32_bits:
-        # Half the bytes to send: ranks send millions of boxes to rank 0.
-        boxes = boxes.astype(np.int32)
-    return PackedSpec(
-        types=pickle.dumps(tuple(types)),
-        objects=spec.objects,
-        counts=np.array(counts, dtype=np.int32),
-        boxes=boxes,
-    )
+    boxes = BoxTable.of(extents, dims)
+    boxes = replace(boxes, tensor=np.repeat(np.arange(len(types)), counts))
+    return PackedSpec(pickle.dumps(tuple(types)), spec.objects, boxes.compact())

@@ -19,15 +19,15 @@ from typing import NamedTuple
 import torch
 
 from megatron.core.dist_checkpointing.background import Slot
+from megatron.core.dist_checkpointing.box_table import BoxTable
 from megatron.core.dist_checkpointing.files import pending_directory
 from megatron.core.dist_checkpointing.mapping import (
-    BoxTable,
     Shape,
     narrow,
     split_flat_range,
     to_absolute,
 )
-from megatron.core.dist_checkpointing.planning.save_plan import FileChunk, FilePlan
+from megatron.core.dist_checkpointing.planning.rank_plan import FileChunk, WriteItem
 from megatron.core.dist_checkpointing.saving.pending_export import (
     Check,
     ExportTarget,
@@ -171,21 +171,19 @@ class StagedExport(PendingExport):
             self._fail(error)
             self.abandon()
 
-    def write(self, files: FilePlan, chunk: FileChunk, slot: Slot) -> None:
-        """Write the elements of exported tensors in a staged chunk of the checkpoint's `files`."""
+    def write(self, items: Sequence[WriteItem], chunk: FileChunk, slot: Slot) -> None:
+        """Write the elements of exported tensors in a staged chunk of the checkpoint's `items`."""
         if self.failure is not None:
             return
         try:
-            for part in chunk.parts:
-                # Three sources per item, as in `bind_sources`: prefix, raw data, suffix.
-                number, kind = divmod(part.source, 3)
-                item = files.items[number]
-                if kind != 1 or item.key not in self._plan.tensors:
+            for at, index, data in chunk.list_parts(items):
+                item = items[index]
+                if isinstance(data, bytes) or item.key not in self._plan.tensors:
                     continue  # not the raw data of an exported tensor
                 itemsize = item.dtype.itemsize
-                assert part.start % itemsize == part.length % itemsize == 0, part
-                staged = slot.tensor[part.at : part.at + part.length].view(item.dtype)
-                for offset, values in split_flat_range(item.shape, part.start // itemsize, staged):
+                assert data.start % itemsize == len(data) % itemsize == 0, data
+                staged = slot.tensor[at : at + len(data)].view(item.dtype)
+                for offset, values in split_flat_range(item.shape, data.start // itemsize, staged):
                     self._write_box(item.key, to_absolute(item.offset, offset), values)
         except Exception as error:
             self._fail(error)

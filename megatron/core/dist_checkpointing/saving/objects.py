@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from megatron.core.dist_checkpointing.format.metadata import Location
+from megatron.core.dist_checkpointing.box_table import Location
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.safe_files.torch_load import safe_load
 from megatron.core.safe_files.torch_zip import encode_object, pad_archive

@@ -6,13 +6,13 @@ The implementations are in `model_export`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.background import Slot
 from megatron.core.dist_checkpointing.checkpoint_directory import CheckpointDirectory
-from megatron.core.dist_checkpointing.planning.save_plan import FileChunk, FilePlan
+from megatron.core.dist_checkpointing.planning.rank_plan import FileChunk, WriteItem
 from megatron.core.durable_files import discard
 
 Check = Callable[[], None]
@@ -52,8 +52,8 @@ class PendingExport:
     def begin(self) -> None:
         """Prepare for the writes of all ranks."""
 
-    def write(self, files: FilePlan, chunk: FileChunk, slot: Slot) -> None:
-        """Write the elements of the export that a staged chunk of `files` contains."""
+    def write(self, items: Sequence[WriteItem], chunk: FileChunk, slot: Slot) -> None:
+        """Write the elements of the export that a staged chunk of `items` contains."""
 
     def close(self) -> int:
         """Make this rank's elements durable; return their bytes, or 0 after a failure."""

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from megatron.core.dist_checkpointing.format.metadata import Location
+from megatron.core.dist_checkpointing.box_table import Location
 from megatron.core.safe_files.errors import CheckpointError
 
 _LOOKS = 4  # per timeout: a rank is given up after 4 to 5 quarters of the timeout

@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.background import Workers
 from megatron.core.dist_checkpointing.format.checksums import encode_checksum_records
 from megatron.core.dist_checkpointing.generation import SupersededError
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
-from megatron.core.dist_checkpointing.planning.save_plan import PreparedPlan
+from megatron.core.dist_checkpointing.planning.rank_plan import RankPlan
 from megatron.core.dist_checkpointing.saving.commit import (
     PendingCheckpoint,
     Progress,
@@ -85,7 +85,7 @@ class SaveHandle:
 
     def __init__(
         self,
-        plan: PreparedPlan,
+        plan: RankPlan,
         barrier: SaveBarrier,
         pending: PendingCheckpoint,
         hooks: Hooks,
@@ -96,9 +96,7 @@ class SaveHandle:
         self.pending = pending
         self.hooks = hooks
         self.started = started
-        self.report = SaveReport(
-            pending.directory, bytes=plan.files.nbytes, total_bytes=plan.total_bytes
-        )
+        self.report = SaveReport(pending.directory, bytes=plan.nbytes, total_bytes=plan.total_bytes)
         self.make_common: Callable[[], bytes] = bytes  # the content of common.pt, on rank 0
         # Transfer of tensors and objects; None if the snapshot failed with `failure`.
         self.transfer: StageAndWrite | None = None

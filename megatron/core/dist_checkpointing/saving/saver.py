@@ -36,7 +36,8 @@ from megatron.core.dist_checkpointing.generation import Generation
 from megatron.core.dist_checkpointing.local_tier import LocalCheckpoint
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
-from megatron.core.dist_checkpointing.planning.save_plan import FileChunk, Planner, PreparedPlan
+from megatron.core.dist_checkpointing.planning.planner import Planner
+from megatron.core.dist_checkpointing.planning.rank_plan import FileChunk, RankPlan
 from megatron.core.dist_checkpointing.saving.commit import PendingCheckpoint, Progress, Rewrite
 from megatron.core.dist_checkpointing.saving.object_commit import pending_checkpoint
 from megatron.core.dist_checkpointing.saving.objects import (
@@ -53,11 +54,7 @@ from megatron.core.dist_checkpointing.saving.save_thread import (
     SaveReport,
     SaveThread,
 )
-from megatron.core.dist_checkpointing.saving.staging import (
-    DeviceSource,
-    StageAndWrite,
-    bind_sources,
-)
+from megatron.core.dist_checkpointing.saving.staging import StageAndWrite, bind_items
 from megatron.core.object_storage import path_of
 from megatron.core.safe_files.errors import CheckpointError
 from megatron.core.safe_files.reading import open_file
@@ -216,7 +213,7 @@ class AsyncSaver(SaveThread):
         self.close()
 
     def _take_snapshot(
-        self, plan: PreparedPlan, state: ShardedStateDict, common: Common
+        self, plan: RankPlan, state: ShardedStateDict, common: Common
     ) -> tuple[Callable[[], bytes], StageAndWrite]:
         """Copy objects that may change and `common` before `save` returns.
 
@@ -235,16 +232,15 @@ class AsyncSaver(SaveThread):
         make_objects = cache(
             partial(encode_objects, objects, self._coordination.rank, self._workers)
         )
-        # The sources keep the live tensors alive until they are copied.
-        sources = bind_sources(plan.files, state)
+        # They keep the live tensors alive until they are copied.
+        items = bind_items(plan.items, state)
         stream = None
-        if any(isinstance(source, DeviceSource) for source in sources):
+        if any(live.is_on_device for live in items):
             self._stream = stream = self._stream or torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())  # the copies must see the last update
         slots = partial(self._slots, plan, stream is not None)
-        return make_archive, StageAndWrite(
-            plan.files, sources, make_objects, stream, self._pool, slots
-        )
+        transfer = StageAndWrite(plan, items, make_objects, stream, self._pool, slots)
+        return make_archive, transfer
 
     def _snapshot_common(self, common: Common) -> Callable[[], bytes]:
         if not self._coordination.is_coordinator:
@@ -253,10 +249,10 @@ class AsyncSaver(SaveThread):
             return cache(lambda: encode_common(common()))
         return cache(snapshot_common(common))
 
-    def _slots(self, plan: PreparedPlan, pinned: bool, touch: bool = False) -> list:
+    def _slots(self, plan: RankPlan, pinned: bool, touch: bool = False) -> list:
         """Return the staging slots; allocates them if the plan needs more."""
         # One slot per chunk stages the whole share at once; a limit makes slots circulate.
-        needed = max(1, min(len(plan.files.chunks), self._max_slots or len(plan.files.chunks)))
+        needed = max(1, min(len(plan.chunks), self._max_slots or len(plan.chunks)))
         if self._buffer is None or len(self._buffer.slots) < needed:
             if self._buffer is not None:
                 self._buffer.close()
@@ -415,7 +411,7 @@ class _FromDisk(StageAndWrite):
         pool: Workers,
         slots: list[Slot],
     ) -> None:
-        super().__init__(local.plan.files, (), make_objects, None, pool, lambda: slots)
+        super().__init__(local.plan, (), make_objects, None, pool, lambda: slots)
         self._local = local
         self._checkpoint = checkpoint
 

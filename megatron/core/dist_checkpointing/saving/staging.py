@@ -19,10 +19,10 @@ import ctypes
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -36,15 +36,15 @@ from megatron.core.dist_checkpointing.format.checksums import (
 )
 from megatron.core.dist_checkpointing.format.hashed_copy import copy_and_hash
 from megatron.core.dist_checkpointing.mapping import (
-    Shape,
     ShardedStateDict,
     ShardedTensor,
     find_row_axis,
+    locate_rows,
     narrow,
+    to_absolute,
     to_relative,
 )
-from megatron.core.dist_checkpointing.planning.items import Item
-from megatron.core.dist_checkpointing.planning.save_plan import FileChunk, FilePlan, SourceRange
+from megatron.core.dist_checkpointing.planning.rank_plan import FileChunk, RankPlan, WriteItem
 from megatron.core.dist_checkpointing.saving.commit import PendingCheckpoint, Progress
 from megatron.core.dist_checkpointing.saving.objects import ObjectFile
 from megatron.core.dist_checkpointing.saving.pending_export import PendingExport
@@ -62,38 +62,101 @@ _PRODUCTS = threading.Lock()
 """Held while a product of elements and their scale is on the device."""
 
 
-class LiveSource:
-    """A contiguous live tensor whose elements are copied as `dtype` in the background.
+class LiveItem:
+    """The raw data of an item in one save: a contiguous live tensor, or rows that are read.
 
-    With `scale`, a tensor of one element, they are multiplied.
+    The elements are converted to the dtype of the item while they are copied, in the background. A
+    `scale`, a tensor of one element, is multiplied with them.
     """
 
-    def __init__(
-        self, key: str, tensor: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None
-    ) -> None:
-        self.key = key
-        self.scale = scale
-        self._tensor = tensor  # kept alive until the copy is done
-        self._version = _version_of(tensor)
-        # Bytes are copied as they are, elements of another dtype are cast.
-        self._dtype = torch.uint8 if tensor.dtype == dtype else dtype
-        content = tensor.detach().reshape(-1)
-        self._content = content.view(torch.uint8) if tensor.dtype == dtype else content
+    def __init__(self, item: WriteItem, entry: ShardedTensor) -> None:
+        self.item = item
+        self.scale = entry.scale
+        self._read = entry.read
+        self.tensor: torch.Tensor | None = None  # kept alive until the copy is done
+        if entry.read is None:
+            self.tensor = _select_rows(entry, item)
+            self._version = _version_of(self.tensor)
+
+    @property
+    def is_on_device(self) -> bool:
+        return self.tensor is not None and self.tensor.device.type != "cpu"
 
     @property
     def is_converted(self) -> bool:
         """Return whether the checkpoint stores another dtype than that of the tensor."""
-        return self._dtype != torch.uint8
+        return self.tensor is not None and self.tensor.dtype != self.item.dtype
 
     def was_modified(self) -> bool:
         """Return whether an operation has changed the tensor in place since the save began."""
-        return _version_of(self._tensor) != self._version
+        return self.tensor is not None and _version_of(self.tensor) != self._version
 
-    def select(self, slot: Slot, part: SourceRange) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the place of a part in a slot, and the elements to copy to it."""
-        target = slot.tensor[part.at : part.at + part.length].view(self._dtype)
-        first = part.start // self._dtype.itemsize
-        return target, self._content[first : first + target.numel()]
+    def select(self, slot: Slot, at: int, data: range) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the elements of a slot from byte `at` on, and the elements to copy to them.
+
+        `data` is the range of bytes of the item.
+        """
+        assert self.tensor is not None
+        # Bytes are copied as they are, elements of another dtype are cast.
+        content = self.tensor.detach().reshape(-1)
+        dtype = self.item.dtype if self.is_converted else torch.uint8
+        if not self.is_converted:
+            content = content.view(torch.uint8)
+        target = slot.tensor[at : at + len(data)].view(dtype)
+        first = data.start // dtype.itemsize
+        return target, content[first : first + target.numel()]
+
+    def copy(self, slot: Slot, at: int, data: range) -> None:
+        """Copy a range of bytes from host memory, or read it, to byte `at` of a slot."""
+        if self.tensor is None:
+            slot.tensor[at : at + len(data)] = self._read_bytes(data)
+        elif self.is_converted:
+            target, content = self.select(slot, at, data)
+            target.copy_(content)
+            if self.scale is not None:
+                target.mul_(self.scale)
+        else:
+            # memmove on addresses releases the interpreter's lock and starts no threads of torch's
+            # own.
+            source = self.tensor.data_ptr() + data.start
+            ctypes.memmove(slot.address + at, source, len(data))
+
+    def copy_and_hash(self, slot: Slot, at: int, data: range) -> bytes:
+        """Copy whole blocks of checksums from host memory and return their digests."""
+        assert self.tensor is not None
+        if self.is_converted:
+            self.copy(slot, at, data)
+            return hash_blocks(slot.view[at : at + len(data)])
+        source = self.tensor.data_ptr() + data.start
+        return copy_and_hash(slot.address + at, source, len(data))
+
+    def split_at_blocks(self, at: int, data: range) -> Iterator[tuple[int, range]]:
+        """Separate the whole blocks of checksums from the ends of a range of bytes.
+
+        Yields (byte of the slot, bytes of the item). The blocks of a converted tensor are separate,
+        so that each is hashed while it is in the processor's second-level cache. Data that is read
+        remains whole: it is read in whole rows.
+        """
+        if self.tensor is None:
+            yield at, data
+            return
+        max_blocks = 1 if self.is_converted else SLOT_SIZE // BLOCK_SIZE
+        for start, end in split_at_blocks(at, at + len(data), max_blocks):
+            yield start, data[start - at : end - at]
+
+    def _read_bytes(self, data: range) -> torch.Tensor:
+        """Read a range of bytes, in whole rows."""
+        assert self._read is not None
+        item = self.item
+        axis = find_row_axis(item.shape)
+        row_bytes = item.nbytes // (1 if axis is None else item.shape[axis])
+        first = data.start // row_bytes
+        last = -(-data.stop // row_bytes)
+        offset, shape = locate_rows(item.shape, first, last - first)
+        values = self._read(to_absolute(item.offset, offset), shape)
+        # The range may begin in the middle of a row.
+        skipped = data.start - first * row_bytes
+        return values.contiguous().view(-1).view(torch.uint8)[skipped : skipped + len(data)]
 
 
 def _version_of(tensor: torch.Tensor) -> int:
@@ -101,120 +164,21 @@ def _version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-class HostSource(LiveSource):
-    """A contiguous CPU tensor."""
-
-    def copy(self, slot: Slot, part: SourceRange) -> None:
-        if self.is_converted:
-            target, content = self.select(slot, part)
-            target.copy_(content)
-            if self.scale is not None:
-                target.mul_(self.scale)
-            return
-        # memmove on addresses releases the interpreter's lock and starts no threads of torch's own.
-        ctypes.memmove(slot.address + part.at, self._address_of(part), part.length)
-
-    def copy_and_hash(self, slot: Slot, part: SourceRange) -> bytes:
-        """Copy whole blocks of checksums and return their digests."""
-        if self.is_converted:
-            self.copy(slot, part)
-            return hash_blocks(slot.view[part.at : part.at + part.length])
-        return copy_and_hash(slot.address + part.at, self._address_of(part), part.length)
-
-    def _address_of(self, part: SourceRange) -> int:
-        return self._tensor.data_ptr() + part.start
-
-
-class DeviceSource(LiveSource):
-    """A contiguous tensor on an accelerator."""
-
-
-class DeviceCopies:
-    """Copies from a device to slots, queued by one call that releases the interpreter, and one for
-    each part with a scale.
-    """
-
-    def __init__(self) -> None:
-        self._targets: list[torch.Tensor] = []
-        self._sources: list[torch.Tensor] = []
-        self._scaled: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-
-    def add(self, source: DeviceSource, slot: Slot, part: SourceRange) -> None:
-        target, content = source.select(slot, part)
-        if source.scale is not None:
-            self._scaled.append((target, content, source.scale))
-            return
-        self._targets.append(target)
-        self._sources.append(content)
-
-    def queue(self) -> None:
-        """Queue all copies on the current stream."""
-        if self._targets:
-            copy_tensors(self._targets, self._sources)
-        # One product at a time: its memory serves for the next one, because the stream is the same.
-        for target, content, scale in self._scaled:
-            with _PRODUCTS:
-                target.copy_(content.to(target.dtype).mul_(scale), non_blocking=True)
-
-
-class LazySource:
-    """The bytes of an item that is read while it is staged, in whole rows."""
-
-    def __init__(self, read: Callable[[Shape, Shape], torch.Tensor], item: Item) -> None:
-        self._read = read
-        self._item = item
-
-    def copy(self, slot: Slot, part: SourceRange) -> None:
-        item = self._item
-        axis = find_row_axis(self._item.shape)
-        row = item.nbytes // (1 if axis is None else item.shape[axis])
-        first = part.start // row
-        last = -(-(part.start + part.length) // row)
-        rows = item.select_rows(first, last - first)
-        values = self._read(rows.offset, rows.shape).contiguous().view(-1).view(torch.uint8)
-        # A part may begin in the middle of a row.
-        skipped = part.start - first * row
-        slot.tensor[part.at : part.at + part.length] = values[skipped : skipped + part.length]
-
-
-ByteSource = bytes | HostSource | DeviceSource | LazySource
-
-
-def bind_sources(plan: FilePlan, state: ShardedStateDict) -> list[ByteSource]:
-    """Return all sources, numbered as in `FilePlan`, over the live tensors of `state`."""
+def bind_items(items: Sequence[WriteItem], state: ShardedStateDict) -> list[LiveItem]:
+    """Return the data of all items, over the live tensors of `state`."""
     tensors: dict[str, ShardedTensor] = {}
     for entry in state.values():
         if isinstance(entry, ShardedTensor):
             tensors[entry.key] = entry
-
-    # Three sources per item: prefix, raw data, suffix.
-    sources: list[ByteSource] = []
-    for file in plan.files:
-        for item, _, prefix, suffix in file.items:
-            entry = tensors[item.key]
-            if entry.read is not None:
-                data: ByteSource = LazySource(entry.read, item)
-            else:
-                data = _bind_item(item, _select_item(entry, item), entry.scale)
-            sources += [prefix, data, suffix]
-    return sources
+    return [LiveItem(item, tensors[item.key]) for item in items]
 
 
-def _bind_item(
-    item: Item, tensor: torch.Tensor, scale: torch.Tensor | None
-) -> HostSource | DeviceSource:
-    """Return the elements of an item, which is the contiguous `tensor`."""
-    if tensor.device.type == "cpu":
-        return HostSource(item.key, tensor, item.dtype, scale)
-    return DeviceSource(item.key, tensor, item.dtype, scale)
-
-
-def _select_item(entry: ShardedTensor, item: Item) -> torch.Tensor:
+def _select_rows(entry: ShardedTensor, item: WriteItem) -> torch.Tensor:
     """Return a contiguous tensor with the values of an item; views are kept with the entry."""
-    place = (item.box, item.offset, item.shape)
-    known: torch.Tensor | None = entry.derived.get(place)
-    if known is not None:
-        return known
+    key = (item.box, item.offset, item.shape)
+    cached: torch.Tensor | None = entry.derived.get(key)
+    if cached is not None:
+        return cached
     # An empty box may have the same offset as the one after it, so take the last one.
     boxes = [box.tensor for box in entry.boxes if box.offset == item.box]
     box = boxes[-1]
@@ -222,52 +186,12 @@ def _select_item(entry: ShardedTensor, item: Item) -> torch.Tensor:
     view = narrow(box, to_relative(item.offset, item.box), item.shape)
     tensor = view.contiguous()
     if tensor is view:
-        entry.derived[place] = tensor
+        entry.derived[key] = tensor
     return tensor
 
 
-def copy_on_host(source: ByteSource, slot: Slot, part: SourceRange) -> None:
-    """Copy a part of a source in host memory to its place in a slot."""
-    if isinstance(source, bytes):
-        content = source[part.start : part.start + part.length]
-        slot.view[part.at : part.at + part.length] = content
-        return
-    assert not isinstance(source, DeviceSource)
-    source.copy(slot, part)
-
-
-def split_part(part: SourceRange, source: ByteSource) -> list[SourceRange]:
-    """Separate the whole blocks of checksums from the ends of a live tensor's part.
-
-    The blocks of a converted tensor are separate pieces, so that each is hashed while it is in the
-    processor's second-level cache. Other sources remain whole: short ones, and those that are read
-    in whole rows.
-    """
-    if not isinstance(source, HostSource):
-        return [part]
-    max_blocks = 1 if source.is_converted else SLOT_SIZE // BLOCK_SIZE
-    pieces = []
-    for at, end in split_at_blocks(part.at, part.at + part.length, max_blocks):
-        start = part.start + at - part.at
-        pieces.append(SourceRange(at, part.source, start, end - at))
-    return pieces
-
-
-class StagedChunk(NamedTuple):
-    """A chunk in its slot.
-
-    A device fills the slot asynchronously, until the event `copied`. `digests` are those of the
-    blocks, if they are known.
-    """
-
-    chunk: FileChunk
-    slot: Slot
-    copied: torch.cuda.Event | None
-    digests: bytes | None
-
-
 class StageAndWrite:
-    """Transfer of this rank's data from `sources` to the data files of a checkpoint.
+    """Transfer of this rank's data from live `items` to the data files of a checkpoint.
 
     `begin` allocates the slots and fills them; it touches no file. Call `abort` if `write` is not
     called or has failed. `staged` is set once the live tensors are not needed any more.
@@ -275,8 +199,8 @@ class StageAndWrite:
 
     def __init__(
         self,
-        plan: FilePlan,
-        sources: Sequence[ByteSource],
+        plan: RankPlan,
+        items: Sequence[LiveItem],
         make_objects: Callable[[], ObjectFile],
         stream: torch.cuda.Stream | None,
         pool: Workers,
@@ -291,7 +215,7 @@ class StageAndWrite:
         self._files = plan.files
         self._chunks = plan.chunks
         self._stream = stream
-        self._sources = sources
+        self._items = items
         self._unstaged = len(plan.chunks)
         self._lock = threading.Lock()
         # Tasks of the pool, in the order of submission; `write` waits for all of them.
@@ -398,9 +322,11 @@ class StageAndWrite:
         if self._failed:
             return
         batch = [(self._chunks[index], self._slots[index]) for index in indices]
-        for staged in self._stage(batch):
-            with self._lock:
-                self._futures.append(self._pool.submit(partial(self._write, staged)))
+        copied, digests = self._stage(batch)
+        with self._lock:
+            for (chunk, slot), digests_of_chunk in zip(batch, digests, strict=True):
+                write = partial(self._write, chunk, slot, copied, digests_of_chunk)
+                self._futures.append(self._pool.submit(write))
 
     def _submit_by_slot(self) -> None:
         """Submit a task for each chunk that stages and writes it in the next free slot."""
@@ -412,62 +338,83 @@ class StageAndWrite:
             slot = free.get()
             try:
                 if not self._failed:
-                    [staged] = self._stage([(chunk, slot)])
-                    self._write(staged)
+                    copied, [digests] = self._stage([(chunk, slot)])
+                    self._write(chunk, slot, copied, digests)
             finally:
                 free.put(slot)
 
         for chunk in self._chunks:
             self._futures.append(self._pool.submit(partial(stage_and_write, chunk)))
 
-    def _stage(self, batch: Sequence[tuple[FileChunk, Slot]]) -> list[StagedChunk]:
-        """Fill the slots of some chunks, or queue their copies on the device."""
-        staged = self._copy_from_device(batch) if self.on_device else self._copy_on_host(batch)
+    def _stage(
+        self, batch: Sequence[tuple[FileChunk, Slot]]
+    ) -> tuple[torch.cuda.Event | None, list[bytes | None]]:
+        """Fill the slots of some chunks, or queue their copies on the device.
+
+        A device fills the slots asynchronously, until the event that is returned. Also returns the
+        digests of the blocks of each chunk, as far as they are known.
+        """
+        copied = None
+        digests: list[bytes | None] = [None] * len(batch)
+        if self.on_device:
+            copied = self._copy_from_device(batch)
+        else:
+            digests = [self._copy_and_hash(chunk, slot) for chunk, slot in batch]
         with self._lock:
             self._unstaged -= len(batch)
             last = self._unstaged == 0
         if last:
             self._finish_staging()
-        return staged
+        return copied, digests
 
-    def _copy_from_device(self, batch: Sequence[tuple[FileChunk, Slot]]) -> list[StagedChunk]:
+    def _copy_from_device(self, batch: Sequence[tuple[FileChunk, Slot]]) -> torch.cuda.Event:
+        """Queue the copies of some chunks; return the event after them.
+
+        All copies are queued by one call that releases the interpreter, and one for each part with
+        a scale.
+        """
         assert self._stream is not None
+        targets: list[torch.Tensor] = []
+        contents: list[torch.Tensor] = []
+        scaled: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         with torch.cuda.stream(self._stream):
-            copies = DeviceCopies()
             for chunk, slot in batch:
-                for part in chunk.parts:
-                    source = self._sources[part.source]
-                    if isinstance(source, DeviceSource):
-                        copies.add(source, slot, part)
+                for at, index, part in chunk.list_parts(self._plan.items):
+                    live = self._items[index]
+                    if isinstance(part, bytes) or not live.is_on_device:
+                        _copy_on_host(live, slot, at, part)
+                        continue
+                    target, content = live.select(slot, at, part)
+                    if live.scale is not None:
+                        scaled.append((target, content, live.scale))
                     else:
-                        copy_on_host(source, slot, part)
-            copies.queue()
+                        targets.append(target)
+                        contents.append(content)
+            if targets:
+                copy_tensors(targets, contents)
+            # One product at a time: its memory serves for the next one, because the stream is the
+            # same.
+            for target, content, scale in scaled:
+                with _PRODUCTS:
+                    target.copy_(content.to(target.dtype).mul_(scale), non_blocking=True)
             # Reached once the slots are filled; a thread that waits for it does not spin.
-            copied = self._stream.record_event(torch.cuda.Event(blocking=True))
-        return [StagedChunk(chunk, slot, copied, digests=None) for chunk, slot in batch]
-
-    def _copy_on_host(self, batch: Sequence[tuple[FileChunk, Slot]]) -> list[StagedChunk]:
-        staged = []
-        for chunk, slot in batch:
-            digests = self._copy_and_hash(chunk, slot)
-            staged.append(StagedChunk(chunk, slot, None, digests))
-        return staged
+            return self._stream.record_event(torch.cuda.Event(blocking=True))
 
     def _copy_and_hash(self, chunk: FileChunk, slot: Slot) -> bytes:
         """Fill a slot from host memory and return the digests of its blocks."""
         digests = []
         hashed = 0
-        # The parts are in order and cover the chunk.
-        for part in chunk.parts:
-            source = self._sources[part.source]
-            for piece in split_part(part, source):
-                end = piece.at + piece.length
-                is_whole_blocks = piece.at % BLOCK_SIZE == 0 and end % BLOCK_SIZE == 0
-                if is_whole_blocks and isinstance(source, HostSource):
-                    digests.append(source.copy_and_hash(slot, piece))
+        for at, index, part in chunk.list_parts(self._plan.items):
+            live = self._items[index]
+            pieces = [(at, part)] if isinstance(part, bytes) else live.split_at_blocks(at, part)
+            for start, content in pieces:
+                end = start + len(content)
+                is_whole_blocks = start % BLOCK_SIZE == 0 and end % BLOCK_SIZE == 0
+                if is_whole_blocks and isinstance(content, range) and live.tensor is not None:
+                    digests.append(live.copy_and_hash(slot, start, content))
                     hashed = end
                     continue
-                copy_on_host(source, slot, piece)
+                _copy_on_host(live, slot, start, content)
                 complete = end // BLOCK_SIZE * BLOCK_SIZE
                 if complete > hashed:
                     digests.append(hash_blocks(slot.view[hashed:complete]))
@@ -481,29 +428,36 @@ class StageAndWrite:
             self._check_unmodified()
         finally:
             if self._stream is None:
-                self._sources = ()  # temporary copies can go; on a device they may still be read
+                self._items = ()  # temporary copies can go; on a device they may still be read
             self.staged_at = time.perf_counter()
             self.staged.set()
 
     def _check_unmodified(self) -> None:
         """Raise CheckpointError if a tensor was changed in place before it was staged."""
-        live = [source for source in self._sources if isinstance(source, LiveSource)]
-        modified = dict.fromkeys(source.key for source in live if source.was_modified())
+        modified = dict.fromkeys(live.item.key for live in self._items if live.was_modified())
         if modified:
             raise CheckpointError(
                 f"changed before their values were staged: {abbreviate([*modified], 5, ', ')}: "
-                "call "
-                "wait_staged() between save() and the first operation that changes a tensor"
+                "call wait_staged() between save() and the first operation that changes a tensor"
             )
 
-    def _write(self, staged: StagedChunk) -> None:
+    def _write(
+        self, chunk: FileChunk, slot: Slot, copied: torch.cuda.Event | None, digests: bytes | None
+    ) -> None:
         self._files_are_open.wait()
         if self._failed:
             return
-        if staged.copied is not None:
-            staged.copied.synchronize()
-        chunk = staged.chunk
-        self._open[chunk.file].write(chunk.offset, staged.slot, chunk.length, staged.digests)
+        if copied is not None:
+            copied.synchronize()
+        self._open[chunk.file].write(chunk.offset, slot, chunk.length, digests)
         if self.export is not None:
-            self.export.write(self._plan, chunk, staged.slot)
+            self.export.write(self._plan.items, chunk, slot)
         self._progress(chunk.length)
+
+
+def _copy_on_host(live: LiveItem, slot: Slot, at: int, part: bytes | range) -> None:
+    """Copy a part of an item in host memory to byte `at` of a slot."""
+    if isinstance(part, bytes):
+        slot.view[at : at + len(part)] = part
+    else:
+        live.copy(slot, at, part)

@@ -5,7 +5,7 @@ import shlex
 import pytest
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.dist_checkpointing.saving.staging import bind_sources
+from megatron.core.dist_checkpointing.saving.staging import bind_items
 from megatron.training.checkpoint.contents import get_state_to_save
 from megatron.training.config.parsing import parse_args
 from megatron.training.training import pretrain
@@ -23,7 +23,7 @@ def describe_twice(rank, size, flags):
     def get_tensors():
         state = get_state_to_save(run)
         plan = run.saver._get_saver()._planner.plan_for(state)
-        bound = [s._tensor for s in bind_sources(plan.files, state) if hasattr(s, "_tensor")]
+        bound = [live.tensor for live in bind_items(plan.items, state)]
         entries = [entry for entry in state.values() if isinstance(entry, ShardedTensor)]
         return entries, bound
 

@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import struct
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,11 +17,10 @@ import xxhash
 from torch.distributed.checkpoint import metadata as dcp
 
 from megatron.core.dist_checkpointing import read_metadata
+from megatron.core.dist_checkpointing.box_table import BoxTable, Location
 from megatron.core.dist_checkpointing.format.checksums import BLOCK_SIZE, compute_checksums
 from megatron.core.dist_checkpointing.format.metadata import (
     CheckpointMetadata,
-    ChunkTable,
-    Location,
     StoredTensor,
 )
 from megatron.core.dist_checkpointing.format.metadata_encoder import (
@@ -35,7 +35,6 @@ from megatron.core.dist_checkpointing.format.metadata_file import (
     decode_metadata,
     open_metadata,
 )
-from megatron.core.dist_checkpointing.mapping import BoxTable
 from megatron.core.safe_files.errors import CheckpointError
 
 FILES = ("__0_0.distcp", "__0_1.distcp", "__17_0.distcp")
@@ -43,8 +42,9 @@ FILES = ("__0_0.distcp", "__0_1.distcp", "__17_0.distcp")
 
 def stored(shape, dtype, boxes, places, files=FILES):
     table = BoxTable.of(boxes, len(shape))
-    columns = np.array(places, dtype=np.int64).reshape(-1, 3).T
-    return StoredTensor(shape, dtype, ChunkTable(table.offset, table.shape, files, *columns))
+    file, position, length = np.array(places, dtype=np.int64).reshape(-1, 3).T
+    table = replace(table, file=file, position=position, length=length, files=files)
+    return StoredTensor(shape, dtype, table)
 
 
 def written(metadata):

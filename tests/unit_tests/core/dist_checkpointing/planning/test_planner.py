@@ -7,15 +7,15 @@ import random
 import pytest
 import torch
 
+from megatron.core.dist_checkpointing.box_table import BoxTable
 from megatron.core.dist_checkpointing.mapping import (
     Box,
-    BoxTable,
     ShardedObject,
     ShardedTensor,
     split_flat_range,
 )
 from megatron.core.dist_checkpointing.planning.balancing import level_loads
-from megatron.core.dist_checkpointing.planning.planner import make_plan as plan_packed
+from megatron.core.dist_checkpointing.planning.save_plan import make_plan as plan_packed
 from megatron.core.dist_checkpointing.planning.structure import (
     LocalSpec,
     TensorSpec,
@@ -160,7 +160,11 @@ def test_level_is_water_filling(loads, total):
 def written(plan):
     """Key -> all boxes that are written."""
     boxes = {}
-    for key, extent in plan.extents():
+    items = plan.items
+    for index, offset, shape in zip(items.tensor, items.offset, items.shape, strict=True):
+        key, global_shape, _ = plan.tensors[index]
+        dims = len(global_shape)
+        extent = (tuple(offset[:dims].tolist()), tuple(shape[:dims].tolist()))
         boxes.setdefault(key, []).append(extent)
     return boxes
 
@@ -195,16 +199,14 @@ def test_shares_level_out_what_ranks_write_alone():
     )
     loads = plan.loads
     assert max(loads) <= 1.1 * sum(loads) / 3
-    assert loads[0] == 120_000 and plan.segments.tensor[plan.segments.rank == 0].tolist() == [1]
+    assert loads[0] == 120_000 and plan.items.tensor[plan.items.rank == 0].tolist() == [1]
 
 
 def test_split_tensors_stay_with_their_owners():
     halves = [spec(("w", (8, 4), [((4 * rank, 0), (4, 4))])) for rank in range(2)]
     plan = make_plan(halves)
-    assert plan.segments.rank.tolist() == [0, 1] and plan.segments.offset.tolist() == [
-        [0, 0],
-        [4, 0],
-    ]
+    assert plan.items.rank.tolist() == [0, 1]
+    assert plan.items.offset.tolist() == [[0, 0], [4, 0]]
 
 
 def test_every_conflict_is_named():

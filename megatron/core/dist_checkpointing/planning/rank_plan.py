@@ -1,0 +1,174 @@
+"""One rank's part of a plan: the items that it writes, and its files cut into chunks.
+
+The position of every byte is planned once for all saves of one structure.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+from megatron.core.dist_checkpointing.background import SLOT_SIZE
+from megatron.core.dist_checkpointing.box_table import BoxTable
+from megatron.core.dist_checkpointing.mapping import Shape
+from megatron.core.dist_checkpointing.planning.save_plan import MetadataCache, file_name
+from megatron.core.dist_checkpointing.planning.structure import LocalSpec
+from megatron.core.safe_files.torch_zip import ALIGNMENT, make_tensor_envelope
+
+
+class WriteItem(NamedTuple):
+    """Rows of a box of this rank on their way to a file: prefix, raw data and suffix.
+
+    The suffix includes the padding, so that the next item begins at `end`. Prefix and suffix are
+    constant: they are encoded once for all saves.
+    """
+
+    key: str
+    dtype: torch.dtype
+    box: Shape  # offset of the box that this rank has
+    offset: Shape  # of the rows in the global tensor
+    shape: Shape
+    position: int  # byte of the file
+    prefix: bytes
+    suffix: bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of raw data."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def end(self) -> int:
+        return self.position + len(self.prefix) + self.nbytes + len(self.suffix)
+
+
+class DataFile(NamedTuple):
+    """A file with tensors, and its items in the order of their positions."""
+
+    name: str
+    items: list[WriteItem]
+
+    @property
+    def size(self) -> int:
+        return self.items[-1].end
+
+
+class FileChunk(NamedTuple):
+    """A part of a file that is staged in one slot."""
+
+    file: int  # index in `RankPlan.files`
+    offset: int  # byte of the file
+    length: int  # bytes
+    items: range  # indices in `RankPlan.items` of the items that overlap the chunk
+
+    def list_parts(self, items: Sequence[WriteItem]) -> Iterator[tuple[int, int, bytes | range]]:
+        """Yield the contents of the chunk in order: (byte of the slot, index of the item, content).
+
+        The content is a range of bytes of the item's raw data, or constant bytes of its envelope.
+        """
+        end = self.offset + self.length
+        for index in self.items:
+            item = items[index]
+            position = item.position
+            for content in (item.prefix, range(item.nbytes), item.suffix):
+                start = max(position, self.offset)
+                stop = min(position + len(content), end)
+                if start < stop:
+                    part = content[start - position : stop - position]
+                    yield start - self.offset, index, part
+                position += len(content)
+
+
+@dataclass
+class RankPlan:
+    """This rank's part of a plan, reused for every save.
+
+    `nonce` is common to all ranks; `total_bytes` counts the tensors of all ranks.
+    """
+
+    spec: LocalSpec
+    files: list[DataFile]
+    objects: list[str]  # keys of the objects that this rank writes
+    nonce: str
+    total_bytes: int
+    metadata: MetadataCache | None  # on rank 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.size for file in self.files)
+
+    @cached_property
+    def items(self) -> list[WriteItem]:
+        """The items of all files."""
+        return list(itertools.chain.from_iterable(file.items for file in self.files))
+
+    @cached_property
+    def chunks(self) -> list[FileChunk]:
+        """The chunks of all files, in the order of staging and writing."""
+        return cut_chunks(self.files)
+
+
+def make_data_files(spec: LocalSpec, items: BoxTable, rank: int) -> list[DataFile]:
+    """Return the files that a rank writes. `items` are its part of a `SavePlan`."""
+    # The plan numbers the boxes in the order of the spec.
+    boxes = []
+    for tensor in spec.tensors:
+        for offset, _ in tensor.boxes:
+            boxes.append((tensor, offset))
+
+    # Encode the envelope of each item, and collect the items of each file.
+    items_of_file: dict[int, list[WriteItem]] = {}
+    columns = (items.box, items.offset, items.shape, items.file, items.position)
+    # Lists: single elements of an array are slow.
+    for box, offset, shape, file, position in zip(*(c.tolist() for c in columns), strict=True):
+        tensor, box_offset = boxes[box]
+        # The arrays have the dimensions of the tensor that has the most.
+        dims = len(tensor.shape)
+        item_shape = tuple(shape[:dims])
+        prefix, suffix = make_tensor_envelope(tensor.dtype, item_shape)
+        item = WriteItem(
+            key=tensor.key,
+            dtype=tensor.dtype,
+            box=box_offset,
+            offset=tuple(offset[:dims]),
+            shape=item_shape,
+            position=position,
+            prefix=prefix,
+            suffix=suffix,
+        )
+        padding = bytes(-item.end % ALIGNMENT)
+        item = item._replace(suffix=suffix + padding)
+        items_of_file.setdefault(file, []).append(item)
+    return [DataFile(file_name(rank, file), items_of_file[file]) for file in sorted(items_of_file)]
+
+
+def cut_chunks(files: Sequence[DataFile]) -> list[FileChunk]:
+    """Cut all files into chunks of a slot's size, in the order of staging and writing."""
+    # Each file is cut on its own: a slot never contains parts of two files.
+    chunks_of_files: list[list[FileChunk]] = []
+    first_item = 0
+    for index, file in enumerate(files):
+        starts = [item.position for item in file.items]
+        ends = [item.end for item in file.items]
+        chunks = []
+        for offset in range(0, file.size, SLOT_SIZE):
+            length = min(SLOT_SIZE, file.size - offset)
+            first = bisect_right(ends, offset)
+            stop = bisect_left(starts, offset + length)
+            items = range(first_item + first, first_item + stop)
+            chunks.append(FileChunk(index, offset, length, items))
+        chunks_of_files.append(chunks)
+        first_item += len(file.items)
+
+    # Interleave the files, so that each of them keeps a writer busy.
+    interleaved = []
+    for chunks_of_round in itertools.zip_longest(*chunks_of_files):
+        interleaved += [chunk for chunk in chunks_of_round if chunk is not None]
+    return interleaved
