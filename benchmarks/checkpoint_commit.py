@@ -34,7 +34,7 @@ from megatron.core.dist_checkpointing.format.metadata import (  # noqa: E402
     CheckpointMetadata,
     StoredTensor,
 )
-from megatron.core.dist_checkpointing.planning.save_plan import MetadataCache  # noqa: E402
+from megatron.core.dist_checkpointing.format.metadata_codec import MetadataEncoder  # noqa: E402
 from megatron.core.dist_checkpointing.saving.commit import PendingCheckpoint  # noqa: E402
 from megatron.core.dist_checkpointing.saving.save_barrier import (  # noqa: E402
     Heartbeat,
@@ -150,7 +150,9 @@ class CommitCost:
     cpu_of_encoding: float
 
 
-def commit(barrier: SaveBarrier, pending: PendingCheckpoint, cache: MetadataCache) -> CommitCost:
+def commit(
+    barrier: SaveBarrier, pending: PendingCheckpoint, encoder: MetadataEncoder
+) -> CommitCost:
     """Collect the reports of all ranks, and commit the checkpoint."""
     began = time.perf_counter()
     cpu_began = time.thread_time()
@@ -158,7 +160,7 @@ def commit(barrier: SaveBarrier, pending: PendingCheckpoint, cache: MetadataCach
     collected = time.perf_counter()
 
     encoding_began = time.thread_time()
-    metadata = cache.encode(objects)
+    metadata = encoder.encode(objects)
     encoded = time.thread_time()
 
     pending.commit(checksums, metadata, b"", {})
@@ -170,7 +172,7 @@ def commit(barrier: SaveBarrier, pending: PendingCheckpoint, cache: MetadataCach
     )
 
 
-def measure_commit(job: Job, save_id: str, cache: MetadataCache, root: Path) -> None:
+def measure_commit(job: Job, save_id: str, encoder: MetadataEncoder, root: Path) -> None:
     """Commit a checkpoint, and print its cost and the waits of another thread."""
     directory = root / "iter_0000001"
     barrier = job.make_barrier(save_id, rank=0)
@@ -179,7 +181,7 @@ def measure_commit(job: Job, save_id: str, cache: MetadataCache, root: Path) -> 
     with Ticker() as idle:
         time.sleep(1)
     with Ticker() as ticker:
-        cost = commit(barrier, pending, cache)
+        cost = commit(barrier, pending, encoder)
 
     checksums_size = (directory / "checksums.bin").stat().st_size / 1e6
     metadata_size = (directory / ".metadata").stat().st_size / 1e6
@@ -209,7 +211,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     job = Job(args.world, args.megabytes)
-    cache = MetadataCache(make_metadata(args.world))
+    encoder = MetadataEncoder(make_metadata(args.world))
     with create_scratch_directory("commit") as root:
         for number in range(args.saves):
             save_id = f"save-{number}"
@@ -217,7 +219,7 @@ def main() -> None:
             object_size = 16384 + 1024 * (number // 2)
             seconds = job.report_all(save_id, object_size)
             print(f"reports: {1e6 * seconds:.0f} us each, from one client after the other")
-            measure_commit(job, save_id, cache, root)
+            measure_commit(job, save_id, encoder, root)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from megatron.core.arithmetic import even_range  # noqa: E402
 from megatron.core.dist_checkpointing import read_metadata  # noqa: E402
 from megatron.core.dist_checkpointing.files import METADATA  # noqa: E402
-from megatron.core.dist_checkpointing.format.metadata_encoder import encode_metadata  # noqa: E402
+from megatron.core.dist_checkpointing.format.metadata_codec import MetadataEncoder  # noqa: E402
 from megatron.core.dist_checkpointing.mapping import (  # noqa: E402
     ShardedObject,
     ShardedStateDict,
@@ -255,7 +255,7 @@ def simulate(name: str, world: int, workers: int) -> None:
     results, cutting = measure(cut_results)
     returned = statistics.mean(map(len, results)) / 1e3
     metadata, collecting = measure(plan.build_metadata)
-    encoded, encoding = measure(lambda: encode_metadata(metadata))
+    encoded, encoding = measure(lambda: MetadataEncoder(metadata).encode({}))
     after = read_peak_memory()
 
     # A load reads the entries of its own tensors.

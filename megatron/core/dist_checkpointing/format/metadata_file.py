@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from megatron.core.dist_checkpointing.box_table import BoxTable, Location
 from megatron.core.dist_checkpointing.files import METADATA
@@ -19,16 +18,11 @@ from megatron.core.dist_checkpointing.format.metadata import (
     StoredTensor,
     check_inside,
 )
-from megatron.core.dist_checkpointing.format.metadata_index import (
-    FOOTER,
-    MAGIC,
-    MetadataIndex,
-    Read,
-)
+from megatron.core.dist_checkpointing.format.metadata_codec import Read, open_index
 from megatron.core.dist_checkpointing.mapping import Shape
 from megatron.core.object_storage import path_of
 from megatron.core.safe_files.errors import CheckpointError
-from megatron.core.safe_files.reading import MAX_JSON, OpenFile, open_file
+from megatron.core.safe_files.reading import OpenFile, open_file
 from megatron.core.safe_files.safe_globals import DtypeName, Placeholder
 from megatron.core.safe_files.schema import MAX_COUNT, MAX_RANK, file_name, format_value, refuse
 from megatron.core.safe_files.schema import key as key_name
@@ -41,25 +35,11 @@ def open_metadata(read: Read, size: int, where: str) -> CheckpointMetadata:
 
     Raises CheckpointError that names `where`.
     """
+    metadata = open_index(read, size, where)
+    if metadata is not None:
+        return metadata
     # A file of another writer has no index: it is decoded as a whole.
-    footer = b""
-    if size >= FOOTER.size:
-        footer = read(size - FOOTER.size, FOOTER.size)
-    if not footer.endswith(MAGIC):
-        return decode_dcp(read(0, size), where)
-
-    # Read and verify the index.
-    position, length, digest, _ = FOOTER.unpack(footer)
-    if length > MAX_JSON:
-        raise CheckpointError(f"{where}: damaged: its index has {length} bytes")
-    content = b""  # of an index outside of the file: its hash differs
-    if position + length <= size:
-        content = read(position, length)
-    if xxhash.xxh3_64_intdigest(content) != digest:
-        raise CheckpointError(
-            f"{where}: damaged: its index does not have the checksum that it ends with"
-        )
-    return MetadataIndex(read, content, size, where).metadata()
+    return decode_dcp(read(0, size), where)
 
 
 def read_metadata(

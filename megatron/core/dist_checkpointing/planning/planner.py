@@ -6,10 +6,11 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
+from megatron.core.dist_checkpointing.format.metadata_codec import MetadataEncoder
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.dist_checkpointing.planning.rank_plan import RankPlan, make_data_files
-from megatron.core.dist_checkpointing.planning.save_plan import MetadataCache, make_plan
+from megatron.core.dist_checkpointing.planning.save_plan import make_plan
 from megatron.core.dist_checkpointing.planning.structure import (
     LocalSpec,
     PackedSpec,
@@ -58,13 +59,13 @@ class Planner:
 
     def _plan_on_rank0(self, spec: LocalSpec | CheckpointError) -> RankPlan:
         """Send the spec to rank 0, which plans for all ranks, and receive this rank's part."""
-        metadata: MetadataCache | None = None  # on rank 0
+        metadata: MetadataEncoder | None = None  # on rank 0
 
         def plan(specs: list[PackedSpec | CheckpointError]) -> list[tuple[Any, ...]]:
             """Return (items, keys of objects, nonce, bytes of all ranks) for each rank."""
             nonlocal metadata
             save_plan = make_plan(_select_valid(specs), self._fully_parallel, self._workers)
-            metadata = MetadataCache(save_plan.build_metadata())
+            metadata = MetadataEncoder(save_plan.build_metadata())
             nonce = secrets.token_hex(4)
             return [
                 (items, objects, nonce, save_plan.nbytes)

@@ -17,8 +17,9 @@ import torch
 
 from megatron.core.dist_checkpointing.background import SLOT_SIZE
 from megatron.core.dist_checkpointing.box_table import BoxTable
+from megatron.core.dist_checkpointing.format.metadata_codec import MetadataEncoder
 from megatron.core.dist_checkpointing.mapping import Shape
-from megatron.core.dist_checkpointing.planning.save_plan import MetadataCache, file_name
+from megatron.core.dist_checkpointing.planning.save_plan import file_name
 from megatron.core.dist_checkpointing.planning.structure import LocalSpec
 from megatron.core.safe_files.torch_zip import ALIGNMENT, make_tensor_envelope
 
@@ -98,7 +99,7 @@ class RankPlan:
     objects: list[str]  # keys of the objects that this rank writes
     nonce: str
     total_bytes: int
-    metadata: MetadataCache | None  # on rank 0
+    metadata: MetadataEncoder | None  # on rank 0
 
     @property
     def nbytes(self) -> int:

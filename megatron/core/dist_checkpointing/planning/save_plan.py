@@ -7,18 +7,15 @@ tensors, `__{rank}_{workers}.distcp` the objects, whose lengths may change from 
 
 from __future__ import annotations
 
-import json
-import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from megatron.core.dist_checkpointing.box_table import BoxTable, Location
+from megatron.core.dist_checkpointing.box_table import BoxTable
 from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata, StoredTensor
-from megatron.core.dist_checkpointing.format.metadata_encoder import MetadataEncoder
 from megatron.core.dist_checkpointing.planning.balancing import (
     cut_into_shares,
     level_loads,
@@ -333,57 +330,3 @@ def _count_numbers(numbers: np.ndarray) -> int:
 def _align(length: np.ndarray) -> np.ndarray:
     """Round lengths up to the alignment of items in a file."""
     return -(-length // ALIGNMENT) * ALIGNMENT
-
-
-class MetadataCache:
-    """`.metadata` of a plan, on rank 0.
-
-    The first save encodes the entries of tensors. Later ones only encode changed locations of
-    objects and changed names of files.
-    """
-
-    def __init__(self, tensors: CheckpointMetadata) -> None:
-        # Replaced by the encoder, which needs less memory, when the first save encodes it.
-        self._tensors: CheckpointMetadata | None = tensors
-        self._encoder: MetadataEncoder | None = None
-        self._encoded: tuple[object, Sequence[bytes]] | None = None
-        self._lock = threading.Lock()  # another thread may encode for a copy of the checkpoint
-
-    def encode(
-        self, objects: list[bytes], name_of: Callable[[str], str] = lambda name: name
-    ) -> Sequence[bytes]:
-        """Return the content of `.metadata`, in parts.
-
-        `objects` are the lines of all ranks with the locations of their objects
-        (`SaveBarrier.collect`). `name_of` renames the files of tensors; those in the lines have
-        been renamed.
-        """
-        # Functions cannot be compared: `name_of` is identified by its effect on an example.
-        inputs = (objects, name_of("a.b"))
-        with self._lock:
-            if self._encoded is not None:
-                last_inputs, encoded = self._encoded
-                if inputs == last_inputs:
-                    return encoded
-
-            # The first save encodes the entries of tensors.
-            if self._tensors is not None:
-                self._encoder = MetadataEncoder(self._tensors)
-                self._tensors = None
-
-            assert self._encoder is not None
-            files = tuple(map(name_of, self._encoder.files))
-            locations = _read_locations(objects)
-            encoded = self._encoder.encode(locations, files)
-            self._encoded = (inputs, encoded)
-            return encoded
-
-
-def _read_locations(lines: list[bytes]) -> dict[str, Location]:
-    """Return the locations of the objects in the lines of all ranks, by key."""
-    locations: dict[str, Location] = {}
-    for line in lines:
-        _, location_of_key = json.loads(line)
-        for key, location in location_of_key.items():
-            locations[key] = Location(*location)
-    return locations

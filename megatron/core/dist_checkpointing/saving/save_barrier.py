@@ -212,14 +212,18 @@ class SaveBarrier:
         self.raise_if_failed()
         self._heartbeat.check()
 
-    def collect(self) -> tuple[list[bytes], list[bytes]]:
-        """Return the reports of all ranks: a line of objects per rank, sorted, and checksums."""
+    def collect(self) -> tuple[dict[str, Location], list[bytes]]:
+        """Return the reports of all ranks: the locations of objects by key, and checksums."""
         self._wait("ready", self._find_late_ranks)
         self._look_for_failure()
         self.raise_if_failed()
-        # Ranks append in any order; a sorted list makes the metadata reproducible.
-        lines = sorted(self._store.get("objects").splitlines())
-        return lines, [self._store.get(bucket) for bucket in self._buckets()]
+        # Ranks append in any order; sorted reports make the metadata reproducible.
+        objects = {}
+        for line in sorted(self._store.get("objects").splitlines()):
+            _, locations = json.loads(line)
+            for key, location in locations.items():
+                objects[key] = Location(*location)
+        return objects, [self._store.get(bucket) for bucket in self._buckets()]
 
     def end(self, outcome: Outcome) -> None:
         if outcome.error is not None:

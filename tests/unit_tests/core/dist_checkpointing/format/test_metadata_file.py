@@ -23,17 +23,16 @@ from megatron.core.dist_checkpointing.format.metadata import (
     CheckpointMetadata,
     StoredTensor,
 )
-from megatron.core.dist_checkpointing.format.metadata_encoder import (
-    BYTES,
-    STORAGE_META,
-    MetadataEncoder,
-    encode_metadata,
-    encode_tensor_properties,
-)
+from megatron.core.dist_checkpointing.format.metadata_codec import MetadataEncoder
 from megatron.core.dist_checkpointing.format.metadata_file import (
     decode_dcp,
     decode_metadata,
     open_metadata,
+)
+from megatron.core.dist_checkpointing.format.metadata_opcodes import (
+    BYTES_METADATA,
+    encode_properties,
+    encode_storage_meta,
 )
 from megatron.core.safe_files.errors import CheckpointError
 
@@ -47,9 +46,14 @@ def stored(shape, dtype, boxes, places, files=FILES):
     return StoredTensor(shape, dtype, table)
 
 
+def encode(metadata):
+    """Return the content of `.metadata`, in blocks."""
+    return MetadataEncoder(metadata).encode(metadata.objects)
+
+
 def written(metadata):
     """Return the content of `.metadata`."""
-    return b"".join(encode_metadata(metadata))
+    return b"".join(encode(metadata))
 
 
 def example(files=FILES):
@@ -98,9 +102,9 @@ def test_our_reader_returns_written_metadata():
 def test_objects_of_dcp_equal_those_of_the_installed_version(dtype):
     """They are written by name, without importing DCP."""
     objects = {
-        encode_tensor_properties(dtype): dcp.TensorProperties(dtype=getattr(torch, dtype)),
-        BYTES: dcp.BytesStorageMetadata(),
-        STORAGE_META: dcp.StorageMeta(),
+        encode_properties(dtype): dcp.TensorProperties(dtype=getattr(torch, dtype)),
+        BYTES_METADATA: dcp.BytesStorageMetadata(),
+        encode_storage_meta(): dcp.StorageMeta(),
     }
     for opcodes, expected in objects.items():
         assert pickle.loads(b"\x80\2" + opcodes + b".") == expected
@@ -111,7 +115,7 @@ def test_large_metadata_is_encoded_in_blocks():
     large = CheckpointMetadata(
         objects={f"rng_state/{rank}": Location("__0_0.distcp", rank, 1) for rank in range(9000)}
     )
-    parts = encode_metadata(large)
+    parts = encode(large)
     assert {len(part) for part in parts[:-1]} == {BLOCK_SIZE} and len(parts[-1]) <= BLOCK_SIZE
     assert plain(decode_metadata(b"".join(parts), "here")) == plain(large)
     assert (
@@ -177,7 +181,7 @@ def test_encoder_patches_names_and_objects():
         for files in (FILES, longer, FILES):
             fresh = example(files)
             fresh.objects = objects
-            encoded = b"".join(encoder.encode(objects, files))
+            encoded = b"".join(encoder.encode(objects, dict(zip(FILES, files, strict=True)).get))
             assert encoded == written(fresh)
             assert plain(decode_metadata(encoded, "here")) == plain(fresh)
             assert plain(decode_dcp(encoded, "here")) == plain(fresh)

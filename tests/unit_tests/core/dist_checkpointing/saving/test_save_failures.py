@@ -26,7 +26,7 @@ from megatron.core.dist_checkpointing import (
     save,
 )
 from megatron.core.dist_checkpointing.background import SLOT_SIZE
-from megatron.core.dist_checkpointing.planning import save_plan
+from megatron.core.dist_checkpointing.format import metadata_codec
 from megatron.core.dist_checkpointing.saving import shard as shard_module
 from tests.support.processes import wait_until
 from tests.unit_tests.core.dist_checkpointing.saved_state import (
@@ -433,7 +433,7 @@ def test_metadata_that_cannot_be_made_fail_every_save(tmp_path, monkeypatch):
     training = Training(0, rows=10)
     with AsyncSaver() as saver:
         with monkeypatch.context() as patch:
-            patch.setattr(save_plan, "MetadataEncoder", lambda metadata: [0][len(metadata.tensors)])
+            patch.setattr(metadata_codec, "choose_widths", lambda columns: [0][len(columns)])
             for name in ("first", "second"):
                 error = (
                     saver.save(training.state(), tmp_path / name, common=training.common)
