@@ -59,7 +59,7 @@ UNNEEDED = {
     "StageAndWrite._write: self._files_are_open.wait()": "waits for another thread",
     "_copy_from_host: copied.synchronize()": "bounds pinned memory; torch keeps it until the copy ends",
     "_copy_from_host: copied.record(torch.cuda.current_stream(target.device))": "as above",
-    "_FromDisk.begin: self._local.wait()": "waits for another thread",
+    "_FromDisk.stage: self._local.wait()": "waits for another thread",
     "AsyncSaver.wait_staged: events[0].record()": "measures time",
     "AsyncSaver.wait_staged: events[1].record()": "measures time",
 }

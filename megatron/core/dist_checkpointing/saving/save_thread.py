@@ -10,7 +10,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -215,17 +215,20 @@ class SaveThread:
         self._current = save
         save.barrier.start_heartbeat()
 
-    def _run_save(self, save: SaveHandle) -> None:
-        """Write, commit and agree on the outcome, on every rank.
+    def _run_in_background(self, save: SaveHandle, *phases: Callable[[SaveHandle], None]) -> None:
+        """Run the phases of a save one after another, and agree on the outcome, on every rank."""
+        self._thread.submit(lambda: self._run_phases(save, phases))
+
+    def _run_phases(self, save: SaveHandle, phases: Sequence[Callable[[SaveHandle], None]]) -> None:
+        """Run the phases, and agree on the outcome.
 
         Calls `save.finish` in every case: the training thread waits for that without a deadline.
         """
         failure: BaseException | None = None
-        # 1. Write and commit.
+        # 1. Run the phases.
         try:
-            self._write(save)
-            if self._coordination.is_coordinator:
-                self._commit(save)
+            for phase in phases:
+                phase(save)
         except BaseException as error:
             failure = error
             if save.transfer is not None:
@@ -249,15 +252,21 @@ class SaveThread:
         finally:
             save.finish(outcome)
 
-    def _write(self, save: SaveHandle) -> None:
-        """Wait until rank 0 has created the directory, write, and report that all is durable."""
+    def _stage(self, save: SaveHandle) -> None:
+        """Copy the live tensors to host memory, or begin to; raise the error of the snapshot.
+
+        Staging begins before rank 0 has created the directory: training waits for it.
+        """
         if save.failure is not None:
             raise save.failure
         assert save.transfer is not None
         save.transfer.export = save.export
-        # Staging begins before rank 0 has created the directory: training waits for it.
-        save.transfer.begin()
+        save.transfer.stage()
         save.transfer.make_objects().check()
+
+    def _write(self, save: SaveHandle) -> None:
+        """Wait until rank 0 has created the directory, write, and report that all is durable."""
+        assert save.transfer is not None
         if self._coordination.is_coordinator:
             self._forget_past(save.barrier)
             self._remove_leftover()
@@ -297,6 +306,8 @@ class SaveThread:
 
     def _commit(self, save: SaveHandle) -> None:
         """Commit on rank 0, once all ranks have reported."""
+        if not self._coordination.is_coordinator:
+            return
         # The report of a rank means that its files are durable.
         objects, checksums = save.barrier.collect()
         assert save.plan.metadata is not None

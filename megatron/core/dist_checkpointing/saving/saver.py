@@ -145,7 +145,7 @@ class AsyncSaver(SaveThread):
         planning errors are raised; all others are reported. Times are measured from `since`
         (time.perf_counter), by default from this call.
         """
-        # 1. Plan: the cached plan if the structure is unchanged on all ranks.
+        # Phase 1: plan. The cached plan is valid if the structure is unchanged on all ranks.
         self._wait_for_current()
         started = time.perf_counter() if since is None else since
         plan = self._planner.plan_for(state)
@@ -156,7 +156,7 @@ class AsyncSaver(SaveThread):
             if pending is None
             else pending(save_id)
         )
-        # 2. Take the snapshot: objects now, tensors in the background.
+        # Take the snapshot: objects now, tensors while they are staged.
         hooks = Hooks(before_writing, rewrite, extra_files or {}, on_commit)
         current = SaveHandle(plan, self._make_barrier(save_id), grows, hooks, started)
         if export is not None:
@@ -171,7 +171,8 @@ class AsyncSaver(SaveThread):
         except Exception as error:
             current.failure = error
         finally:
-            self._thread.submit(lambda: self._run_save(current))
+            # Phases 2 to 4, in the background
+            self._run_in_background(current, self._stage, self._write, self._commit)
         current.report.blocking = current.elapsed()
         return current
 
@@ -391,7 +392,7 @@ class CheckpointCopier(SaveThread):
             current.transfer = _FromDisk(
                 local, checkpoint, local.transfer.make_objects, self._pool, self._buffer.slots
             )
-        self._thread.submit(lambda: self._run_save(current))
+        self._run_in_background(current, self._stage, self._write, self._commit)
         return current
 
     def close(self) -> None:
@@ -415,12 +416,12 @@ class _FromDisk(StageAndWrite):
         self._local = local
         self._checkpoint = checkpoint
 
-    def begin(self) -> None:
+    def stage(self) -> None:
         """Wait until the files are complete."""
         error = self._local.wait().error
         if error is not None:
             raise CheckpointError(f"there is no local checkpoint to copy: {error}")
-        super().begin()
+        super().stage()
 
     def _copy_and_hash(self, chunk: FileChunk, slot: Slot) -> bytes:
         with open_file(self._checkpoint.directory / self._files[chunk.file].name) as file:

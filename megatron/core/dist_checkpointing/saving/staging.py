@@ -193,7 +193,7 @@ def _select_rows(entry: ShardedTensor, item: WriteItem) -> torch.Tensor:
 class StageAndWrite:
     """Transfer of this rank's data from live `items` to the data files of a checkpoint.
 
-    `begin` allocates the slots and fills them; it touches no file. Call `abort` if `write` is not
+    `stage` allocates the slots and fills them; it touches no file. Call `abort` if `write` is not
     called or has failed. `staged` is set once the live tensors are not needed any more.
     """
 
@@ -232,7 +232,8 @@ class StageAndWrite:
     def on_device(self) -> bool:
         return self._stream is not None
 
-    def begin(self) -> None:
+    def stage(self) -> None:
+        """Allocate the slots, and fill them if there is one for every chunk."""
         self._slots = self._make_slots()
         if not self._chunks:
             self._finish_staging()

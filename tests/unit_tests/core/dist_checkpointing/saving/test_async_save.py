@@ -549,13 +549,13 @@ def change_sets(value):
 def test_changed_objects_do_not_reach_the_file(tmp_path, monkeypatch, make, change, in_background):
     """Objects of plain types are copied and encoded in the background, others are encoded."""
     changed = threading.Event()
-    begin = StageAndWrite.begin
+    stage = StageAndWrite.stage
 
-    def begin_after_change(self):
+    def stage_after_change(self):
         changed.wait()
-        begin(self)
+        stage(self)
 
-    monkeypatch.setattr(StageAndWrite, "begin", begin_after_change)
+    monkeypatch.setattr(StageAndWrite, "stage", stage_after_change)
     threads = set()
     encode = objects_module.encode_object
 
