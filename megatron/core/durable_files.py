@@ -87,12 +87,13 @@ def committed(path: str | os.PathLike[str], replace: bool = True) -> Iterator[Pa
     temporary = temporary_name(path)
     create_file(temporary).close()
     try:
-        yield temporary
-        fsync_file(temporary)
-        if replace:
-            os.replace(temporary, path)
-        else:
-            _rename_unless_taken(temporary, path)
+        with naming(path):
+            yield temporary
+            fsync_file(temporary)
+            if replace:
+                os.replace(temporary, path)
+            else:
+                _rename_unless_taken(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink()
@@ -155,6 +156,23 @@ def write_json(path: Path, value: Any) -> None:
         temporary.write_bytes(encode_json(value))
 
 
+def rename(source: Path, target: Path) -> None:
+    """Rename `source` to `target`, which is replaced if it is a file or an empty directory.
+
+    A network file system repeats a request whose answer was lost; the repeated one finds no source.
+    """
+    before = os.lstat(source)
+    try:
+        os.replace(source, target)
+    except FileNotFoundError:
+        try:
+            renamed = os.path.samestat(before, os.lstat(target))
+        except OSError:
+            renamed = False
+        if not renamed:
+            raise
+
+
 def put_in_place(pending: Path, directory: Path) -> None:
     """Rename the finished directory `pending` to `directory`, durably, and remove the old one.
 
@@ -166,8 +184,8 @@ def put_in_place(pending: Path, directory: Path) -> None:
     try:
         if os.path.lexists(directory):  # possibly as a link whose target is gone
             remove(old)
-            os.replace(directory, old)
-        os.replace(pending, directory)
+            rename(directory, old)
+        rename(pending, directory)
     except BaseException:
         # The second rename has failed: the old directory gets its name back.
         if os.path.lexists(old) and not os.path.lexists(directory):

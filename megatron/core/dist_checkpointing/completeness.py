@@ -10,6 +10,7 @@ import xxhash
 from megatron.core.dist_checkpointing.files import METADATA_JSON, read_commit
 from megatron.core.dist_checkpointing.format import checksums
 from megatron.core.dist_checkpointing.format.metadata_file import read_metadata
+from megatron.core.dist_checkpointing.lineage import find_lineage_problem
 from megatron.core.object_storage import ObjectPath, path_of
 from megatron.core.safe_files.reading import open_file
 
@@ -24,6 +25,10 @@ def find_missing_or_truncated(directory: str | os.PathLike[str]) -> list[str]:
     problems = []
     if isinstance(path, ObjectPath) and (listed := read_commit(path)) != {}:
         return _find_object_problems(path, listed)
+    # Without its lineage a checkpoint is taken for one of another program.
+    lineage_problem = find_lineage_problem(path)
+    if lineage_problem is not None:
+        problems.append(lineage_problem)
     # Checksums list the exact sizes; `.metadata` alone specifies minimum sizes.
     if checksums.find_checksums(path) is not None:
         exact = True

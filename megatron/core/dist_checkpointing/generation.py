@@ -33,6 +33,7 @@ from megatron.core.durable_files import (
     REPLACED,
     fsync_directory,
     remove,
+    rename,
     restore_replaced,
     write_flushed,
 )
@@ -203,16 +204,30 @@ class Generation:
 
     def publish(self, name: str, content: bytes) -> None:
         """Write the file `name` of `root` durably, as a whole, and only as its owner."""
+        self._stage(name, content)
+        # The source is inside the generation, so that the rename fails after a takeover.
         with self.fenced():
-            # Written inside the own generation, so that the rename fails after a takeover.
-            ours = self.directory / name
-            write_flushed(ours, content)
-            os.rename(ours, self.root / name)
+            rename(self.directory / name, self.root / name)
             fsync_directory(self.root)
+
+    def stage_tracker(self, iteration: int | str) -> None:
+        """Write the file that `move_tracker` gives its name; call it right before the commit.
+
+        A disk that the commit fills has no room for it afterwards. If this start is killed between
+        the two, the file shows that the tracker is behind (see `find_interrupted_commit`).
+        """
+        self._stage(TRACKER, str(iteration).encode())
 
     def move_tracker(self, iteration: int | str) -> None:
         """Name the latest checkpoint, durably; call it after that is committed, never before."""
         self.publish(TRACKER, str(iteration).encode())
+
+    def _stage(self, name: str, content: bytes) -> None:
+        """Write the file `name` inside the generation, unless it has this content already."""
+        path = self.directory / name
+        with self.fenced():
+            if not path.is_file() or path.read_bytes() != content:
+                write_flushed(path, content)
 
     def put_aside(self, directories: list[Path]) -> list[Path]:
         """Rename checkpoints out of the directory of checkpoints, durably.
@@ -289,6 +304,7 @@ class Generation:
             # A link could point at any directory: it is removed, never followed.
             if revoked.is_dir() and not revoked.is_symlink():
                 _restore_all_replaced(revoked, self.root)
+                _move_interrupted_tracker(revoked, self.root)
             remove(revoked)
 
 
@@ -298,6 +314,41 @@ def _restore_all_replaced(revoked: Path, root: Path) -> None:
         for path in revoked.glob(f"{REPLACED}*"):
             if not path.is_symlink():
                 restore_replaced(path, root)
+
+
+def _move_interrupted_tracker(revoked: Path, root: Path) -> None:
+    """Move the tracker of a former owner that was killed between a commit and that step."""
+    # Another start may be faster.
+    with contextlib.suppress(FileNotFoundError):
+        if _read_interrupted_commit(revoked, root) is not None:
+            rename(revoked / TRACKER, root / TRACKER)
+            fsync_directory(root)
+
+
+def find_interrupted_commit(root: Path) -> int | None:
+    """Return the iteration that the owner of `root` has committed without moving the tracker.
+
+    None in the usual case, and in object storage, where the tracker is only a hint.
+    """
+    newest = find_newest(root)
+    if newest is None or isinstance(root, ObjectPath):
+        return None
+    return _read_interrupted_commit(root / newest.name, root)
+
+
+def _read_interrupted_commit(generation: Path, root: Path) -> int | None:
+    try:
+        content = read_regular(generation / TRACKER).strip()
+    except (FileNotFoundError, NotADirectoryError, CheckpointError):
+        return None
+    if not (content.isascii() and content.isdigit()):
+        return None
+    # The checkpoint of that name may be an older one, which was about to be replaced.
+    iteration = int(content)
+    token = _parse_owner(generation / OWNER).get("token")
+    lineage = read_lineage(root / f"iter_{iteration:07d}")
+    is_committed = token is not None and (lineage.token, lineage.iteration) == (token, iteration)
+    return iteration if is_committed else None
 
 
 def describe_owner(token: str, owner: dict[str, Any]) -> dict[str, Any]:
@@ -345,6 +396,11 @@ def _read_owner_file(root: Path, generation: GenerationId) -> dict[str, Any]:
     path = root / generation.name
     if not isinstance(root, ObjectPath):  # there a generation is one object
         path = path / OWNER
+    return _parse_owner(path)
+
+
+def _parse_owner(path: Path) -> dict[str, Any]:
+    """Return the content of an `owner.json`; empty if that is not valid. Raises OSError."""
     try:
         content = parse_json(read_regular(path, limit=_OWNER_LIMIT), str(path))
     except CheckpointError:

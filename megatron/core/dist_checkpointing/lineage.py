@@ -130,7 +130,11 @@ def iteration_in_name(directory: Path) -> int:
 
 
 def read_lineage(directory: Path) -> Lineage:
-    """Read the lineage of a checkpoint; one without a valid file belongs to generation 0."""
+    """Read the lineage of a checkpoint; one without a valid file belongs to generation 0.
+
+    Raises OSError if the storage fails: a checkpoint whose file cannot be read at the moment must
+    not look like one of another program.
+    """
     try:
         content = _read_file(directory)
         # Older checkpoints have no tokens.
@@ -145,7 +149,7 @@ def read_lineage(directory: Path) -> Lineage:
             if generation > MAX_GENERATION:
                 schema.refuse(f"{directory / LINEAGE}: a generation", generation, "plausible")
             segments.append(Segment(generation, iteration, token))
-    except (OSError, CheckpointError):
+    except (FileNotFoundError, NotADirectoryError, CheckpointError):
         return Lineage((Segment(0, iteration_in_name(directory)),))
     # The checkpoint of another directory from which this run started.
     stored_origin = content.get("origin")
@@ -166,6 +170,17 @@ def read_parent(directory: Path) -> int | None:
     except (OSError, CheckpointError):
         return None
     return parent
+
+
+def find_lineage_problem(directory: Path) -> str | None:
+    """Return the reason for which `lineage.json` is not valid; None if it is, or is missing."""
+    try:
+        _read_file(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, CheckpointError) as error:
+        return str(error)
+    return None
 
 
 def _read_file(directory: Path) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from megatron.core.dist_checkpointing.files import (
 from megatron.core.dist_checkpointing.format import checksums
 from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata, StoredTensor
 from megatron.core.dist_checkpointing.format.metadata_file import read_metadata
-from megatron.core.dist_checkpointing.lineage import LINEAGE
+from megatron.core.dist_checkpointing.lineage import LINEAGE, find_lineage_problem
 from megatron.core.durable_files import write_json
 from megatron.core.object_storage import path_of
 from megatron.core.safe_files import schema
@@ -143,6 +143,9 @@ def _check_structure(path: Path, report: VerifyReport) -> CheckpointMetadata | N
         _collect_problems(report, lambda: read_json(path / METADATA_JSON))
     else:
         report.notes.append(f"{path / METADATA_JSON}: missing (a plain DCP checkpoint)")
+    lineage_problem = find_lineage_problem(path)
+    if lineage_problem is not None:
+        report.problems.append(lineage_problem)
     if (path / COMMON).exists():
         _collect_problems(report, lambda: safe_load(path / COMMON, mmap=False))
     if metadata is None:

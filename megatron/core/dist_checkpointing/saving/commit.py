@@ -20,6 +20,7 @@ from megatron.core.dist_checkpointing.format.checksums import (
     seal_checksums,
 )
 from megatron.core.dist_checkpointing.generation import Generation, SupersededError
+from megatron.core.dist_checkpointing.lineage import iteration_in_name
 from megatron.core.dist_checkpointing.saving.save_barrier import Outcome
 from megatron.core.dist_checkpointing.saving.shard import Shard, ShardFile
 from megatron.core.durable_files import (
@@ -123,7 +124,7 @@ class PendingCheckpoint:
         """Add the small files and give the checkpoint its name.
 
         `metadata` is the content of `.metadata`, in parts. `checksums` are the records of all
-        ranks. `extra_files` are further small files, which a `rewrite` does not touch.
+        ranks. `extra_files` are further small files, by path, which a `rewrite` does not touch.
         """
         backend = json.dumps(files.BACKEND).encode()
         contents = {
@@ -131,10 +132,12 @@ class PendingCheckpoint:
             files.METADATA: metadata,
             files.METADATA_JSON: [backend],
         }
-        # Checksums cover the files of all ranks and the ones of this rank, except `extra_files`.
-        ours = encode_checksum_records(
-            {name: compute_checksums(*parts) for name, parts in contents.items()}
-        )
+        # Checksums cover all files in the directory itself, those of folders excepted.
+        sums = {name: compute_checksums(*parts) for name, parts in contents.items()}
+        for name, content in extra_files.items():
+            if "/" not in name:
+                sums[name] = compute_checksums(content)
+        ours = encode_checksum_records(sums)
         self.write_file(CHECKSUMS, *seal_checksums(*checksums, ours))
         for name, parts in contents.items():
             self.write_file(name, *parts)
@@ -149,6 +152,8 @@ class PendingCheckpoint:
         """Give the complete directory its name."""
         # Names first: after a power loss, a renamed directory must contain all its files.
         fsync_directory(self.pending)
+        if self.generation is not None:
+            self.generation.stage_tracker(iteration_in_name(self.directory))
         put_in_place(self.pending, self.directory)
 
     def is_committed(self) -> bool:

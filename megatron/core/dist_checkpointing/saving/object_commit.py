@@ -134,6 +134,9 @@ class ObjectGeneration(Generation):
         """
         put_checked(self.root, name, content, self.check)
 
+    def stage_tracker(self, iteration: int | str) -> None:
+        """Return at once: object storage is never full."""
+
     def put_aside(self, directories: list[Path]) -> list[Path]:
         """Revoke checkpoints, so that they stop being checkpoints; `remove` deletes the rest."""
         aside: list[Path] = []

@@ -89,11 +89,11 @@ class Retention:
         self._remover: Workers | None = None
         self._removals: list[Future[None]] = []
 
-    def apply(self, newest: int, lineage: Lineage, loss: float) -> list[Path]:
+    def apply(self, newest: int, lineage: Lineage, loss: float | None) -> list[Path]:
         """Remove the checkpoints that `newest`, just committed, supersedes; returns them.
 
-        `lineage` and validation `loss` are those of `newest`. Checkpoints of other branches do not
-        count and are not removed.
+        `lineage` and validation `loss` are those of `newest`; with None the loss is read from the
+        checkpoint. Checkpoints of other branches do not count and are not removed.
         """
         if not self._rules.removes_checkpoints:
             return []
@@ -101,7 +101,8 @@ class Retention:
         if not self._is_read:
             self._is_read = True
             self._losses = self._find_losses(lineage)
-        self._losses[newest] = loss
+        if loss is not None:
+            self._losses[newest] = loss
         superseded = select_superseded(self._losses, newest, self._rules, self._losses)
         # Rename now, remove in the background.
         directories = [self._directory.path(iteration) for iteration in superseded]

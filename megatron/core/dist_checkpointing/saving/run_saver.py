@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
@@ -12,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.checkpoint_directory import CheckpointDirectory
-from megatron.core.dist_checkpointing.files import is_complete, write_tracker
+from megatron.core.dist_checkpointing.files import is_complete, read_tracker, write_tracker
 from megatron.core.dist_checkpointing.generation import Generation
 from megatron.core.dist_checkpointing.lineage import LINEAGE, Lineage, Segment, iteration_in_name
 from megatron.core.dist_checkpointing.local_tier import LocalSaver, LocalTier
@@ -30,6 +31,7 @@ from megatron.core.dist_checkpointing.saving.saver import (
     Common,
     staging_for_waiting,
 )
+from megatron.core.safe_files.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +111,9 @@ class RunSaver:
         self._lineage = Lineage(())  # of the checkpoint that the run has continued from
         self._parent: int | None = None  # iteration of the checkpoint before
 
+        # Steps after the last commit that are not done yet, of this start or of the one before.
+        self._after_commit: Callable[[], None] | None = None
+
         # Outcomes of earlier saves.
         self._local_report: SaveReport | None = None  # of the last local save
         self._copied_report: SaveReport | None = None  # of the last local save to be copied
@@ -145,6 +150,8 @@ class RunSaver:
         if lineage is not None:
             self._lineage = lineage
             self._parent = lineage.iteration if lineage.branch else None
+        if loaded_locally is None:
+            self._after_commit = self._repeat_retention
 
     # ---- Saving ----
 
@@ -201,8 +208,10 @@ class RunSaver:
             if generation is None:
                 write_tracker(root, iteration)
                 return
+            self._after_commit = on_commit  # repeated before the next save if it fails
             generation.move_tracker(iteration)
             self._remove_superseded(iteration, lineage, math.nan if loss is None else loss)
+            self._after_commit = None
 
         make_export = None
         if export is not None:
@@ -404,10 +413,30 @@ class RunSaver:
         """Check the state, and wait until the disk has room, on rank 0 in the background."""
         # The removals that free room run in the background of the last save.
         check()
-        if self._retention is not None:
-            self._retention.wait()
+        if self._retention is None:
+            return
+        if self._after_commit is not None:
+            # If they fail again, the next commit repeats them.
+            with contextlib.suppress(OSError, CheckpointError):
+                self._after_commit()
+        self._retention.wait()
 
-    def _remove_superseded(self, iteration: int, lineage: Lineage, loss: float) -> None:
+    def _repeat_retention(self) -> None:
+        """Remove what the checkpoint that the run has loaded supersedes.
+
+        The start that saved it may have been killed before, and the disk may be full without that.
+        """
+        assert self._generation is not None
+        self._after_commit = None
+        root = self._generation.root
+        lineage = self._lineage
+        # A run that has returned to an earlier checkpoint keeps the later ones.
+        if lineage.branch and read_tracker(root) == lineage.iteration:
+            self._remove_superseded(lineage.iteration, lineage)
+
+    def _remove_superseded(
+        self, iteration: int, lineage: Lineage, loss: float | None = None
+    ) -> None:
         assert self._retention is not None
         try:
             removed = self._retention.apply(iteration, lineage, loss)

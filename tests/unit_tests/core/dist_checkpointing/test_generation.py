@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing import (
     read_lineage,
     read_tracker,
 )
-from megatron.core.dist_checkpointing.generation import read_current_owner
+from megatron.core.dist_checkpointing.generation import find_interrupted_commit, read_current_owner
 from megatron.core.dist_checkpointing.lineage import on_branch
 from megatron.core.durable_files import put_in_place
 
@@ -325,6 +325,46 @@ def test_links_are_removed_but_never_followed(tmp_path):
     clean_up(root)
     assert [path.name for path in root.iterdir()] == [generation.id.name]
     assert sorted(path.name for path in elsewhere.iterdir()) == [".replaced-iter_0000005", "file"]
+
+
+@pytest.mark.parametrize("committed", ["by this start", "by an earlier start", "not"])
+def test_successor_moves_the_tracker_of_an_interrupted_commit(tmp_path, committed):
+    """The owner was killed around the commit of iteration 7, before it moved the tracker."""
+    earlier = Generation.take(tmp_path, {})
+    if committed == "by an earlier start":
+        publish(tmp_path, earlier, 7)
+    owner = Generation.take(tmp_path, {})
+    publish(tmp_path, owner, 5)
+    owner.move_tracker(5)
+    owner.stage_tracker(7)
+    if committed == "by this start":
+        publish(tmp_path, owner, 7)
+    expected = 7 if committed == "by this start" else None
+    assert find_interrupted_commit(tmp_path) == expected
+    Generation.take(tmp_path, {})
+    assert find_interrupted_commit(tmp_path) is None
+    assert read_tracker(tmp_path) == (expected or 5)
+
+
+def test_rename_that_the_server_has_repeated_succeeds(tmp_path, monkeypatch):
+    """The answer to the first request of NFS was lost, and the second one finds no source."""
+    replace = os.replace
+
+    def repeated(source, target):
+        replace(source, target)
+        replace(source, target)
+
+    for name in ("pending", "iter_0000001"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "content").write_text(name)
+    monkeypatch.setattr(os, "replace", repeated)
+    put_in_place(tmp_path / "pending", tmp_path / "iter_0000001")
+    assert (tmp_path / "iter_0000001/content").read_text() == "pending"
+    assert os.listdir(tmp_path) == ["iter_0000001"]
+    # A source that never existed is an error, although the target exists.
+    with pytest.raises(FileNotFoundError):
+        put_in_place(tmp_path / "pending", tmp_path / "iter_0000001")
+    assert (tmp_path / "iter_0000001/content").read_text() == "pending"
 
 
 def test_directory_of_an_older_version_is_taken_over(tmp_path):

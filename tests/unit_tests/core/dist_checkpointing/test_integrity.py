@@ -6,6 +6,7 @@ import os
 import random
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,10 +16,13 @@ import xxhash
 from megatron.core.dist_checkpointing import (
     Box,
     CheckpointError,
+    Lineage,
     Reader,
     Request,
+    Segment,
     ShardedObject,
     ShardedTensor,
+    find_missing_or_truncated,
     load,
     load_common,
     save,
@@ -31,6 +35,7 @@ from megatron.core.dist_checkpointing.format.checksums import (
     seal_checksums,
 )
 from megatron.core.dist_checkpointing.format.verified_file import ChecksumVerifier
+from megatron.core.dist_checkpointing.lineage import LINEAGE
 from megatron.core.dist_checkpointing.verification import find_integrity_problems, verify
 
 
@@ -236,6 +241,38 @@ def test_completeness(checkpoint):
     assert verify(checkpoint / "nowhere").problems == [
         f"{checkpoint / 'nowhere'}: no such directory"
     ]
+
+
+def empty(path):
+    path.write_bytes(b"")
+
+
+def change(path):
+    path.write_bytes(path.read_bytes().replace(b"12", b"13"))
+
+
+@pytest.mark.parametrize("damage", [empty, change, Path.unlink])
+def test_lineage_is_part_of_a_checkpoint(tmp_path, damage):
+    """Otherwise a restart of a job does not recognize the newest checkpoint as its own."""
+    directory = tmp_path / "iter_0000012"
+    lineage = Lineage((Segment(1, 12, "a"),))
+    content = lineage.encode(None)
+    save(make_state(True), directory, common={}, extra_files={LINEAGE: content})
+    assert verify(directory).ok and not find_missing_or_truncated(directory)
+    damage(directory / LINEAGE)
+    assert any(LINEAGE in problem for problem in verify(directory).problems)
+    if damage is not change:
+        assert any(LINEAGE in problem for problem in find_missing_or_truncated(directory))
+
+
+def test_lineage_of_older_checkpoints_has_no_checksum(checkpoint):
+    assert verify(checkpoint).ok and not find_missing_or_truncated(checkpoint)
+    lineage = Lineage((Segment(1, 12, "a"),))
+    (checkpoint / LINEAGE).write_bytes(lineage.encode(None))
+    assert verify(checkpoint).ok and not find_missing_or_truncated(checkpoint)
+    empty(checkpoint / LINEAGE)
+    assert not verify(checkpoint).ok
+    assert LINEAGE in find_missing_or_truncated(checkpoint)[0]
 
 
 def test_appended_bytes_and_foreign_files(checkpoint):

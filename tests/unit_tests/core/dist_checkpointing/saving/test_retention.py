@@ -1,15 +1,19 @@
 """Retention rules, and crashes in the middle of a removal."""
 
+import errno
 import math
 import os
 import random
 import shutil
 import signal
 import sys
+import types
+from pathlib import Path
 
 import pytest
 import torch
 
+from megatron.core import durable_files
 from megatron.core.dist_checkpointing import (
     AsyncSaver,
     CheckpointDirectory,
@@ -20,6 +24,7 @@ from megatron.core.dist_checkpointing import (
     read_lineage,
     read_tracker,
 )
+from megatron.core.dist_checkpointing.files import TRACKER
 from megatron.core.dist_checkpointing.lineage import LINEAGE
 from megatron.core.dist_checkpointing.saving.retention import (
     VALIDATION_LOSS,
@@ -27,6 +32,7 @@ from megatron.core.dist_checkpointing.saving.retention import (
     RetentionRules,
     select_superseded,
 )
+from megatron.core.dist_checkpointing.saving.run_saver import RunSaver, SaveOptions
 from megatron.core.run_checkpoint.formats import find_checkpoint, find_problem
 from megatron.training.checkpoint.saver import is_native_checkpoint
 
@@ -296,3 +302,91 @@ def test_kill_at_every_step_leaves_a_complete_newest_checkpoint(tmp_path):
         assert [path.name for path in job[0].directory.iterdir()] == ["owner.json"]
     assert step > 20 and present == (3,)
     assert outcomes >= {(1, 2), (1, 2, 3), (2, 3), (3,)}
+
+
+class FullDisk:
+    """A file system without free blocks as long as the checkpoint of iteration 1 exists.
+
+    Until `repaired`, the rename of the tracker fails as well.
+    """
+
+    def __init__(self, root, monkeypatch):
+        self._root = root
+        self.repaired = True
+        self._replace = os.replace
+        monkeypatch.setattr(os, "statvfs", self._statvfs)
+        monkeypatch.setattr(os, "replace", self._rename)
+
+    def _statvfs(self, path):
+        free = 0 if (self._root / "iter_0000001").exists() else 1 << 30
+        return types.SimpleNamespace(f_bavail=free, f_frsize=1, f_blocks=1)
+
+    def _rename(self, source, target):
+        if Path(target).name == TRACKER and not self.repaired:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), str(target))
+        self._replace(source, target)
+
+
+def save_with(saver, root, iteration):
+    weight = ShardedTensor.replicated("weight", torch.full((1000,), float(iteration)))
+    saver.save({"weight": weight}, root, iteration, {"iteration": iteration})
+    return not saver.last_save_failed
+
+
+def make_saver(root, base=None):
+    saver = RunSaver(SaveOptions(retention=RetentionRules(keep_last=1)))
+    saver.own(Generation.take(root, {}), lineage=base)
+    return saver
+
+
+def test_removal_after_a_failed_step_precedes_the_next_save(tmp_path, monkeypatch):
+    """Otherwise a disk that the commit has filled stays full for ever."""
+    saver = make_saver(tmp_path)
+    assert save_with(saver, tmp_path, 1)
+    disk = FullDisk(tmp_path, monkeypatch)
+    disk.repaired = False
+    monkeypatch.setattr(
+        os, "statvfs", lambda path: types.SimpleNamespace(f_blocks=0, f_bavail=0, f_frsize=0)
+    )
+    assert not save_with(saver, tmp_path, 2)
+    assert read_tracker(tmp_path) == 1 and is_complete(tmp_path / "iter_0000002")
+    disk = FullDisk(tmp_path, monkeypatch)
+    assert save_with(saver, tmp_path, 3)
+    saver.close()
+    assert visible(tmp_path) == ["iter_0000003", TRACKER]
+
+
+def test_next_start_repeats_the_removal_that_a_crash_prevented(tmp_path, monkeypatch):
+    job = start(tmp_path)
+    make(job, 1)
+    lineage = make(job, 2)
+    FullDisk(tmp_path, monkeypatch)
+    saver = make_saver(tmp_path, lineage)
+    assert save_with(saver, tmp_path, 3)
+    saver.close()
+    assert visible(tmp_path) == ["iter_0000003", TRACKER]
+
+
+def test_start_that_returned_to_an_earlier_checkpoint_removes_nothing(tmp_path):
+    job = start(tmp_path)
+    lineages = [make(job, iteration) for iteration in (1, 2, 3)]
+    saver = make_saver(tmp_path, lineages[1])
+    assert save_with(saver, tmp_path, 4)
+    saver.close()
+    assert visible(tmp_path) == ["iter_0000003", "iter_0000004", TRACKER]
+
+
+def test_tracker_needs_no_room_after_the_commit(tmp_path, monkeypatch):
+    saver = make_saver(tmp_path)
+    written = []
+    write = durable_files.create_file
+
+    def create_file(path):
+        written.append((Path(path).name, is_complete(tmp_path / "iter_0000001")))
+        return write(path)
+
+    monkeypatch.setattr(durable_files, "create_file", create_file)
+    assert save_with(saver, tmp_path, 1)
+    saver.close()
+    assert (TRACKER, False) in written
+    assert [name for name, is_committed in written if is_committed] == []

@@ -67,6 +67,7 @@ def test_a_failed_save_leaves_nothing_and_training_goes_on(tmp_path, name, code)
             saver.save(training.state(), tmp_path / "good", common=training.common).wait().error
             is None
         )
+        gc.collect()  # garbage of earlier tests may have open files
         open_files = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
         with pytest.MonkeyPatch.context() as monkeypatch:
             Fault(monkeypatch, name, code, after=1)
