@@ -315,7 +315,7 @@ def reduce_max(seconds: float) -> float:
 
 def open_newest_local_checkpoint(tier: LocalTier) -> DistributedLocalCheckpoint:
     """Open the newest local checkpoint that rank 0 finds, on all ranks."""
-    found = [find_local_checkpoints(tier)]
+    found = [find_local_checkpoints(tier).usable]
     dist.broadcast_object_list(found, 0)
     return DistributedLocalCheckpoint(tier, found[0][0])
 

@@ -20,8 +20,9 @@ from megatron.checkpointer.export import export_safetensors
 from megatron.checkpointer.state import ProgramState, Stateful
 from megatron.core.deferred import start_max_reduce
 from megatron.core.dist_checkpointing.checkpoint_directory import CheckpointDirectory
+from megatron.core.dist_checkpointing.choice import Candidate, Inventory, Launch, choose
 from megatron.core.dist_checkpointing.completeness import find_missing_or_truncated
-from megatron.core.dist_checkpointing.files import is_complete, read_tracker, run_name
+from megatron.core.dist_checkpointing.files import is_complete, run_name
 from megatron.core.dist_checkpointing.format.verified_file import load_common
 from megatron.core.dist_checkpointing.generation import Generation
 from megatron.core.dist_checkpointing.lineage import Lineage, read_lineage
@@ -61,7 +62,7 @@ class _Loaded(NamedTuple):
     """Result of a load: the step to continue with, and where the run's checkpoints descend from."""
 
     step: int = 0
-    newest: int | None = None  # complete checkpoint in the directory of the run
+    newest: str | None = None  # complete checkpoint in the directory of the run
     lineage: Lineage | None = None
     local_name: str | None = None  # of the checkpoint on the disks of the nodes
 
@@ -244,7 +245,7 @@ class Checkpointer:
         loaded = self._load_newest(initial, weights_only, skip)
         # Take ownership only after a successful load: a start that fails must not end another run.
         self._take_directory()
-        if self._find_newest() != loaded.newest:
+        if self._identify_newest() != loaded.newest:
             # The start that has lost the directory has committed a checkpoint in the meantime.
             loaded = self._load_newest(initial, weights_only, skip)
         self._saver.own(self._generation, self._tier, loaded.lineage, loaded.local_name)
@@ -253,9 +254,8 @@ class Checkpointer:
     def _load_newest(
         self, initial: str | os.PathLike[str] | None, weights_only: bool, skip: Collection[str]
     ) -> _Loaded:
-        # In this order: a newer one on the nodes, the newest of the directory, `initial`.
-        newest = self._find_newest()
-        local = self._open_newest_local(newest)
+        newest = self._identify_newest()
+        candidate, local = self._choose()
         if local is not None:
             try:
                 step = self._load_from(local.directory, False, skip, verify=False)
@@ -263,15 +263,14 @@ class Checkpointer:
             finally:
                 local.close()
             return _Loaded(step, newest, lineage, local.directory.name)
-        if newest is not None:
-            directory = self._directory(newest)
+        if candidate is not None:
+            directory = path_of(candidate.name)
             ranks = Coordination.of(None)
             wait_until_all_ranks_see(directory, ranks)
             # Rank 0 has seen all shards.
             waits = not ranks.is_coordinator
             step = self._load_from(directory, False, skip, waits_for_shards=waits)
-            lineage = ranks.run_on_rank0(lambda: read_lineage(directory))
-            return _Loaded(step, newest, lineage)
+            return _Loaded(step, newest, candidate.lineage)
         if initial is not None:
             return _Loaded(self._load_from(path_of(initial), weights_only, skip))
         return _Loaded()
@@ -281,47 +280,54 @@ class Checkpointer:
 
         Returns None if the directory contains no checkpoint. Collective. Does not write files.
         """
-        newest = self._find_newest()
-        local = self._open_newest_local(newest)
+        candidate, local = self._choose()
         if local is not None:
             try:
                 return _read_stored_object(local.directory, name, verify=False)
             finally:
                 local.close()
-        if newest is not None:
-            return _read_stored_object(self._directory(newest), name)
+        if candidate is not None:
+            return _read_stored_object(path_of(candidate.name), name)
         return None
 
-    def _find_newest(self) -> int | None:
-        """Return the iteration of the newest complete checkpoint, None if there is none.
+    def _identify_newest(self) -> str | None:
+        """Return the newest complete checkpoint in the directory, None if there is none.
 
         Collective.
         """
-        return Coordination.of(None).run_on_rank0(lambda: find_newest_complete(self._root))
 
-    def _open_newest_local(self, saved: int | None) -> DistributedLocalCheckpoint | None:
-        """Open the newest checkpoint on the disks of the nodes, if it is newer than `saved`.
+        def identify() -> str | None:
+            shared, _ = CheckpointDirectory(self._root).describe(_find_problem)
+            return shared[-1].name if shared and shared[-1].problem is None else None
+
+        return Coordination.of(None).run_on_rank0(identify)
+
+    def _choose(self) -> tuple[Candidate | None, DistributedLocalCheckpoint | None]:
+        """Return the checkpoint to continue from, open if it is on the disks of the nodes.
 
         Collective.
         """
-        if self._tier is None:
-            return None
-        ranks = Coordination.of(None)
-        found = find_local_checkpoints(self._tier)
+        local = find_local_checkpoints(self._tier)
 
-        def choose() -> LocalCheckpointInfo | None:
-            if not found:
-                return None
-            if saved is not None:
-                lineage = read_lineage(self._directory(saved))
-                # Local checkpoints are ordered by the start that wrote them, then by iteration.
-                if found[0].order <= (lineage.generation, lineage.iteration):
-                    return None
-            return found[0]
+        def choose_on_rank0() -> tuple[Candidate | None, LocalCheckpointInfo | None]:
+            shared, newer = CheckpointDirectory(self._root).describe(_find_problem)
+            candidates = [info.to_candidate() for info in local.checkpoints]
+            inventory = Inventory(
+                tuple(shared), tuple(newer), tuple(candidates), tuple(local.of_other_runs)
+            )
+            choice = choose(Launch(save=str(self._root), in_place=True), inventory)
+            for line in choice.explain_passed_over():
+                logger.warning(line)
+            if choice.candidate not in candidates:
+                return choice.candidate, None
+            return choice.candidate, local.checkpoints[candidates.index(choice.candidate)]
 
         # All ranks must open the same checkpoint.
-        chosen = ranks.run_on_rank0(choose)
-        return None if chosen is None else DistributedLocalCheckpoint(self._tier, chosen)
+        candidate, info = Coordination.of(None).run_on_rank0(choose_on_rank0)
+        if info is None:
+            return candidate, None
+        assert self._tier is not None
+        return candidate, DistributedLocalCheckpoint(self._tier, info)
 
     def _load_from(
         self,
@@ -405,10 +411,10 @@ class Checkpointer:
         """Take ownership of the directory if `load` was not called."""
         if self._generation is not None:
             return
-        newest = self._find_newest()
+        newest = self._identify_newest()
         if newest is not None and not self._override:
             raise CheckpointError(
-                f"{self._root} contains {self._directory(newest).name} of a run that this program "
+                f"{self._root} contains {path_of(newest).name} of a run that this program "
                 "does not continue: call load() first, use another directory, or replace the run "
                 "with override_existing_run=True"
             )
@@ -467,10 +473,10 @@ class Checkpointer:
         of at most `max_file_size` bytes (or one tensor). The directory must not exist yet.
         """
         self.finish()
-        newest = self._find_newest()
+        newest = self._identify_newest()
         if newest is None:
             raise CheckpointError(f"{self._root} contains no checkpoint to export")
-        source = self._directory(newest)
+        source = path_of(newest)
         Coordination.of(None).run_on_rank0(
             lambda: export_safetensors(source, Path(directory), max_file_size)
         )
@@ -494,9 +500,6 @@ class Checkpointer:
         # The maximum over ranks: one request suffices, and all ranks act on it.
         return _Votes() if exchange is None else _Votes(*exchange())
 
-    def _directory(self, iteration: int) -> Path:
-        return CheckpointDirectory(self._root).path(iteration)
-
 
 def _read_stored_object(directory: Path, name: str, verify: bool = True) -> Any:
     """Read an object on rank 0, and return it on all ranks."""
@@ -510,26 +513,12 @@ def _read_stored_object(directory: Path, name: str, verify: bool = True) -> Any:
     return Coordination.of(None).run_on_rank0(read)
 
 
-def find_newest_complete(root: Path) -> int | None:
-    """Return the iteration of the newest complete checkpoint in `root`, None if there is none.
-
-    It is on the branch of the checkpoint that the tracker names, or of the latest start.
-    """
-    checkpoints = CheckpointDirectory(root)
-    tracked = read_tracker(root)
-    # The branch of the tracker's checkpoint: others may have higher iterations after a rollback.
-    head = None
-    if isinstance(tracked, int) and checkpoints.path(tracked).exists():
-        head = read_lineage(checkpoints.path(tracked))
-    for iteration in checkpoints.list_branch(head):
-        path = checkpoints.path(iteration)
-        if not is_complete(path):
-            continue
-        problems = find_missing_or_truncated(path)
-        if not problems:
-            return iteration
-        logger.warning(f"{path} is damaged: {problems[0]}. Taking an older checkpoint")
-    return None
+def _find_problem(directory: Path) -> str | None:
+    """Return why a checkpoint cannot be loaded, None if it can."""
+    if not is_complete(directory):
+        return f"{directory} is not complete"
+    problems = find_missing_or_truncated(directory)
+    return f"{directory} is damaged: {problems[0]}" if problems else None
 
 
 class _SignalRecorder:

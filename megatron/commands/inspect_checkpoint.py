@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
+from megatron.commands.inspection.choose import run_choose
 from megatron.commands.inspection.diff import run_diff
 from megatron.commands.inspection.digest import run_digest
 from megatron.commands.inspection.plan import run_plan
@@ -20,6 +21,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "plan": run_plan,
     "digest": run_digest,
     "repair": run_repair,
+    "choose": run_choose,
 }
 
 

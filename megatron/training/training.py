@@ -138,59 +138,63 @@ def pretrain(
     require_compiled_helpers()
     tokenizer = build_tokenizer(config.tokenizer)
     ps, device = initialize(config.distributed, config.parallel)
-    job = identify_job()
-    save = saves_to(config)
-    if save is not None:
-        prepare_directory(save)
-    tier = open_local_tier(config.checkpoint, save)
-
-    # Find the checkpoint before building the model: it may determine the vocabulary size.
-    newest = identify_newest(save)
-    find = partial(find_start, config.checkpoint, save, tier, job)
-    start = find()
-    if adopt_end_of_document(config, start):
-        tokenizer = build_tokenizer(config.tokenizer)
-    config.set_vocab_size(tokenizer.vocab_size, stored_vocab_size(start))
-    for note in config.notes:
-        logger.info(note)
-
-    # Build and load.
-    random_weights = start is None or may_leave_weights(config.checkpoint)
-    run = build_run(config, ps, device, model_provider, forward_step, random_weights=random_weights)
-    run.started = started
-    run.clock = clock
-    run.on_iteration = on_iteration
-    run.end_of_document = tokenizer.eod
-    check_hf_target(run)
-    start = load_checkpoint(run, start, find)
-    if config.checkpoint.ckpt_convert_format is not None:
-        save_converted(run)
-        return run
-    if save is not None and not config.training.skip_train:
-        run.hf_exports = plan_hf_exports(run)
-        run.saver.prepare(get_state_to_save(run))  # in the background of building the data
-    data = build_data(run, tokenizer, datasets_provider)
-
-    # Train, evaluate, save.
-    with reporting(run, model_provider, writers) as record_start, interrupts_explained(run):
+    # From here on, a collective can fail because another rank has died.
+    with lost_ranks_explained(ps, config.distributed.distributed_timeout_minutes):
+        job = identify_job()
+        save = saves_to(config)
         if save is not None:
-            # As late as possible, because it ends a run that is still saving to the directory.
-            generation = take_directory(save, job, tier)
-            if identify_newest(save) != newest:
-                # The run that has lost the directory has committed a checkpoint in the meantime.
-                start = load_checkpoint(run, find(), find)
-                data.close()
-                data = build_data(run, tokenizer, datasets_provider)
-            own_save_directory(run, generation, tier, start)
-        run.saver.finish_preparing()
-        record_start()
-        if not config.training.skip_train:
-            train(run, data)
-        if run.is_complete:
-            evaluate_at_the_end(run, data)
-            save_hf(run)
-    data.close()
-    run.saver.check_last_save()
+            prepare_directory(save)
+        tier = open_local_tier(config.checkpoint, save)
+
+        # Find the checkpoint before building the model: it may determine the vocabulary size.
+        newest = identify_newest(save)
+        find = partial(find_start, config.checkpoint, save, tier, job)
+        start = find()
+        if adopt_end_of_document(config, start):
+            tokenizer = build_tokenizer(config.tokenizer)
+        config.set_vocab_size(tokenizer.vocab_size, stored_vocab_size(start))
+        for note in config.notes:
+            logger.info(note)
+
+        # Build and load.
+        random_weights = start is None or may_leave_weights(config.checkpoint)
+        run = build_run(
+            config, ps, device, model_provider, forward_step, random_weights=random_weights
+        )
+        run.started = started
+        run.clock = clock
+        run.on_iteration = on_iteration
+        run.end_of_document = tokenizer.eod
+        check_hf_target(run)
+        start = load_checkpoint(run, start, find)
+        if config.checkpoint.ckpt_convert_format is not None:
+            save_converted(run)
+            return run
+        if save is not None and not config.training.skip_train:
+            run.hf_exports = plan_hf_exports(run)
+            run.saver.prepare(get_state_to_save(run))  # in the background of building the data
+        data = build_data(run, tokenizer, datasets_provider)
+
+        # Train, evaluate, save.
+        with reporting(run, model_provider, writers) as record_start, interrupts_explained(run):
+            if save is not None:
+                # As late as possible, because it ends a run that is still saving to the directory.
+                generation = take_directory(save, job, tier)
+                if identify_newest(save) != newest:
+                    # The run that has lost the directory has committed another checkpoint since.
+                    start = load_checkpoint(run, find(), find)
+                    data.close()
+                    data = build_data(run, tokenizer, datasets_provider)
+                own_save_directory(run, generation, tier, start)
+            run.saver.finish_preparing()
+            record_start()
+            if not config.training.skip_train:
+                train(run, data)
+            if run.is_complete:
+                evaluate_at_the_end(run, data)
+                save_hf(run)
+        data.close()
+        run.saver.check_last_save()
     return run
 
 
@@ -245,7 +249,6 @@ def train(run: Run, data: Data) -> None:
     leave = None
     with (
         exit_signals(training.exit_signal_handler) as signals,
-        lost_ranks_explained(run.ps, config.distributed.distributed_timeout_minutes),
         _saver_closed(run.saver),
         _garbage_collection(training.manual_gc),
         _profiling(run) as before_iteration,

@@ -60,7 +60,7 @@ def test_resume_warns_of_other_samples(launcher, tmp_path, changed, warning):
     launcher.run(1, flags)
     job = launcher.run(1, f"{flags} --load {tmp_path} --ckpt-step 2 {changed}")
     warnings = job.output().split("WARNING: ")[1:]
-    assert warnings.pop(0).startswith(f"returning to {tmp_path / 'iter_0000002'}")
+    assert warnings.pop(0).startswith(f"starting from {tmp_path / 'iter_0000002'}: --ckpt-step 2")
     assert [warning in text for text in warnings] == ([True] if warning else [])
 
 

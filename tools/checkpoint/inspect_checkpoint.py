@@ -7,6 +7,7 @@
     python $T digest run/checkpoints                one digest per tensor, independent of the layout
     python $T plan run/checkpoints --tensor-model-parallel-size 4      can this layout load it?
     python $T repair run/checkpoints repaired       put back shifted optimizer state
+    python $T choose --load run --save run ...      which checkpoint a launch would start from
 
 PATH is an iteration's directory or a run's --save directory (then its newest checkpoint, or
 --ckpt-step). One process, no GPU, no model; tensors are read a slice at a time. Exit status 1:
@@ -30,6 +31,7 @@ COMMANDS = {
     "diff": "compare two checkpoints, across formats and layouts",
     "plan": "check whether a layout can load it, and list the parts that each rank reads",
     "digest": "print a digest per tensor that is independent of layout and format",
+    "choose": "print which checkpoint a launch with these flags would start from, and why",
     "repair": "write a copy with the optimizer state that Megatron-core stored shifted put back",
 }
 
@@ -42,6 +44,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for name, text in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text)
+        if name == "choose":
+            command.usage = f"{command.prog} FLAGS-OF-THE-LAUNCH"
+            continue
         command.add_argument(
             "path",
             type=path_of,
@@ -57,6 +62,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         )
         command.add_argument("--json", action="store_true", help="print JSON")
         command.add_argument("--quiet", action="store_true", help="no progress bar")
+    # The flags of a launch are those of another program.
+    if argv[:1] == ["choose"] and argv[1:] not in (["-h"], ["--help"]):
+        return argparse.Namespace(command="choose", flags=argv[1:], follow_links=False)
     return parser.parse_args(argv)
 
 

@@ -17,7 +17,7 @@ from megatron.core.terminal import print_json, print_line
 
 def run_repair(args: argparse.Namespace) -> int:
     """Write a copy of a checkpoint with its shifted optimizer state put back."""
-    path, kind, _ = require_checkpoint(args.path, args.ckpt_step)
+    path, kind, *_ = require_checkpoint(args.path, args.ckpt_step)
     if kind != "torch_dist":
         raise ValueError(f"{path} is a {kind} checkpoint; only torch_dist can be repaired")
     source = open_shifted_checkpoint(path)

@@ -21,7 +21,7 @@ NUM_LARGEST = 10  # tensors and files that are printed without --all
 
 def run_show(args: argparse.Namespace) -> int:
     """Print the contents of a checkpoint; return the exit status."""
-    path, kind, _ = require_checkpoint(args.path, args.ckpt_step)
+    path, kind, *_ = require_checkpoint(args.path, args.ckpt_step)
     if args.plot is not None and kind != "torch_dist":
         raise ValueError(
             f"--plot: {path} is {kind}, and only torch_dist records the contents of each file; "

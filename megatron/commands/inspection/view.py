@@ -51,7 +51,7 @@ def open_view(root: Path, step: int | None) -> View:
 
     A torch_dist checkpoint that does not contain one of our models is opened under its own keys.
     """
-    path, kind, _ = require_checkpoint(root, step)
+    path, kind, *_ = require_checkpoint(root, step)
     is_torch_dist = kind == "torch_dist"
     try:
         source = open_checkpoint(path, kind, read_options=READ_EVERYTHING)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
-from megatron.core.dist_checkpointing.files import read_commit
+from megatron.core.dist_checkpointing.background import map_in_threads
+from megatron.core.dist_checkpointing.choice import Candidate
+from megatron.core.dist_checkpointing.files import read_commit, read_tracker
+from megatron.core.dist_checkpointing.generation import find_interrupted_commit
 from megatron.core.dist_checkpointing.lineage import Lineage, on_branch, read_lineage
 from megatron.core.object_storage import ObjectPath, path_of
 
@@ -35,14 +39,68 @@ class CheckpointDirectory:
         return sorted(iterations)
 
     def read_lineages(self) -> dict[int, Lineage]:
-        """Return the lineages by iteration, without unfinished saves in object storage."""
+        """Return the lineages by iteration. The latest one is of a finished save.
+
+        Others may be of unfinished saves in object storage.
+        """
         # One small file is read per checkpoint.
-        lineages = {}
-        for iteration in self.list_iterations():
-            path = self.path(iteration)
-            if not is_unfinished(path):
-                lineages[iteration] = read_lineage(path)
+        iterations = self.list_iterations()
+        lineages = dict(
+            zip(
+                iterations,
+                map_in_threads(read_lineage, [self.path(iteration) for iteration in iterations]),
+                strict=True,
+            )
+        )
+        # An unfinished save must not determine the branch of the run.
+        while lineages:
+            latest = max(lineages, key=lambda iteration: lineages[iteration].order)
+            if not is_unfinished(self.path(latest)):
+                break
+            del lineages[latest]
         return lineages
+
+    def list_newer(
+        self, lineage: Lineage, find_problem: Callable[[Path], str | None]
+    ) -> list[Candidate]:
+        """Return the complete checkpoints of later iterations that are newer than `lineage`.
+
+        `find_problem` returns why a checkpoint cannot be loaded, None if it can.
+        """
+        if isinstance(self.root, ObjectPath):
+            return []  # the tracker, which could have been edited, is only a hint there
+        later = [
+            self.path(number) for number in self.list_iterations() if number > lineage.iteration
+        ]
+        newer = []
+        for path, other in zip(later, map_in_threads(read_lineage, later), strict=True):
+            # Those of an abandoned branch are older: the run has returned before.
+            if other.order > lineage.order and find_problem(path) is None:
+                newer.append(Candidate(str(path), other))
+        return newer
+
+    def describe(
+        self, find_problem: Callable[[Path], str | None]
+    ) -> tuple[list[Candidate], list[Candidate]]:
+        """Return the checkpoints of the run in the order in which they are used, and newer ones.
+
+        The first list begins with the checkpoint that the tracker names, or with the latest one,
+        and ends with the first usable one. See `choice.Inventory` for the second one.
+        """
+        tracked = None
+        if not isinstance(self.root, ObjectPath):
+            tracked = find_interrupted_commit(self.root) or read_tracker(self.root)
+        head = None
+        if tracked is not None and self.path(tracked).exists():
+            head = read_lineage(self.path(tracked))
+        lineages = self.read_lineages()
+        shared = []
+        for iteration in on_branch(lineages, head):
+            path = self.path(iteration)
+            shared.append(Candidate(str(path), lineages[iteration], find_problem(path)))
+            if shared[-1].problem is None:
+                return shared, self.list_newer(lineages[iteration], find_problem)
+        return shared, []
 
     def list_branch(self, head: Lineage | None = None) -> list[int]:
         """Return the iterations on the branch that ends with `head`, newest first.

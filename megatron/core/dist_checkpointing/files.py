@@ -63,8 +63,18 @@ def run_name(save_directory: Path) -> str:
     path = save_directory / RUN
     if not path.is_file():
         _write_whole(path, secrets.token_hex(8).encode())
-    where = str(save_directory.resolve()).encode()
-    return xxhash.xxh3_64_hexdigest(path.read_bytes() + where)
+    name = read_run_name(save_directory)
+    assert name is not None
+    return name
+
+
+def read_run_name(save_directory: Path) -> str | None:
+    """Return the result of `run_name`, None before the first start."""
+    path = save_directory / RUN
+    if not path.is_file():
+        return None
+    address = str(save_directory.resolve()).encode()
+    return xxhash.xxh3_64_hexdigest(path.read_bytes() + address)
 
 
 def read_tracker(save_directory: str | os.PathLike[str]) -> int | str | None:

@@ -27,6 +27,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron.core.dist_checkpointing.background import map_in_threads
 from megatron.core.dist_checkpointing.files import TRACKER
 from megatron.core.dist_checkpointing.lineage import MAX_GENERATION, Segment, read_lineage
 from megatron.core.durable_files import (
@@ -377,8 +378,7 @@ def find_newest(root: Path) -> GenerationId | None:
 def find_starts(root: Path) -> frozenset[tuple[int, str | None]]:
     """Return generation number and token of the starts that saved the checkpoints in `root`."""
     starts = set()
-    for path in root.glob("iter_*"):
-        lineage = read_lineage(path)
+    for lineage in map_in_threads(read_lineage, root.glob("iter_*")):
         starts.add((min(lineage.generation, MAX_GENERATION), lineage.token))
     return frozenset(starts)
 

@@ -86,6 +86,11 @@ class Lineage(NamedTuple):
         return self.branch[-1].iteration
 
     @property
+    def order(self) -> tuple[int, int]:
+        """Return (launch, iteration): of two checkpoints of a run, the greater one is newer."""
+        return self.generation, self.iteration
+
+    @property
     def token(self) -> str | None:
         return self.branch[-1].token
 
@@ -223,4 +228,4 @@ def on_branch(saved: Mapping[int, Lineage], head: Lineage | None = None) -> list
 
 
 def _latest(lineages: Iterable[Lineage]) -> Lineage | None:
-    return max(lineages, key=lambda lineage: (lineage.generation, lineage.iteration), default=None)
+    return max(lineages, key=lambda lineage: lineage.order, default=None)

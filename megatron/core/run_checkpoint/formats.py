@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ from megatron.core.dist_checkpointing import (
     Lineage,
     is_complete,
     is_unfinished,
+    iteration_in_name,
     read_lineage,
     read_metadata,
     read_tracker,
@@ -36,6 +37,8 @@ from megatron.core.dist_checkpointing.files import (
     TRACKER,
 )
 from megatron.core.dist_checkpointing.format.checksums import CHECKSUMS, find_checksums
+from megatron.core.dist_checkpointing.generation import find_interrupted_commit
+from megatron.core.dist_checkpointing.lineage import on_branch
 from megatron.core.object_storage import ObjectPath, path_of
 from megatron.core.run_checkpoint.file_names import (
     CONSOLIDATED,
@@ -71,6 +74,7 @@ class CheckpointRef(NamedTuple):
     directory: Path
     format: str
     note: str | None = None  # why it is not the checkpoint that the tracker names
+    damaged: tuple[tuple[Path, str], ...] = ()  # newer ones that cannot be used, and why
 
 
 # ---- Formats ----
@@ -294,7 +298,7 @@ def find_named_checkpoint(root: Path, step: int | None) -> tuple[Path | None, st
         return checkpoint_directory(root, step), f"--ckpt-step {step}"
     try:
         tag = read_latest(root)
-        named = read_tracker(root)
+        named = find_interrupted_commit(root) or read_tracker(root)
     except CheckpointError as error:
         return None, str(error)
     if named is not None:
@@ -317,9 +321,10 @@ def list_newest_first(root: Path, head: Path | None = None) -> list[Path]:
     start (see `dist_checkpointing.lineage`).
     """
     checkpoints = CheckpointDirectory(root)
-    branch = checkpoints.list_branch()
+    lineages = checkpoints.read_lineages()
+    branch = on_branch(lineages)
     if head is not None and head.is_dir() and head.parent == root:
-        branch = _list_branch_of(checkpoints, read_lineage(head))
+        branch = _list_branch_of(checkpoints, lineages, read_lineage(head))
 
     # Iterations, those of DeepSpeed included.
     iterations: dict[Path, int] = {}
@@ -333,21 +338,27 @@ def list_newest_first(root: Path, head: Path | None = None) -> list[Path]:
 
     # Then a release. Copies under another name belong to no branch: they are the last resort.
     ordered.append(root / RELEASE)
-    for path in checkpoints.list_misnamed():
-        if path not in ordered:
+    for iteration, lineage in lineages.items():
+        path = checkpoints.path(iteration)
+        if lineage.iteration != iteration and path not in ordered:
             ordered.append(path)
+    # In object storage a directory exists only if it contains an object.
+    if isinstance(root, ObjectPath):
+        return [path for path in ordered if path in iterations or path.is_dir()]
     return [path for path in ordered if path.is_dir() and any(path.iterdir())]
 
 
-def _list_branch_of(checkpoints: CheckpointDirectory, end: Lineage) -> list[int]:
+def _list_branch_of(
+    checkpoints: CheckpointDirectory, lineages: Mapping[int, Lineage], end: Lineage
+) -> list[int]:
     """Return the iterations on the branch that ends with `end`, newest first."""
-    branch = checkpoints.list_branch(end)
+    branch = on_branch(lineages, end)
     if end.generation > 0:
         return branch
     # A checkpoint of generation 0 is of another program, or has lost its lineage, e.g., in a copy
     # of a run in progress. It ends the branch of the latest start, unless complete checkpoints of
     # generation 0 are not on that branch.
-    latest = {number for number in checkpoints.list_branch() if number <= end.iteration}
+    latest = {number for number in on_branch(lineages) if number <= end.iteration}
     for number in branch:
         is_other = number != end.iteration and number not in latest
         if is_other and find_problem(checkpoints.path(number)) is None:
@@ -378,6 +389,7 @@ def find_checkpoint(
             return _find_in_object_storage(root, loader)
 
     # 1. The named checkpoint.
+    damaged: list[tuple[Path, str]] = []
     named, reason = find_named_checkpoint(root, step)
     if named is not None:
         problem = find_problem(named)
@@ -389,6 +401,7 @@ def find_checkpoint(
                 f"{reason}: {named} cannot be loaded, {problem}; {_describe_contents(root)}"
             )
         reason = f"{reason}, but {problem}"
+        damaged.append((named, problem))
 
     # 2. The newest complete one. Looking at all checkpoints is slow on a parallel file system.
     others = [directory for directory in list_newest_first(root, named) if directory != named]
@@ -397,9 +410,12 @@ def find_checkpoint(
         return None
     reason = reason or "there is no tracker file"
     for directory in others:
-        if find_problem(directory) is None:
+        problem = find_problem(directory)
+        if problem is None:
             note = f"{reason}: taking {directory}, the newest complete checkpoint"
-            return CheckpointRef(directory, detect_format(directory, loader), note)
+            form = detect_format(directory, loader)
+            return CheckpointRef(directory, form, note, tuple(damaged))
+        damaged.append((directory, problem))
     raise NoCheckpointError(f"{root}: {reason}; {_describe_contents(root)}")
 
 
@@ -452,10 +468,14 @@ def _describe_alternative(root: Path, named: Path) -> str | None:
 def _find_in_object_storage(root: ObjectPath, loader: str) -> CheckpointRef | None:
     """Return the newest committed checkpoint; the tracker is only a hint there."""
     directories = list_newest_first(root)
+    damaged: list[tuple[Path, str]] = []
     for directory in directories:
-        if find_problem(directory) is None:
+        problem = find_problem(directory)
+        if problem is None:
             note = _describe_alternative(root, directory)
-            return CheckpointRef(directory, detect_format(directory, loader), note)
+            form = detect_format(directory, loader)
+            return CheckpointRef(directory, form, note, tuple(damaged))
+        damaged.append((directory, problem))
     if not directories:
         _refuse_unread(root)
         return None
@@ -497,10 +517,26 @@ def _describe_contents(root: Path) -> str:
     if complete:
         return f"complete are: {', '.join(complete)}"
     text = f"{root} holds no complete checkpoint{''.join(lines[:5])}"
+    abandoned = _find_abandoned(root)
+    if abandoned is not None:
+        text += (
+            f"\n  {abandoned.name} is complete, but of a branch that this run has left: to return "
+            f"to it, add --ckpt-step {iteration_in_name(abandoned)}"
+        )
     unread = _describe_unread(root)
     if unread is not None:
         text += f"\n  {unread}"
     return text
+
+
+def _find_abandoned(root: Path) -> Path | None:
+    """Return the last complete checkpoint in `root`, of any branch; None if there is none."""
+    checkpoints = CheckpointDirectory(root)
+    for iteration in reversed(checkpoints.list_iterations()):
+        path = checkpoints.path(iteration)
+        if find_problem(path) is None:
+            return path
+    return None
 
 
 # ---- Opening a checkpoint ----

@@ -1,15 +1,6 @@
-"""Choose the checkpoint that a run starts from, once for all ranks.
+"""Choose the checkpoint that a run starts from, once for all ranks, and open it.
 
-The rules, in this order:
-
-1. An automatic restart of a job continues from the newest checkpoint that the job has saved.
-2. With the same directory as --load and --save, and neither --ckpt-step nor --finetune, a run
-   continues from the newest checkpoint there, or starts from random weights if there is none.
-3. If --save contains a branch that began with the very checkpoint that --load, --ckpt-step and
-   --finetune name, the run continues from the newest checkpoint of that branch.
-4. Otherwise the run starts from the named checkpoint, or from random weights. If --save already
-   contains a run, this one would replace it, which requires --override-existing-run. Returning to
-   an earlier checkpoint of the same directory by --ckpt-step does not require it.
+This module describes the flags and what exists; `dist_checkpointing.choice` has the rules.
 """
 
 from __future__ import annotations
@@ -26,14 +17,23 @@ from megatron.core.dist_checkpointing import (
     Lineage,
     read_lineage,
 )
-from megatron.core.dist_checkpointing.lineage import Origin, identify_checkpoint
+from megatron.core.dist_checkpointing.choice import (
+    Candidate,
+    Choice,
+    Inventory,
+    Launch,
+    abbreviate,
+    choose,
+)
+from megatron.core.dist_checkpointing.lineage import Origin, Segment, identify_checkpoint
 from megatron.core.dist_checkpointing.loading.distributed_local_checkpoint import (
     DistributedLocalCheckpoint,
     LocalCheckpointInfo,
+    LocalInventory,
     find_local_checkpoints,
 )
 from megatron.core.dist_checkpointing.local_tier import LocalTier
-from megatron.core.dist_checkpointing.ownership import Job, read_previous_owner
+from megatron.core.dist_checkpointing.ownership import Job, PreviousOwner, read_previous_owner
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.dist_checkpointing.visibility import wait_until_all_ranks_see
 from megatron.core.object_storage import path_of
@@ -47,14 +47,11 @@ from megatron.core.run_checkpoint.formats import (
 from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS
 from megatron.core.run_checkpoint.source import Source
 from megatron.training.checkpoint.damage import damage_explained
-from megatron.training.checkpoint.save_directory import find_saved
 from megatron.training.config.options import CheckpointConfig
 from megatron.training.config.run_config import Config
 from megatron.training.config.stored_args import normalize_stored_args
 
 logger = logging.getLogger(__name__)
-
-_SHOWN = 5  # checkpoints in a message
 
 
 class Start(NamedTuple):
@@ -72,16 +69,6 @@ class Start(NamedTuple):
     continues: bool = False
     local: DistributedLocalCheckpoint | None = None  # an open checkpoint on the disks of the nodes
     damaged: frozenset[str] = frozenset()  # newer ones there that could not be used
-
-
-class _Choice(NamedTuple):
-    """The decision of rank 0. With `extends_branch`, the run continues a branch in --save."""
-
-    found: CheckpointRef | LocalCheckpointInfo
-    weights_only: bool = False
-    extends_branch: bool = False
-    continues: bool = False
-    origin: Origin | None = None
 
 
 def find_start(
@@ -102,29 +89,25 @@ def find_start(
     """
     # Collect the checkpoints of the nodes, and let rank 0 choose.
     coordination = Coordination.of(None)
-    held: list[LocalCheckpointInfo] = []
-    if tier is not None:
-        found_locally = find_local_checkpoints(tier)
-        held = [checkpoint for checkpoint in found_locally if checkpoint.name not in damaged]
-    chooser = _Chooser(config, save, job or Job(), held)
-    choice = coordination.run_on_rank0(chooser.choose)
-    if choice is None:
+    local = find_local_checkpoints(tier)
+    job = job or Job()
+    choice, found = coordination.run_on_rank0(lambda: _choose(config, save, job, local, damaged))
+    if found is None:
         if damaged:
             raise CheckpointError(
                 f"{config.load or save} contains no checkpoint to use instead of the damaged ones"
             )
         return None
-    if isinstance(choice.found, LocalCheckpointInfo):
+    # As in `resume`, --no-load-optim does not apply to a run that continues its own checkpoint.
+    without_optimizer = choice.weights_only or (config.no_load_optim and not choice.continues)
+    if isinstance(found, LocalCheckpointInfo):
         assert tier is not None
-        start = _open_local(config, tier, choice, choice.found, damaged)
+        start = _open_local(tier, choice, found, damaged, without_optimizer)
         if start is not None:
             return start
         # Choose again without it: the next one may be another local checkpoint or a shared one.
-        return find_start(config, save, tier, job, damaged | {choice.found.name})
+        return find_start(config, save, tier, job, damaged | {found.name})
     # Open it on every rank. An error on any rank is raised on all.
-    found = choice.found
-    # As in `resume`, --no-load-optim does not apply to a run that continues its own checkpoint.
-    without_optimizer = choice.weights_only or (config.no_load_optim and not choice.continues)
     open_source = partial(
         open_found,
         found,
@@ -145,11 +128,11 @@ def _warn_of_unused(source: Source) -> None:
     """Name the parts of a checkpoint that the model does not have."""
     if source.unused:
         logger.warning(
-            f"{source.description}: {len(source.unused)} unused parts: {_abbreviate(source.unused)}"
+            f"{source.description}: {len(source.unused)} unused parts: {abbreviate(source.unused)}"
         )
 
 
-def _base_lineage(choice: _Choice, directory: Path) -> Lineage:
+def _base_lineage(choice: Choice, directory: Path) -> Lineage:
     """Return the lineage from which the checkpoints of the run descend."""
     # A new branch has no ancestors; a continued one keeps those of its newest checkpoint.
     if not choice.extends_branch:
@@ -161,15 +144,14 @@ def _base_lineage(choice: _Choice, directory: Path) -> Lineage:
 
 
 def _open_local(
-    config: CheckpointConfig,
     tier: LocalTier,
-    choice: _Choice,
-    held: LocalCheckpointInfo,
+    choice: Choice,
+    info: LocalCheckpointInfo,
     damaged: frozenset[str],
+    without_optimizer: bool,
 ) -> Start | None:
     """Open a checkpoint on the disks of the nodes; None if it cannot be used. Collective."""
-    local = DistributedLocalCheckpoint(tier, held)
-    without_optimizer = config.no_load_optim and not choice.continues
+    local = DistributedLocalCheckpoint(tier, info)
     # Everything that is read from the disks of nodes is verified in any case.
     open_source = partial(
         open_found,
@@ -187,6 +169,157 @@ def _open_local(
     return Start(local.directory, source, False, lineage, choice.continues, local, damaged)
 
 
+# ---- Choosing, on rank 0 ----
+
+
+def _choose(
+    config: CheckpointConfig,
+    save: Path | None,
+    job: Job,
+    local: LocalInventory,
+    damaged: frozenset[str],
+) -> tuple[Choice, CheckpointRef | LocalCheckpointInfo | None]:
+    """Return the choice, and its checkpoint (None for random weights); log the reasons."""
+    description = describe_launch(config, save, job, local, damaged)
+    choice = choose(description.launch, description.inventory)
+    if choice.candidate is None:
+        # A run may have local checkpoints only, all of them damaged.
+        if not damaged and config.load is not None:
+            check_random_weights(config, path_of(config.load))
+    elif choice.continues:
+        logger.warning(f"continuing from {choice.candidate.description}: {choice.reason}")
+    elif choice.origin is not None and choice.extends_branch:
+        logger.warning(f"starting from {choice.candidate.description}: {choice.reason}")
+    ref = description.find(choice.candidate)
+    if isinstance(ref, CheckpointRef) and ref.note is not None:
+        logger.warning(ref.note)
+    for line in choice.explain_passed_over():
+        logger.warning(line)
+    # Each launch by hand would drop it again, which is easily left in a script.
+    if config.no_load_optim and choice.extends_branch and not choice.continues:
+        logger.warning(
+            "--no-load-optim: this launch drops the optimizer of its own run, as every further one "
+            "with the same flags does. Leave the flag out to keep it"
+        )
+    return choice, ref
+
+
+class LaunchDescription(NamedTuple):
+    """What the flags request, and what exists."""
+
+    launch: Launch
+    inventory: Inventory
+    refs: dict[str, CheckpointRef | LocalCheckpointInfo]  # by name of the candidate
+
+    def find(self, candidate: Candidate | None) -> CheckpointRef | LocalCheckpointInfo | None:
+        """Return the checkpoint of a candidate."""
+        return None if candidate is None else self.refs[candidate.name]
+
+
+def describe_launch(
+    config: CheckpointConfig,
+    save: Path | None,
+    job: Job,
+    local: LocalInventory,
+    damaged: frozenset[str] = frozenset(),
+) -> LaunchDescription:
+    """Describe the request of the flags and all checkpoints, for `choose`.
+
+    `save` is the directory of checkpoints that the run will own. `damaged` are names of local
+    checkpoints that have turned out to be damaged.
+    """
+    in_place = _is_same_directory(config)
+    continues_newest = is_restart_idiom(config)
+    refs: dict[str, CheckpointRef | LocalCheckpointInfo] = {}
+
+    def add(ref: CheckpointRef) -> Candidate:
+        refs[str(ref.directory)] = ref
+        return Candidate(str(ref.directory), read_lineage(ref.directory))
+
+    # The checkpoints of the run in shared storage. A run may begin in the directory of a model.
+    saved = None
+    root = save
+    if continues_newest:
+        assert config.load is not None
+        root = path_of(config.load)
+    shared: list[Candidate] = []
+    newer: list[Candidate] = []
+    if root is not None:
+        try:
+            saved = find_checkpoint(root)
+        except NoCheckpointError as error:
+            shared.append(Candidate(str(root), Lineage((Segment(0, 0),)), str(error)))
+    if saved is not None and (continues_newest or saved.directory.parent == root):
+        shared = [Candidate(str(path), read_lineage(path), why) for path, why in saved.damaged]
+        shared.append(add(saved))
+        if root is not None and saved.directory.parent == root:
+            newer = CheckpointDirectory(root).list_newer(shared[-1].lineage, find_problem)
+
+    # The checkpoint that the flags name.
+    named = None
+    weights_only = False
+    try:
+        ref, weights_only = _find_named(config, continues_newest)
+        if ref is not None:
+            named = add(ref)
+    except ValueError as error:
+        named = Candidate(str(config.load), Lineage((Segment(0, 0),)), str(error))
+    origin = None
+    if named is not None and named.problem is None:
+        step = None if continues_newest else config.ckpt_step
+        origin = Origin(identify_checkpoint(path_of(named.name)), weights_only, step)
+
+    # The checkpoints on the disks of the nodes.
+    for info in local.checkpoints:
+        refs[info.name] = info
+    names: tuple[str, ...] = ()
+    if save is not None:
+        owned = CheckpointDirectory(save)
+        names = tuple(owned.path(iteration).name for iteration in owned.list_iterations())
+    previous = PreviousOwner({}) if save is None else read_previous_owner(save, job)
+    inventory = Inventory(
+        tuple(shared),
+        tuple(newer),
+        tuple(info.to_candidate(damaged) for info in local.checkpoints),
+        tuple(local.of_other_runs),
+        named,
+        weights_only,
+        names,
+    )
+    launch = Launch(
+        save=None if save is None else str(save),
+        in_place=in_place,
+        names_checkpoint=not continues_newest,
+        origin=origin,
+        override=config.override_existing_run,
+        job=previous.job_id,
+        first_generation=previous.first_generation,
+    )
+    return LaunchDescription(launch, inventory, refs)
+
+
+def _find_named(
+    config: CheckpointConfig, continues_newest: bool
+) -> tuple[CheckpointRef | None, bool]:
+    """Return the checkpoint that the flags name, and whether only its weights are loaded.
+
+    A launch that `continues_newest` names one only for its first start.
+    """
+    ref = None
+    if config.load is not None and not continues_newest:
+        ref = find_checkpoint(config.load, config.ckpt_step)
+    if ref is not None:
+        return ref, config.finetune
+    if config.pretrained_checkpoint is None:
+        return None, False
+    ref = find_checkpoint(config.pretrained_checkpoint)
+    if ref is None:
+        raise ValueError(
+            f"--pretrained-checkpoint {config.pretrained_checkpoint} contains no checkpoint"
+        )
+    return ref, True
+
+
 def is_restart_idiom(config: CheckpointConfig) -> bool:
     """Return whether --load and --save request the newest checkpoint of this run."""
     if config.finetune or config.ckpt_step is not None:
@@ -200,247 +333,7 @@ def _is_same_directory(config: CheckpointConfig) -> bool:
     return path_of(config.load).resolve() == path_of(config.save).resolve()
 
 
-class _Chooser:
-    """Chooses the checkpoint to start from, on rank 0; `held` are on the nodes, newest first."""
-
-    def __init__(
-        self, config: CheckpointConfig, save: Path | None, job: Job, held: list[LocalCheckpointInfo]
-    ) -> None:
-        self._config = config
-        self._save = save
-        self._job = job
-        self._held = held
-
-    def choose(self) -> _Choice | None:
-        """Return the choice by the rules above; None for random weights."""
-        config = self._config
-        saved = None if self._save is None else find_saved(self._save)
-
-        # Rule 1: an automatic restart.
-        own = self._find_own(saved)
-        if own is not None:
-            return own
-
-        # Rule 2: --load and --save are the same directory.
-        if is_restart_idiom(config):
-            return self._continue_newest()
-
-        # Rule 3: a branch in --save that began with the named checkpoint.
-        named, weights_only = self._find_named()
-        if named is None:
-            self._check_replaced(saved, 0, "random weights")
-            return None
-        origin = Origin(identify_checkpoint(named.directory), weights_only, config.ckpt_step)
-        if saved is not None and self._continues(saved, origin):
-            return self._continue_branch(saved, named)
-
-        # Rule 4: the named checkpoint.
-        returns = _is_same_directory(config) and config.ckpt_step is not None and not weights_only
-        if returns:
-            self._warn_of_return(named)
-        else:
-            self._check_replaced(saved, 0, str(named.directory))
-        return _Choice(named, weights_only, extends_branch=returns, origin=origin)
-
-    def _continues(self, saved: CheckpointRef, origin: Origin) -> bool:
-        """Return whether `saved` is of a branch that began with the same flags as this start."""
-        if self._config.override_existing_run:
-            return False
-        stored = read_lineage(saved.directory).origin
-        # A branch that began with random weights has no origin.
-        if stored is None or stored == origin:
-            return stored == origin
-        # With --finetune in the directory of --load, the newest checkpoint is one of the branch.
-        in_place = _is_same_directory(self._config) and origin.weights_only
-        return in_place and stored.weights_only and stored.step == origin.step
-
-    def _find_own(self, saved: CheckpointRef | None) -> _Choice | None:
-        """Return the newest checkpoint of this job, if this is an automatic restart of it."""
-        if self._save is None:
-            return None
-        previous = read_previous_owner(self._save, self._job)
-        if previous.job_id is None:
-            return None
-        # The newest checkpoint is of an earlier job if this one has not saved any yet.
-        if saved is not None and read_lineage(saved.directory).job != previous.job_id:
-            saved = None
-        found: CheckpointRef | LocalCheckpointInfo | None = saved
-        # Local checkpoints may be of earlier jobs, too. Their order begins with the fencing number.
-        of_job = [held for held in self._held if held.order[0] >= previous.first_generation]
-        if of_job and (saved is None or of_job[0].order > _order(saved)):
-            found = of_job[0]
-        if found is None:
-            return None
-        if not is_restart_idiom(self._config):
-            logger.warning(
-                f"restart of job {self._job.run_id}: continuing from {_describe(found)}, which an "
-                "earlier start of this job has saved, and not from the checkpoint that --load, "
-                "--ckpt-step and --finetune name"
-            )
-        return _Choice(found, extends_branch=True, continues=True)
-
-    def _continue_newest(self) -> _Choice | None:
-        """Return the newest checkpoint of --load, which is the same directory as --save."""
-        config = self._config
-        assert config.load is not None
-        try:
-            found = find_checkpoint(config.load)
-        # No complete checkpoint in the directory; the disks of the nodes may still have one.
-        except NoCheckpointError as error:
-            if not self._held:
-                raise
-            logger.warning(str(error))
-            found = None
-        if self._held and (found is None or not self._returns_to(found)):
-            return _Choice(self._held[0], extends_branch=True)
-        if found is not None:
-            if found.note is not None:
-                logger.warning(found.note)
-            _warn_of_newer(found)
-            return _Choice(found, extends_branch=True)
-        # The first start of the run: --pretrained-checkpoint, or random weights.
-        named, weights_only = self._find_first()
-        if named is None:
-            return None
-        origin = Origin(identify_checkpoint(named.directory), weights_only)
-        return _Choice(named, weights_only, origin=origin)
-
-    def _returns_to(self, found: CheckpointRef) -> bool:
-        """Return whether `found` is used although the nodes have checkpoints.
-
-        They are older, or the tracker has been edited to return to `found`.
-        """
-        newest = self._held[0]
-        if newest.order <= _order(found):
-            return True
-        # After a crash between a commit and the move of the tracker, one checkpoint is newer.
-        if len(_list_newer(found)) <= 1:
-            return False
-        logger.warning(
-            f"{_describe(newest)} is not used: the tracker has been edited to return to "
-            f"{found.directory}"
-        )
-        return True
-
-    def _continue_branch(self, saved: CheckpointRef, named: CheckpointRef) -> _Choice:
-        """Return the newest checkpoint of the branch that began with `named`."""
-        found: CheckpointRef | LocalCheckpointInfo = saved
-        if self._held and self._held[0].order > _order(saved):
-            found = self._held[0]
-        logger.warning(
-            f"continuing from {_describe(found)}: this run began with {named.directory}, which the "
-            "flags name, and has saved newer checkpoints since. To begin again from there, add "
-            "--override-existing-run"
-        )
-        return _Choice(found, extends_branch=True, continues=True)
-
-    def _find_named(self) -> tuple[CheckpointRef | None, bool]:
-        """Return the checkpoint that the flags name, and whether only its weights are loaded."""
-        config = self._config
-        if config.load is None:
-            return self._find_first()
-        found = find_checkpoint(config.load, config.ckpt_step)
-        if found is None:
-            return self._find_first()
-        if found.note is not None:
-            logger.warning(found.note)
-        return found, config.finetune
-
-    def _find_first(self) -> tuple[CheckpointRef | None, bool]:
-        """Return the checkpoint for the first start of a run, whose --load contains none yet."""
-        config = self._config
-        if config.pretrained_checkpoint is not None:
-            found = find_checkpoint(config.pretrained_checkpoint)
-            if found is None:
-                raise ValueError(
-                    f"--pretrained-checkpoint {config.pretrained_checkpoint} contains no checkpoint"
-                )
-            return found, True
-        if config.load is not None:
-            _check_random_weights(config, path_of(config.load))
-        return None, False
-
-    def _warn_of_return(self, named: CheckpointRef) -> None:
-        later = _name_later(named.directory.parent, read_lineage(named.directory).iteration)
-        if later:
-            logger.warning(
-                f"returning to {named.directory} (--ckpt-step): {later} are left in place until "
-                "this run saves the same iterations; then they are replaced"
-            )
-
-    def _check_replaced(self, saved: CheckpointRef | None, first: int, source: str) -> None:
-        """Raise ValueError if the run would replace another one in --save without permission."""
-        if saved is None or self._save is None:
-            return
-        message = (
-            f"--save {self._save} contains {saved.directory.name} of a run that this one, which "
-            f"starts from {source}, does not continue. The tracker would return to an earlier "
-            f"iteration, and checkpoints of the same number would be replaced "
-            f"({_name_later(self._save, first)})"
-        )
-        if not self._config.override_existing_run:
-            raise ValueError(
-                f"{message}. To continue that run, give --load {self._save}; to keep it, give "
-                "another --save; to replace it, add --override-existing-run"
-            )
-        logger.warning(f"{message} (--override-existing-run)")
-
-
-def _order(found: CheckpointRef) -> tuple[int, int]:
-    lineage = read_lineage(found.directory)
-    return lineage.generation, lineage.iteration
-
-
-def _list_newer(named: CheckpointRef) -> list[str]:
-    """Return the complete checkpoints that are newer than `named`, in the same directory."""
-    root = named.directory.parent
-    checkpoints = CheckpointDirectory(root)
-    newer = []
-    for iteration in _list_later(root, read_lineage(named.directory).iteration):
-        path = checkpoints.path(iteration)
-        # Those of an abandoned branch are older: this run has returned before.
-        is_newer = _order(CheckpointRef(path, named.format)) > _order(named)
-        if is_newer and find_problem(path) is None:
-            newer.append(path.name)
-    return newer
-
-
-def _warn_of_newer(named: CheckpointRef) -> None:
-    """Warn if the tracker names `named` although newer checkpoints exist: it has been edited."""
-    newer = _list_newer(named)
-    if newer:
-        logger.warning(
-            f"continuing from {named.directory}, which the tracker names, although there are newer "
-            f"ones: {_abbreviate(newer)}. Each is left in place until this run saves the same "
-            "iteration; then it is replaced"
-        )
-
-
-def _describe(found: CheckpointRef | LocalCheckpointInfo) -> str:
-    if isinstance(found, LocalCheckpointInfo):
-        return f"{found.name} on the disks of the nodes"
-    return str(found.directory)
-
-
-def _list_later(root: Path, iteration: int) -> list[int]:
-    """Return the iterations of the checkpoints in `root` above `iteration`."""
-    return [number for number in CheckpointDirectory(root).list_iterations() if number > iteration]
-
-
-def _name_later(root: Path, iteration: int) -> str:
-    """Return the names of the checkpoints in `root` above `iteration`, abbreviated."""
-    checkpoints = CheckpointDirectory(root)
-    return _abbreviate([checkpoints.path(number).name for number in _list_later(root, iteration)])
-
-
-def _abbreviate(names: list[str]) -> str:
-    text = ", ".join(names[:_SHOWN])
-    if len(names) > _SHOWN:
-        text += f" and {len(names) - _SHOWN} more"
-    return text
-
-
-def _check_random_weights(config: CheckpointConfig, directory: Path) -> None:
+def check_random_weights(config: CheckpointConfig, directory: Path) -> None:
     """Check that a run whose --load contains no checkpoint may start from random weights.
 
     Scripts for Megatron-LM name a --load before anything is saved, so this is a warning unless a

@@ -13,7 +13,19 @@ import xxhash
 
 from megatron.commands.inspection.contents import compute_file_shares
 from megatron.conversion.opening import open_checkpoint
-from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor, save, write_tracker
+from megatron.core.dist_checkpointing import (
+    Lineage,
+    Segment,
+    ShardedObject,
+    ShardedTensor,
+    save,
+    write_tracker,
+)
+from megatron.core.dist_checkpointing.files import run_name
+from megatron.core.dist_checkpointing.format.checksums import (
+    encode_checksum_records,
+    seal_checksums,
+)
 from tests import ROOT
 
 spec = importlib.util.spec_from_file_location(
@@ -274,3 +286,53 @@ def test_verify_writes_the_hashes_of_megatron_lm(run, capsys):
     (directory / "integrity.json").unlink()
     assert main(["verify", str(run), "--write-integrity-json"]) == 1
     assert not (directory / "integrity.json").exists()
+
+
+def test_choose_prints_the_choice_of_a_launch_and_writes_nothing(tmp_path, capsys):
+    """The tracker was edited, and local checkpoints are newer."""
+    run = tmp_path / "run"
+    nodes = tmp_path / "nodes"
+    run.mkdir()
+    (run / ".run").write_text("a run")
+    for iteration in (5, 10):
+        save_with_lineage(run / f"iter_{iteration:07d}", iteration)
+    local = nodes / run_name(run) / "iter_0000011-0000001.x"
+    save_with_lineage(local, 11)
+    content = b"".join(seal_checksums(encode_checksum_records({})))
+    (local / ".done-0-of-1").write_bytes(content)
+    flags = ["--save", str(run), "--load", str(run), "--tensor-model-parallel-size", "64"]
+    flags += ["--non-persistent-ckpt-type", "local", "--non-persistent-local-ckpt-dir", str(nodes)]
+    before = sorted(tmp_path.rglob("*"))
+
+    (run / "latest_checkpointed_iteration.txt").write_text("10")
+    assert main(["choose", *flags]) == 0
+    output = capsys.readouterr().out
+    assert f"starts from {local.name} on the disks of the nodes: it is the newest" in output
+    (run / "latest_checkpointed_iteration.txt").write_text("5")
+    assert main(["choose", *flags]) == 0
+    output = capsys.readouterr().out
+    assert f"starts from {run}/iter_0000005: the tracker names it" in output
+    assert f"{run}/iter_0000010 is not used: the tracker has been edited" in output
+    assert f"{local.name} on the disks of the nodes is not used" in output
+    tracker = run / "latest_checkpointed_iteration.txt"
+    assert sorted(tmp_path.rglob("*")) == sorted([*before, tracker])
+    assert main(["choose", "--load", str(run), "--save", str(run), "--ckpt-step", "7"]) == 2
+    assert "--ckpt-step 7" in capsys.readouterr().err
+
+    # The directory moves: its local checkpoints are reported, without the one in progress.
+    (local.parent / "iter_0000012-0000001.x").mkdir()
+    run.rename(tmp_path / "moved")
+    assert (
+        main(["choose", *[flag.replace(str(run), str(tmp_path / "moved")) for flag in flags]]) == 0
+    )
+    output = capsys.readouterr().out
+    assert (
+        f"{local} on the disks of the nodes is not used: it has the lineage of this run" in output
+    )
+
+
+def save_with_lineage(directory, iteration):
+    lineage = Lineage((Segment(1, iteration, "a"),))
+    weight = ShardedTensor.replicated("weight", torch.ones(3))
+    files = {"lineage.json": lineage.encode(None)}
+    save({"weight": weight}, directory, common={}, extra_files=files)

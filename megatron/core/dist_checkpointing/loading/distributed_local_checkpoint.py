@@ -14,7 +14,7 @@ import itertools
 import logging
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.dist_checkpointing.background import Workers
+from megatron.core.dist_checkpointing.choice import Candidate
 from megatron.core.dist_checkpointing.format.checksums import (
     BLOCK_SIZE,
     DIGEST_SIZE,
@@ -32,6 +33,7 @@ from megatron.core.dist_checkpointing.format.checksums import (
     decode_checksums,
     hash_blocks,
 )
+from megatron.core.dist_checkpointing.lineage import LINEAGE, Lineage, Segment, read_lineage
 from megatron.core.dist_checkpointing.local_tier import LocalTier, order_of
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.dist_checkpointing.replication import (
@@ -70,98 +72,149 @@ class WriterFiles(NamedTuple):
 
 
 class LocalCheckpointInfo(NamedTuple):
-    """A checkpoint that is complete on all nodes together."""
+    """A checkpoint on the disks of all nodes together; one with a `problem` is not complete."""
 
     name: str
     writers: list[WriterFiles]  # by rank of the writer
+    lineage: Lineage
+    problem: str | None = None
+
+    def to_candidate(self, damaged: Collection[str] = ()) -> Candidate:
+        """Return the entry for the choice; `damaged` are names of those that could not be read."""
+        problem = self.problem
+        if problem is None and self.name in damaged:
+            problem = "it is damaged"
+        return Candidate(self.name, self.lineage, problem, is_local=True)
+
+
+class LocalInventory(NamedTuple):
+    """The local checkpoints of a run, newest first, and those of directories of other runs."""
+
+    checkpoints: list[LocalCheckpointInfo] = []
+    of_other_runs: list[Candidate] = []
 
     @property
-    def order(self) -> tuple[int, int]:
-        """Return (start of the job, iteration)."""
-        return order_of(self.name)
+    def usable(self) -> list[LocalCheckpointInfo]:
+        return [info for info in self.checkpoints if info.problem is None]
 
 
-# The checkpoints of one node: the result of `LocalTier.find_writers` by name.
-_CheckpointsOfNode = dict[str, dict[int, tuple[int, int]]]
+class _Node(NamedTuple):
+    """The local checkpoints of one node, by name, and those of other runs."""
+
+    writers: dict[str, dict[int, tuple[int, int]]]  # results of `LocalTier.find_writers`
+    lineages: dict[str, Lineage]
+    of_other_runs: list[Candidate]
 
 
-def find_local_checkpoints(tier: LocalTier) -> list[LocalCheckpointInfo]:
-    """Return the complete local checkpoints on rank 0, newest first; [] elsewhere. Collective."""
+def find_local_checkpoints(tier: LocalTier | None) -> LocalInventory:
+    """Return the local checkpoints on rank 0, and nothing elsewhere or without a tier.
+
+    Collective.
+    """
+    if tier is None:
+        return LocalInventory()
     # The first rank of each node reports the files of the node.
-    mine: _CheckpointsOfNode = {}
+    node = _Node({}, {}, [])
     if tier.rank == tier.node:
-        mine = _find_on_this_node(tier)
+        node = _find_on_this_node(tier)
 
-    def merge(nodes: list[_CheckpointsOfNode]) -> list[list[LocalCheckpointInfo]]:
+    def merge(nodes: list[_Node]) -> list[LocalInventory]:
         # One result per rank: only rank 0 chooses the checkpoint to load.
-        results: list[list[LocalCheckpointInfo]] = [[] for _ in nodes]
+        results = [LocalInventory() for _ in nodes]
         results[0] = _merge_nodes(nodes)
         return results
 
-    result: list[LocalCheckpointInfo] = Coordination.of(None).gather_compute_scatter(mine, merge)
+    result: LocalInventory = Coordination.of(None).gather_compute_scatter(node, merge)
     return result
 
 
-def _find_on_this_node(tier: LocalTier) -> _CheckpointsOfNode:
+def _find_on_this_node(tier: LocalTier) -> _Node:
     """Return the checkpoints on this node, without those that cannot be read.
 
     Other nodes may have their files: the ranks of this node must take part in the collective.
     """
-    found: _CheckpointsOfNode = {}
-    for name in tier.list_checkpoints():
+    node = _Node({}, {}, [])
+    for name in tier.list_checkpoints() if tier.root.is_dir() else ():
         try:
-            found[name] = tier.find_writers(name)
+            node.writers[name] = tier.find_writers(name)
+            if (tier.root / name / LINEAGE).exists():
+                node.lineages[name] = read_lineage(tier.root / name)
         except OSError as error:
             logger.warning(
                 f"local checkpoint {name} cannot be read: {error}", extra={"every_rank": True}
             )
-    return found
+    with contextlib.suppress(OSError):
+        for path in tier.root.parent.iterdir():
+            newest = _find_newest_of_run(tier._replace(root=path))
+            if path != tier.root and newest is not None:
+                node.of_other_runs.append(newest)
+    return node
 
 
-def _merge_nodes(nodes: list[_CheckpointsOfNode]) -> list[LocalCheckpointInfo]:
-    """Return the checkpoints that are complete on all nodes together, newest first."""
+def _find_newest_of_run(tier: LocalTier) -> Candidate | None:
+    """Return the newest checkpoint in a directory of which rank 0 has saved its files here."""
+    if not tier.root.is_dir():
+        return None
+    for name in reversed(tier.list_checkpoints()):
+        if 0 in tier.find_writers(name):
+            path = tier.root / name
+            return Candidate(str(path), read_lineage(path), None, is_local=True)
+    return None
+
+
+def _merge_nodes(nodes: list[_Node]) -> LocalInventory:
+    """Return the checkpoints that any node has files of, newest first."""
     names: dict[str, None] = {}
-    for checkpoints in nodes:
-        names |= dict.fromkeys(checkpoints)
+    of_other_runs: dict[str, Candidate] = {}
+    for node in nodes:
+        names |= dict.fromkeys(node.writers)
+        for candidate in node.of_other_runs:
+            of_other_runs.setdefault(candidate.name, candidate)
 
-    complete = []
+    checkpoints = []
     for name in sorted(names, key=order_of, reverse=True):
         writers, count = _collect_writers(name, nodes)
         missing = [writer for writer in range(count) if writer not in writers]
+        problem = None
         if missing:
-            _warn_of_missing_writers(name, missing, count)
-            continue
-        in_order = [writers[writer] for writer in range(count)]
-        complete.append(LocalCheckpointInfo(name, in_order))
-    return complete
+            problem = _describe_missing_writers(missing, count)
+        in_order = [writers[writer] for writer in range(count) if writer in writers]
+        lineage = _find_lineage(name, nodes)
+        checkpoints.append(LocalCheckpointInfo(name, in_order, lineage, problem))
+    return LocalInventory(checkpoints, list(of_other_runs.values()))
 
 
-def _collect_writers(
-    name: str, nodes: list[_CheckpointsOfNode]
-) -> tuple[dict[int, WriterFiles], int]:
+def _find_lineage(name: str, nodes: list[_Node]) -> Lineage:
+    """Return the lineage of a checkpoint, from the first node with a valid copy."""
+    generation, iteration = order_of(name)
+    for node in nodes:
+        lineage = node.lineages.get(name)
+        if lineage is not None and lineage.order == (generation, iteration):
+            return lineage
+    return Lineage((Segment(generation, iteration),))
+
+
+def _collect_writers(name: str, nodes: list[_Node]) -> tuple[dict[int, WriterFiles], int]:
     """Return the writers of a checkpoint whose files some node has, and the number of writers."""
     writers: dict[int, WriterFiles] = {}
     num_writers = 1
-    for node, checkpoints in enumerate(nodes):
-        for writer, (count, marker_size) in checkpoints.get(name, {}).items():
+    for index, node in enumerate(nodes):
+        for writer, (count, marker_size) in node.writers.get(name, {}).items():
             # Another program may have changed the names and sizes of files.
             is_valid_writer = 0 <= writer < count <= MAX_WRITERS
             is_valid_marker = 0 < marker_size <= MAX_MARKER
             if is_valid_writer and is_valid_marker:
                 files = writers.setdefault(writer, WriterFiles(marker_size, []))
-                files.nodes.append(node)
+                files.nodes.append(index)
                 num_writers = count
     return writers, num_writers
 
 
-def _warn_of_missing_writers(name: str, missing: list[int], count: int) -> None:
-    """Warn that no node has the files of the `missing` writers of a checkpoint."""
+def _describe_missing_writers(missing: list[int], count: int) -> str:
+    """Return the problem of a checkpoint of which no node has the files of `missing` writers."""
     ranks = "rank" if len(missing) == 1 else "ranks"
     first_missing = ", ".join(map(str, missing[:8]))
-    logger.warning(
-        f"local checkpoint {name} cannot be used: no node has the files of "
-        f"{ranks} {first_missing} of {count}"
-    )
+    return f"no node has the files of {ranks} {first_missing} of {count}"
 
 
 class _ThreadBuffer(threading.local):

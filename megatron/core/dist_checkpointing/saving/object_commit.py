@@ -28,6 +28,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from megatron.core.dist_checkpointing.background import map_in_threads
 from megatron.core.dist_checkpointing.files import (
     CLAIM,
     COMMON,
@@ -96,11 +97,13 @@ class ObjectGeneration(Generation):
                 break
             generation._withdraw()
             number = newest.number + 1
+
         # A former owner may still be writing: revoke its claims, so that it cannot commit.
-        for directory in root.glob("iter_*"):
-            assert isinstance(directory, ObjectPath)
+        def revoke_claim(directory: ObjectPath) -> None:
             if (directory / CLAIM).is_file():
                 revoke(directory, generation.check, committed=False)
+
+        map_in_threads(revoke_claim, root.glob("iter_*"))
         # The newest generation decides: the older ones have no effect any more.
         older = [found for found in generations_in(root) if found < generation.id]
         root.store.delete([f"{root.key}/{found.name}" for found in older])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from megatron.core.dist_checkpointing.background import Workers
+from megatron.core.dist_checkpointing.background import Workers, map_in_threads
 from megatron.core.dist_checkpointing.checkpoint_directory import CheckpointDirectory
 from megatron.core.dist_checkpointing.files import is_complete
 from megatron.core.dist_checkpointing.format.verified_file import load_common
@@ -141,13 +141,17 @@ class Retention:
         """Return the validation losses of the checkpoints on the branch that ends with
         `lineage`.
         """
-        losses = {}
-        for iteration in self._directory.list_branch(lineage):
+        branch = self._directory.list_branch(lineage)
+
+        def read(iteration: int) -> float | None:
+            """Return the loss, NaN if it is not needed, None for another directory."""
             path = self._directory.path(iteration)
-            if self._is_checkpoint(path):
-                needs_loss = self._rules.keep_best is not None
-                losses[iteration] = _read_loss(path) if needs_loss else math.nan
-        return losses
+            if not self._is_checkpoint(path):
+                return None
+            return math.nan if self._rules.keep_best is None else _read_loss(path)
+
+        losses = zip(branch, map_in_threads(read, branch), strict=True)
+        return {iteration: loss for iteration, loss in losses if loss is not None}
 
 
 def _read_loss(directory: Path) -> float:

@@ -37,6 +37,7 @@ from megatron.core.dist_checkpointing.loading import distributed_local_checkpoin
 from megatron.core.dist_checkpointing.loading.distributed_local_checkpoint import (
     DistributedLocalCheckpoint,
     _merge_nodes,
+    _Node,
     find_local_checkpoints,
 )
 from megatron.core.dist_checkpointing.local_tier import (
@@ -172,8 +173,10 @@ def test_a_stray_file_among_the_local_checkpoints_is_left_out(tmp_path, caplog):
     with AsyncSaver() as saver:
         assert saver.save(state, tmp_path, common={}, pending=pending).wait().error is None
     (tmp_path / "iter_0000000-0000001.stray").write_bytes(b"")
-    (found,) = find_local_checkpoints(tier)
-    assert found.order == (1, 1) and "iter_0000000-0000001.stray cannot be read" in caplog.text
+    (found,) = find_local_checkpoints(tier).usable
+    assert (
+        found.lineage.order == (1, 1) and "iter_0000000-0000001.stray cannot be read" in caplog.text
+    )
 
 
 def damaged_on_the_way(rank, size, root):
@@ -224,8 +227,8 @@ def save_with_interval(rank, size, root):
     if rank == 1:
         shutil.rmtree(node.tier.root)
     dist.barrier()
-    usable = find_local_checkpoints(LocalTier.create(node.tier.root, 2))
-    return kept, writers, [found.order[1] for found in usable]
+    usable = find_local_checkpoints(LocalTier.create(node.tier.root, 2)).usable
+    return kept, writers, [found.lineage.order[1] for found in usable]
 
 
 def test_replication_interval(pool, tmp_path):
@@ -286,14 +289,15 @@ def test_a_local_checkpoint_is_copied_to_where_all_nodes_find_it(pool, tmp_path)
         {path.name: path.read_bytes() for path in root.iterdir()}
         for root in (drained, tmp_path / "direct")
     ]
-    assert contents[0].pop("x") and contents[0] == contents[1]
+    assert contents[0] == contents[1]
 
 
 def save_directly(rank, size, directory):
+    common = {"iteration": 1}
+    files = {"x": b"y"}
     with AsyncSaver(workers=1) as saver:
-        assert (
-            saver.save(state_of(rank, 1), directory, common={"iteration": 1}).wait().error is None
-        )
+        handle = saver.save(state_of(rank, 1), directory, common=common, extra_files=files)
+        assert handle.wait().error is None
 
 
 def share_a_directory(rank, size, root):
@@ -355,10 +359,10 @@ def superseded(rank, size, root):
     for node, iteration in ((old, 5), (new, 4), (old, 6), (old, 7)):
         assert node.save(iteration).error is None
         dist.barrier()
-        names.append([held.order for held in find_local_checkpoints(node.tier)])
+        names.append([held.lineage.order for held in find_local_checkpoints(node.tier).usable])
     assert new.save(5).error is None
     dist.barrier()
-    names.append([held.order for held in find_local_checkpoints(new.tier)])
+    names.append([held.lineage.order for held in find_local_checkpoints(new.tier).usable])
     old.close()
     new.close()
     return names
@@ -390,7 +394,7 @@ def read_at_random(rank, size, root, flips):
             damaged[int(torch.randint(len(content), (), generator=generator))] ^= 1 << 3
             path.write_bytes(damaged)
         dist.barrier()
-        held = [find_local_checkpoints(node.tier)]
+        held = [find_local_checkpoints(node.tier).usable]
         dist.broadcast_object_list(held, 0)
         local = DistributedLocalCheckpoint(node.tier, held[0][0])
         values = Reader(local.directory).read("big", (0, 0), (ROWS + 1, 20))
@@ -409,7 +413,7 @@ def a_holder_is_stopped(rank, size, root):
     node = Node(rank, root)
     assert node.save(1).error is None
     node.close()
-    held = [find_local_checkpoints(node.tier)]
+    held = [find_local_checkpoints(node.tier).usable]
     dist.broadcast_object_list(held, 0)
     writers = [files._replace(nodes=[0]) for files in held[0][0].writers]
     only_there = held[0][0]._replace(writers=writers)
@@ -479,9 +483,9 @@ def test_marker_with_an_implausible_number_of_writers_is_ignored(tmp_path, caplo
     for count in (99999999999, 1 << 21):
         (directory / f".done-0-of-{count}").write_bytes(content)
     assert tier.find_writers(directory.name) == {}
-    assert find_local_checkpoints(tier) == []
+    assert find_local_checkpoints(tier).usable == []
     forged = {"iter_0000001-0000001.forged": {0: (99999999999, 10)}}
-    assert _merge_nodes([forged]) == []
+    assert _merge_nodes([_Node(forged, {}, [])]).usable == []
 
 
 def save_with_secret(rank, size, root, tampered):
@@ -491,7 +495,7 @@ def save_with_secret(rank, size, root, tampered):
         if rank == 0 and tampered:
             node.tier.replication.authenticator._key = b"another key"
         report = node.save(1)
-        found = [find_local_checkpoints(node.tier)]
+        found = [find_local_checkpoints(node.tier).usable]
         dist.broadcast_object_list(found, 0)
         writers = [files for files in found[0][0].writers if 0 in files.nodes]
         only_on_rank_0 = [files._replace(nodes=[0]) for files in writers]

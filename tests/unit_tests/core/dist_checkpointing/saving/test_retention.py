@@ -307,22 +307,22 @@ def test_kill_at_every_step_leaves_a_complete_newest_checkpoint(tmp_path):
 class FullDisk:
     """A file system without free blocks as long as the checkpoint of iteration 1 exists.
 
-    Until `repaired`, the rename of the tracker fails as well.
+    While it has a `quota`, the rename of the tracker fails instead.
     """
 
-    def __init__(self, root, monkeypatch):
+    def __init__(self, root, monkeypatch, quota=False):
         self._root = root
-        self.repaired = True
+        self.quota = quota
         self._replace = os.replace
         monkeypatch.setattr(os, "statvfs", self._statvfs)
         monkeypatch.setattr(os, "replace", self._rename)
 
     def _statvfs(self, path):
-        free = 0 if (self._root / "iter_0000001").exists() else 1 << 30
-        return types.SimpleNamespace(f_bavail=free, f_frsize=1, f_blocks=1)
+        is_full = not self.quota and (self._root / "iter_0000001").exists()
+        return types.SimpleNamespace(f_bavail=0 if is_full else 1 << 30, f_frsize=1, f_blocks=1)
 
     def _rename(self, source, target):
-        if Path(target).name == TRACKER and not self.repaired:
+        if Path(target).name == TRACKER and self.quota:
             raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), str(target))
         self._replace(source, target)
 
@@ -343,14 +343,10 @@ def test_removal_after_a_failed_step_precedes_the_next_save(tmp_path, monkeypatc
     """Otherwise a disk that the commit has filled stays full for ever."""
     saver = make_saver(tmp_path)
     assert save_with(saver, tmp_path, 1)
-    disk = FullDisk(tmp_path, monkeypatch)
-    disk.repaired = False
-    monkeypatch.setattr(
-        os, "statvfs", lambda path: types.SimpleNamespace(f_blocks=0, f_bavail=0, f_frsize=0)
-    )
+    disk = FullDisk(tmp_path, monkeypatch, quota=True)
     assert not save_with(saver, tmp_path, 2)
     assert read_tracker(tmp_path) == 1 and is_complete(tmp_path / "iter_0000002")
-    disk = FullDisk(tmp_path, monkeypatch)
+    disk.quota = False
     assert save_with(saver, tmp_path, 3)
     saver.close()
     assert visible(tmp_path) == ["iter_0000003", TRACKER]
