@@ -8,9 +8,14 @@ transformers model under FSDP with torch.distributed.checkpoint, whose files are
 other dimension, and megatron-core, which reads our files. Contestants take turns; results are
 medians. Files are in the page cache and modules are compiled.
 
+With --checkpoints, only the choice of the checkpoint is measured: rank 0 reads a directory with
+that many checkpoints in a simulated object store, each of whose requests takes --request-ms, while
+all other ranks wait in a collective with a timeout of 10 minutes.
+
     python benchmarks/startup.py                       # start-up, tools and resume
     python benchmarks/startup.py --size-gb 0.2 --turns 3
     python benchmarks/startup.py --megatron-core-python PATH   # also megatron-core
+    python benchmarks/startup.py --checkpoints 3000 --request-ms 50
 """
 
 import argparse
@@ -19,6 +24,7 @@ import resource
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +32,22 @@ from functools import partial
 from pathlib import Path
 
 from scratch import create_scratch_directory
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from megatron.core import object_storage  # noqa: E402
+from megatron.core.dist_checkpointing import Lineage, Segment, take_generation  # noqa: E402
+from megatron.core.dist_checkpointing.choice import choose  # noqa: E402
+from megatron.core.dist_checkpointing.files import encode_commit  # noqa: E402
+from megatron.core.dist_checkpointing.format.checksums import compute_checksums  # noqa: E402
+from megatron.core.dist_checkpointing.loading.distributed_local_checkpoint import (  # noqa: E402
+    LocalInventory,
+)
+from megatron.core.dist_checkpointing.ownership import Job  # noqa: E402
+from megatron.core.object_storage import path_of  # noqa: E402
+from megatron.training.checkpoint.save_directory import identify_newest  # noqa: E402
+from megatron.training.checkpoint.start import describe_launch  # noqa: E402
+from megatron.training.config.options import CheckpointConfig  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 TWO_PROCESSES = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -297,6 +319,119 @@ def measure_resume(directory: Path, size_gb: float, turns: int, megatron_core: s
     print_rows("resume", medians, fastest_peer)
 
 
+class DelayedStore:
+    """Objects in memory; every request takes `delay` seconds and is counted."""
+
+    def __init__(self, delay: float) -> None:
+        self._delay = delay
+        self._objects: dict[str, bytes] = {}
+        self._lock = threading.Lock()
+        self.requests = 0
+
+    def add(self, key: str, content: bytes) -> None:
+        """Add an object without a request."""
+        self._objects[key] = content
+
+    def _request(self) -> None:
+        with self._lock:
+            self.requests += 1
+        time.sleep(self._delay)
+
+    def _get(self, key: str) -> bytes:
+        if key not in self._objects:
+            raise FileNotFoundError(key)
+        return self._objects[key]
+
+    def size(self, key: str) -> int:
+        self._request()
+        return len(self._get(key))
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        self._request()
+        return self._get(key)[start : start + length]
+
+    def version(self, key: str) -> str | None:
+        self._request()
+        return str(hash(self._objects[key])) if key in self._objects else None
+
+    def create(self, key: str, content: bytes) -> str:
+        self._request()
+        self._objects[key] = content
+        return str(hash(content))
+
+    def delete(self, keys: list[str]) -> None:
+        self._request()
+        for key in keys:
+            self._objects.pop(key, None)
+
+    def sizes(self, prefix: str) -> dict[str, int]:
+        self._request()
+        below = [key for key in self._objects if key.startswith(f"{prefix}/")]
+        return {key: len(self._objects[key]) for key in below}
+
+    def children(self, prefix: str) -> tuple[list[str], list[str]]:
+        self._request()
+        directories: dict[str, None] = {}
+        objects = []
+        for key in list(self._objects):
+            if not key.startswith(f"{prefix}/"):
+                continue
+            name, separator, _ = key.removeprefix(f"{prefix}/").partition("/")
+            if separator:
+                directories[f"{prefix}/{name}"] = None
+            else:
+                objects.append(key)
+        return list(directories), objects
+
+
+def add_checkpoint(store: DelayedStore, iteration: int) -> None:
+    """Add the small files of a committed checkpoint."""
+    contents = {
+        "lineage.json": Lineage((Segment(1, iteration, "a"),)).encode(None),
+        ".metadata": b"metadata",
+        "common.pt": b"common",
+        "checksums.bin": b"checksums",
+    }
+    sums = {name: compute_checksums(content) for name, content in contents.items()}
+    contents["metadata.json"] = encode_commit("save", sums)
+    contents[".claim"] = b"{}"
+    for name, content in contents.items():
+        store.add(f"run/iter_{iteration:07d}/{name}", content)
+
+
+def measure_choice(num_checkpoints: int, delay: float) -> None:
+    """Print requests and seconds of the steps of a launch that read the directory."""
+    store = DelayedStore(delay)
+    object_storage._open_store = lambda root, pid: store
+    root = path_of("s3://bucket/run")
+    for iteration in range(1, num_checkpoints + 1):
+        add_checkpoint(store, iteration)
+    config = CheckpointConfig(load=str(root), save=str(root))
+
+    def choose_start() -> None:
+        description = describe_launch(config, root, Job(), LocalInventory())
+        choice = choose(description.launch, description.inventory)
+        assert choice.candidate is not None
+        assert choice.candidate.lineage.iteration == num_checkpoints
+
+    steps = {
+        "identify the newest": lambda: identify_newest(root),
+        "choose": choose_start,
+        "take ownership": lambda: take_generation(root, {}),
+        "identify the newest again": lambda: identify_newest(root),
+    }
+    print(f"\n{num_checkpoints} checkpoints, {delay * 1e3:g} ms per request")
+    total = 0.0
+    for name, step in steps.items():
+        before = store.requests
+        began = time.perf_counter()
+        step()
+        seconds = time.perf_counter() - began
+        total += seconds
+        print(f"{name:28} {store.requests - before:7} requests {seconds:8.1f} s")
+    print(f"{'all':28} {store.requests:7} requests {total:8.1f} s")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -305,10 +440,15 @@ def main() -> None:
         "--size-gb", type=float, default=1.6, help="of the checkpoint that is resumed from"
     )
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--checkpoints", type=int, help="only measure the choice among so many")
+    parser.add_argument("--request-ms", type=float, default=50.0, help="of the simulated store")
     parser.add_argument(
         "--megatron-core-python", metavar="PATH", help="Python of an environment with megatron-core"
     )
     args = parser.parse_args()
+    if args.checkpoints is not None:
+        measure_choice(args.checkpoints, args.request_ms / 1e3)
+        return
     with create_scratch_directory("startup", Path.cwd()) as directory:
         measure_start_up(directory, args.turns)
         measure_tools(directory, args.turns)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -35,6 +36,21 @@ def _get_host_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None
             ranks, backend="gloo", use_local_synchronization=True
         )
     return _host_groups[device_group]
+
+
+def _encode(value: Any) -> torch.Tensor:
+    """Return the bytes of a value for another rank of the same job."""
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+
+
+def _decode(content: torch.Tensor) -> Any:
+    return pickle.loads(content.numpy().data)
+
+
+def _wait_for(transfers: list[dist.Work | None]) -> None:
+    for transfer in transfers:
+        assert transfer is not None
+        transfer.wait()
 
 
 @dataclass(frozen=True)
@@ -80,7 +96,7 @@ class Coordination:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
+        dist.all_gather_object(values, value, group=_get_host_group(self.group))
         return values
 
     def run_on_rank0(self, function: Callable[[], T]) -> T:
@@ -96,7 +112,8 @@ class Coordination:
             except (ValueError, OSError) as error:
                 answer = [error]
         if self.size > 1:
-            dist.broadcast_object_list(answer, src=self._global_rank(0), group=self.group)
+            group = _get_host_group(self.group)
+            dist.broadcast_object_list(answer, src=self._global_rank(0), group=group)
         if isinstance(answer[0], (ValueError, OSError)):
             raise answer[0]
         result: T = answer[0]
@@ -166,24 +183,51 @@ class Coordination:
         return result[0]
 
     def _gather(self, value: Any) -> list[Any] | None:
-        """Return the values of all ranks on the coordinator, None elsewhere."""
+        """Return the values of all ranks on the coordinator, None elsewhere.
+
+        Each rank sends as many bytes as its value has. `dist.gather_object` would pad all of them
+        to the largest one, and with NCCL exchange them on the GPU.
+        """
         if self.size == 1:
             return [value]
-        # Only the destination has a list for the results.
-        values: list[Any] | None = None
-        if self.is_coordinator:
-            values = [None] * self.size
-        dist.gather_object(value, values, dst=self._global_rank(0), group=self.group)
-        return values
+        group = _get_host_group(self.group)
+        content = _encode(value)
+        size = torch.tensor([content.numel()])
+        if not self.is_coordinator:
+            dist.gather(size, dst=self._global_rank(0), group=group)
+            dist.send(content, self._global_rank(0), group=group)
+            return None
+        sizes = [torch.empty_like(size) for _ in range(self.size)]
+        dist.gather(size, sizes, dst=self._global_rank(0), group=group)
+        contents = [content]
+        transfers = []
+        for rank in range(1, self.size):
+            contents.append(torch.empty(int(sizes[rank]), dtype=torch.uint8))
+            transfers.append(dist.irecv(contents[rank], self._global_rank(rank), group=group))
+        _wait_for(transfers)
+        return [_decode(received) for received in contents]
 
     def _scatter(self, values: list[Any] | None) -> Any:
-        """Return this rank's entry of `values`, which the coordinator has."""
+        """Return this rank's entry of `values`, which the coordinator has; see `_gather`."""
         if self.size == 1:
             assert values is not None
             return values[0]
-        received: list[Any] = [None]
-        dist.scatter_object_list(received, values, src=self._global_rank(0), group=self.group)
-        return received[0]
+        group = _get_host_group(self.group)
+        size = torch.empty(1, dtype=torch.int64)
+        if not self.is_coordinator:
+            dist.scatter(size, src=self._global_rank(0), group=group)
+            content = torch.empty(int(size), dtype=torch.uint8)
+            dist.recv(content, self._global_rank(0), group=group)
+            return _decode(content)
+        assert values is not None
+        contents = [_encode(value) for value in values]
+        sizes = [torch.tensor([content.numel()]) for content in contents]
+        dist.scatter(size, sizes, src=self._global_rank(0), group=group)
+        transfers = []
+        for rank in range(1, self.size):
+            transfers.append(dist.isend(contents[rank], self._global_rank(rank), group=group))
+        _wait_for(transfers)
+        return values[0]
 
     def _global_rank(self, rank: int) -> int:
         """Return the rank in the world of a rank of the group."""

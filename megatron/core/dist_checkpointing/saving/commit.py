@@ -108,9 +108,14 @@ class PendingCheckpoint:
         fsync_directory(path.parent)
 
     def finish(self, sums: Mapping[str, FileChecksums]) -> None:
-        """Make the names of this rank's files durable; `sums` are their checksums."""
-        if sums:
-            fsync_directory(self.pending)
+        """Return at once: the files of this rank are durable; `sums` are their checksums.
+
+        Rank 0 makes the names of all ranks durable in `_publish`, with one flush of the directory.
+        The names of a shared directory are on the server, or in the kernel that all ranks share:
+        creating a file through NFS is synchronous, and a flush by any client of Lustre, GPFS or
+        CephFS covers what the server has accepted before. A flush per rank would be as many
+        commits of the server's journal.
+        """
 
     def commit(
         self,
