@@ -44,7 +44,7 @@ from megatron.core.dist_checkpointing.loading.distributed_local_checkpoint impor
     LocalInventory,
 )
 from megatron.core.dist_checkpointing.ownership import Job  # noqa: E402
-from megatron.core.object_storage import path_of  # noqa: E402
+from megatron.core.object_path import path_of
 from megatron.training.checkpoint.save_directory import identify_newest  # noqa: E402
 from megatron.training.checkpoint.start import describe_launch  # noqa: E402
 from megatron.training.config.options import CheckpointConfig  # noqa: E402

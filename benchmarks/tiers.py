@@ -57,7 +57,8 @@ from megatron.core.dist_checkpointing.loading.distributed_local_checkpoint impor
     find_local_checkpoints,
 )
 from megatron.core.dist_checkpointing.local_tier import LocalSaver, LocalTier  # noqa: E402
-from megatron.core.object_storage import PART_SIZE, path_of  # noqa: E402
+from megatron.core.object_path import path_of
+from megatron.core.object_storage import PART_SIZE
 from megatron.training.reporting.recorded_launches import RecordedLaunch, read_record  # noqa: E402
 from tests.support.cluster import Cluster  # noqa: E402
 from tests.support.object_server import object_server  # noqa: E402

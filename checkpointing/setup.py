@@ -18,6 +18,7 @@ SOURCE = HERE.parent / "megatron"
 NAME = "megatron_checkpoint"
 ENGINE = "dist_checkpointing"
 LIBRARY = "checkpointer"
+WING = re.compile(r"megatron\.[\w.]+:\w+")  # see megatron/core/wings.py
 EXTENSION = Path(ENGINE, "format", "hashed_copy.cpp")
 
 
@@ -102,17 +103,19 @@ def find_root(module: str) -> Path:
 
 
 def find_imports(path: Path) -> set[str]:
-    """Return the modules or packages of the distribution that a file imports."""
+    """Return the modules or packages of the distribution that a file imports, also on demand."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module is not None:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.Constant) and WING.fullmatch(str(node.value)):
+            names = [node.value]
         else:
             continue
         for name in names:
-            parts = name.split(".")
+            parts = re.split("[.:]", name)
             if parts[:2] == ["megatron", "core"] and len(parts) > 2:
                 found.add(parts[2])
             elif parts[:2] == ["megatron", LIBRARY]:

@@ -43,7 +43,7 @@ from megatron.core.dist_checkpointing.saving.retention import RetentionRules
 from megatron.core.dist_checkpointing.saving.run_saver import RunSaver, SaveOptions
 from megatron.core.dist_checkpointing.saving.save_thread import SaveReport
 from megatron.core.dist_checkpointing.visibility import wait_until_all_ranks_see
-from megatron.core.object_storage import path_of
+from megatron.core.object_path import path_of
 from megatron.core.safe_files.errors import CheckpointError
 
 logger = logging.getLogger(__name__)

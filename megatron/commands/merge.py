@@ -23,7 +23,7 @@ from megatron.conversion.merge import (
 )
 from megatron.conversion.model_space.views import AveragedWeights
 from megatron.conversion.opening import open_found
-from megatron.core.object_storage import path_of
+from megatron.core.object_path import path_of
 from megatron.core.progress import ProgressBar
 from megatron.core.run_checkpoint.formats import require_checkpoint
 from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS, average_key

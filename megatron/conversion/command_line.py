@@ -22,7 +22,7 @@ from megatron.conversion.choices import (
     UNIVERSAL_STYLES,
 )
 from megatron.conversion.edit_options import parse_foreign_split, parse_layers, parse_rename
-from megatron.core.object_storage import path_of
+from megatron.core.object_path import path_of
 from megatron.core.terminal import format_error, print_line
 
 _T = TypeVar("_T")

@@ -45,7 +45,7 @@ from megatron.core.dist_checkpointing.mapping import Shape, cut_rows
 from megatron.core.dist_checkpointing.saving.commit import Progress, no_progress
 from megatron.core.dist_checkpointing.source import TensorInfo
 from megatron.core.durable_files import fsync_tree, put_in_place
-from megatron.core.object_storage import ObjectPath
+from megatron.core.object_path import ObjectPath
 from megatron.core.progress import format_size
 from megatron.core.run_checkpoint.keys import (
     WORD_EMBEDDINGS,

@@ -31,7 +31,8 @@ from megatron.core.dist_checkpointing.saving.commit import Progress, Rewrite
 from megatron.core.dist_checkpointing.saving.model_export import ConvertedTarget, StagedTarget
 from megatron.core.dist_checkpointing.saving.pending_export import ExportTarget
 from megatron.core.durable_files import check_free_space, discard, fsync_directory
-from megatron.core.object_storage import ObjectPath, check_conditional_requests
+from megatron.core.object_files import check_conditional_requests
+from megatron.core.object_path import ObjectPath
 from megatron.core.run_checkpoint.formats import is_huggingface
 from megatron.core.transformer.transformer_config import TransformerConfig
 

@@ -1,4 +1,4 @@
-"""Object storage: `s3://bucket/prefix`, `gs://` and `az://` as paths, via `obstore`.
+"""Object storage via `obstore`: the requests of `object_path.ObjectPath`, imported with its first.
 
 `obstore` is installed by the extra `object-storage`. An object appears whole when its upload ends,
 so renames and flushes are not needed. Conditional requests decide between writers: `create`
@@ -11,15 +11,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import fnmatch
 import os
-import secrets
-import threading
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
@@ -27,7 +23,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-SCHEMES = ("s3", "gs", "az")
 PART_SIZE = 8 << 20  # bytes of one request of an upload or a download
 _MAX_PARTS = 9000  # of one upload; the clouds take 10,000
 _MAX_WHOLE = 1 << 30  # bytes of an object that is read by one request
@@ -268,37 +263,6 @@ class Upload:
             self._writer.close()
 
 
-class OrderedUpload:
-    """An upload whose pieces any thread may write in any order.
-
-    Pieces that are written before their turn are copied and wait.
-    """
-
-    def __init__(self, path: ObjectPath, size: int) -> None:
-        self._upload = path.store.upload(path.key, size)
-        self._size = size
-        self._position = 0
-        self._early: dict[int, bytes] = {}
-        self._lock = threading.Lock()
-
-    def write(self, position: int, content: memoryview) -> None:
-        """Write `content` at byte `position` of the object."""
-        with self._lock:
-            if position != self._position:
-                self._early[position] = bytes(content)
-                return
-            piece: bytes | memoryview | None = content
-            while piece is not None:
-                self._upload.write(piece)
-                self._position += len(piece)
-                piece = self._early.pop(self._position, None)
-
-    def close(self) -> None:
-        """Complete the object. Without this call it never appears."""
-        assert self._position == self._size, (self._position, self._size)
-        self._upload.close()
-
-
 def first_line(error: BaseException) -> str:
     """Return the first line of an error: those of some libraries are pages long."""
     line, _, _ = str(error).partition("\n")
@@ -306,150 +270,6 @@ def first_line(error: BaseException) -> str:
 
 
 @lru_cache
-def _open_store(root: str, pid: int) -> ObjectStore:
+def open_store(root: str, pid: int) -> ObjectStore:
+    """Return the store of a bucket, once per process `pid`."""
     return ObjectStore(root)
-
-
-def check_conditional_requests(directory: ObjectPath) -> None:
-    """Raise ValueError for a store that ignores the conditions of requests.
-
-    Two writers would overwrite each other's checkpoints there.
-    """
-    store = directory.store
-    key = (directory / f".probe-{secrets.token_hex(8)}").key
-    try:
-        e_tag = store.create(key, b"1")
-        # Both requests must fail: the object exists, and the other one names another version.
-        refused = 0
-        for attempt in (
-            lambda: store.create(key, b"2"),
-            lambda: store.replace(key, b"3", f'"{"0" * 32}"'),
-        ):
-            try:
-                attempt()
-            except ConflictError:
-                refused += 1
-        if refused < 2:
-            endpoint = os.environ.get("AWS_ENDPOINT_URL", directory.bucket)
-            raise ValueError(
-                f"{directory}: the store at {endpoint} ignores conditional requests "
-                "(If-None-Match, If-Match), without "
-                "which two jobs would damage each other's checkpoints (rclone's and s3rver's do). "
-                "Use another store"
-            )
-        # A request whose condition holds must succeed.
-        store.replace(key, b"4", e_tag)
-    except OSError as error:
-        raise ValueError(f"checkpoints cannot be saved to {directory}: {error}") from error
-    finally:
-        with contextlib.suppress(OSError):
-            store.delete([key])
-
-
-class _Stat(NamedTuple):
-    st_size: int
-
-
-class ObjectPath(type(Path())):  # type: ignore[misc]
-    """A path in object storage, with those methods of `pathlib.Path` that readers use.
-
-    It is a Path so that the directory of a checkpoint has one type. Functions that require a path
-    in the local file system (`open`, `os.rename`, `shutil`) raise ValueError.
-    """
-
-    __slots__ = ()
-
-    def __str__(self) -> str:
-        if not self.parts:  # the last of `parents`
-            return "."
-        scheme, *rest = self.parts
-        return f"{scheme}//{'/'.join(rest)}"
-
-    def __fspath__(self) -> str:
-        raise ValueError(
-            f"{self}: this requires a directory of a file system; object storage is for "
-            "torch_dist checkpoints"
-        )
-
-    @property
-    def bucket(self) -> str:
-        """The scheme and the bucket."""
-        return f"{self.parts[0]}//{self.parts[1]}"
-
-    @property
-    def key(self) -> str:
-        return "/".join(self.parts[2:])
-
-    @property
-    def store(self) -> ObjectStore:
-        """The store, opened once per process: it has threads, which do not survive a fork."""
-        return _open_store(self.bucket, os.getpid())
-
-    def resolve(self, strict: bool = False) -> ObjectPath:
-        return self
-
-    absolute = resolve
-
-    def stat(self, *, follow_symlinks: bool = True) -> Any:
-        return _Stat(self.store.size(self.key))
-
-    def is_file(self) -> bool:
-        try:
-            return bool(self.key) and self.stat().st_size >= 0
-        except FileNotFoundError:
-            return False
-
-    def is_dir(self) -> bool:
-        directories, objects = self.store.children(self.key)
-        return bool(directories or objects)
-
-    def exists(self, *, follow_symlinks: bool = True) -> bool:
-        return self.is_file() or self.is_dir()
-
-    def is_symlink(self) -> bool:
-        return False
-
-    def mkdir(self, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
-        """Return at once: a directory exists as soon as it contains an object."""
-
-    def iterdir(self) -> Any:
-        directories, objects = self.store.children(self.key)
-        paths = []
-        for key in directories + objects:
-            _, _, name = key.rpartition("/")
-            paths.append(self / name)
-        return iter(paths)
-
-    def glob(self, pattern: str) -> Any:  # type: ignore[override]
-        """Yield the paths that match a pattern without `**`."""
-        first, _, rest = pattern.partition("/")
-        for path in self.iterdir():
-            if not fnmatch.fnmatchcase(path.name, first):
-                continue
-            if rest:
-                yield from path.glob(rest)
-            else:
-                yield path
-
-    def read_bytes(self) -> bytes:
-        return self.store.read(self.key).content
-
-    def read_text(self, encoding: str | None = None, errors: str | None = None) -> str:  # type: ignore[override]
-        return self.read_bytes().decode(encoding or "utf-8", errors or "strict")
-
-    def unlink(self, missing_ok: bool = False) -> None:
-        self.store.delete([self.key])
-
-
-def path_of(name: str | os.PathLike[str]) -> Path:
-    """Return the path of a directory, or in object storage, that a flag or argument specifies."""
-    if isinstance(name, Path):
-        return name
-    text = os.fspath(name)
-    scheme, separator, rest = text.partition("://")
-    if not separator:
-        return Path(text)
-    if scheme not in SCHEMES or not rest.strip("/"):
-        examples = [f"{known}://bucket/prefix" for known in SCHEMES]
-        raise ValueError(f"{text}: give a directory, or one of {', '.join(examples)}")
-    return ObjectPath(text)

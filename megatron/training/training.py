@@ -33,7 +33,7 @@ from megatron.core.dist_checkpointing.saving.pending_export import ExportTarget
 from megatron.core.dist_checkpointing.saving.run_saver import RunSaver, SaveFailedError
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.durable_files import encode_json, write_json
-from megatron.core.object_storage import ObjectPath, path_of
+from megatron.core.object_path import ObjectPath, path_of
 from megatron.core.optimizer import StepResult
 from megatron.core.wings import resolve
 from megatron.training.checkpoint.contents import (

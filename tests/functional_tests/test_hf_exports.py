@@ -14,7 +14,7 @@ from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import WriteOptions
 from megatron.core import object_storage
 from megatron.core.dist_checkpointing import CheckpointDirectory
-from megatron.core.object_storage import path_of
+from megatron.core.object_path import path_of
 from tests import ROOT
 from tests.support.object_server import FaultyProxy, object_server
 from tests.support.training_harness import (
@@ -156,12 +156,12 @@ def bucket():
     with object_server():
         names = [name for name in os.environ if name.startswith("AWS_")]
         yield path_of("s3://bucket"), {name: os.environ[name] for name in names}
-    object_storage._open_store.cache_clear()
+    object_storage.open_store.cache_clear()
 
 
 def train_with(rank, world_size, flags, environment):
     with mock.patch.dict(os.environ, environment):
-        object_storage._open_store.cache_clear()
+        object_storage.open_store.cache_clear()
         return train(rank, world_size, flags)
 
 

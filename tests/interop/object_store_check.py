@@ -26,7 +26,8 @@ from megatron.core.dist_checkpointing import (
     take_generation,
 )
 from megatron.core.dist_checkpointing.verification import verify
-from megatron.core.object_storage import check_conditional_requests, path_of
+from megatron.core.object_files import check_conditional_requests
+from megatron.core.object_path import path_of
 
 # its fixed key
 AZURITE = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron.core.imports import program_imports
-from megatron.core.object_storage import path_of
+from megatron.core.object_path import path_of
 from megatron.core.terminal import INTERRUPTED, print_error
 
 COMMANDS = {

@@ -27,7 +27,7 @@ from megatron.conversion.command_line import (
 )
 from megatron.conversion.huggingface.config_fields import start_transformers
 from megatron.core.imports import program_imports
-from megatron.core.object_storage import path_of
+from megatron.core.object_path import path_of
 from megatron.core.parallel_config import ParallelConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.arguments import FlagParser, parse_flags

@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.loading.distributed_local_checkpoint impor
 from megatron.core.dist_checkpointing.local_tier import LocalTier, Replication
 from megatron.core.dist_checkpointing.ownership import identify_job
 from megatron.core.flags import raise_problems
-from megatron.core.object_storage import path_of
+from megatron.core.object_path import path_of
 from megatron.core.terminal import print_text
 from megatron.training.checkpoint.start import check_random_weights, describe_launch
 from megatron.training.config.arguments import build

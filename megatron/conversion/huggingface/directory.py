@@ -75,7 +75,8 @@ from megatron.core.dist_checkpointing.mapping import Shape
 from megatron.core.dist_checkpointing.saving.commit import Progress, no_progress
 from megatron.core.dist_checkpointing.source import TensorInfo, read_whole
 from megatron.core.durable_files import discard, fsync_tree, write_json
-from megatron.core.object_storage import ConflictError, ObjectPath
+from megatron.core.object_path import ObjectPath
+from megatron.core.object_storage import ConflictError
 from megatron.core.run_checkpoint.keys import (
     WORD_EMBEDDINGS,
     foreign_key,

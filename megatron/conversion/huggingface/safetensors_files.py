@@ -24,7 +24,8 @@ from megatron.conversion.model_space.pieces import ReadRegion
 from megatron.core.dist_checkpointing.mapping import Shape, narrow
 from megatron.core.dist_checkpointing.saving.placed_file import write_at
 from megatron.core.dist_checkpointing.source import TensorInfo
-from megatron.core.object_storage import ObjectPath, OrderedUpload
+from megatron.core.object_files import OrderedUpload
+from megatron.core.object_path import ObjectPath
 from megatron.core.safe_files import FileTensor, schema
 from megatron.core.safe_files.reading import open_file, parse_json
 from megatron.core.safe_files.torch_zip import view_bytes

@@ -40,7 +40,7 @@ from megatron.core.dist_checkpointing.mapping import Shape, cut_rows, narrow
 from megatron.core.dist_checkpointing.saving.commit import Progress
 from megatron.core.dist_checkpointing.source import TensorInfo
 from megatron.core.durable_files import committed, encode_json, write_json
-from megatron.core.object_storage import ObjectPath
+from megatron.core.object_path import ObjectPath
 from megatron.core.run_checkpoint.file_names import CONSOLIDATED
 from megatron.core.run_checkpoint.keys import foreign_name
 from megatron.core.run_checkpoint.source import Source

@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.files import (
 from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata, StoredTensor
 from megatron.core.dist_checkpointing.format.metadata_file import read_metadata
 from megatron.core.dist_checkpointing.format.verified_file import load_common
-from megatron.core.dist_checkpointing.generation import Generation, SupersededError
+from megatron.core.dist_checkpointing.generation import Generation, SupersededError, take_generation
 from megatron.core.dist_checkpointing.lineage import (
     Lineage,
     Segment,
@@ -37,7 +37,6 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensor,
     split_flat_range,
 )
-from megatron.core.dist_checkpointing.saving.object_commit import take_generation
 from megatron.core.dist_checkpointing.saving.run_saver import SaveFailedError
 from megatron.core.dist_checkpointing.saving.save_thread import SaveHandle, SaveReport
 from megatron.core.dist_checkpointing.saving.saver import (

@@ -11,7 +11,7 @@ from megatron.core.dist_checkpointing.choice import Candidate
 from megatron.core.dist_checkpointing.files import read_commit, read_tracker
 from megatron.core.dist_checkpointing.generation import find_interrupted_commit
 from megatron.core.dist_checkpointing.lineage import Lineage, on_branch, read_lineage
-from megatron.core.object_storage import ObjectPath, path_of
+from megatron.core.object_path import ObjectPath, path_of
 
 
 class CheckpointDirectory:

@@ -18,7 +18,7 @@ from megatron.core.durable_files import (
     restore_replaced,
     write_durably,
 )
-from megatron.core.object_storage import ObjectPath, path_of
+from megatron.core.object_path import ObjectPath, path_of
 from megatron.core.safe_files import schema
 from megatron.core.safe_files.errors import CheckpointError
 from megatron.core.safe_files.reading import read_json, read_regular

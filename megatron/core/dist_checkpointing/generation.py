@@ -38,10 +38,11 @@ from megatron.core.durable_files import (
     restore_replaced,
     write_flushed,
 )
-from megatron.core.object_storage import ObjectPath
+from megatron.core.object_path import ObjectPath
 from megatron.core.safe_files.errors import CheckpointError
 from megatron.core.safe_files.reading import parse_json, read_regular
 from megatron.core.terminal import escape_control_chars
+from megatron.core.wings import resolve
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ _DELETING = "deleting-"
 # The directories of older versions of this program have no token.
 _NAME = re.compile(r"\.generation-(\d{1,9})(?:-([0-9a-zA-Z]{1,64}))?")
 _OWNER_LIMIT = 1 << 20  # bytes of owner.json
+_OBJECT_GENERATION = "megatron.core.dist_checkpointing.saving.object_commit:ObjectGeneration"
 _LOOKS = 3  # listings without any generation before one counts as removed
 _PAUSE = 0.02  # seconds between them
 
@@ -412,3 +414,11 @@ def read_current_owner(root: Path) -> dict[str, Any]:
     """Read the owner of the directory of checkpoints `root`; empty if there is none."""
     newest = find_newest(root)
     return {} if newest is None else read_owner(root, newest)
+
+
+def take_generation(root: Path, owner: dict[str, Any], above: int = 0) -> Generation:
+    """Take the next generation of a directory of checkpoints in a file system or object storage."""
+    kind: type[Generation] = Generation
+    if isinstance(root, ObjectPath):
+        kind = resolve(_OBJECT_GENERATION)
+    return kind.take(root, owner, above)

@@ -23,12 +23,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.core.dist_checkpointing.files import clean_up
-from megatron.core.dist_checkpointing.generation import Generation, find_newest, read_owner
+from megatron.core.dist_checkpointing.generation import (
+    Generation,
+    find_newest,
+    read_owner,
+    take_generation,
+)
 from megatron.core.dist_checkpointing.local_tier import LocalTier
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
-from megatron.core.dist_checkpointing.saving.object_commit import take_generation
 from megatron.core.dist_checkpointing.visibility import wait_until_visible
-from megatron.core.object_storage import ObjectPath, check_conditional_requests
+from megatron.core.object_files import check_conditional_requests
+from megatron.core.object_path import ObjectPath
 
 _MAX_FORMER_JOBS = 16  # in owner.json
 _MAX_LAUNCHERS = 256  # of one job

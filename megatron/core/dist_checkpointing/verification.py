@@ -26,7 +26,7 @@ from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata,
 from megatron.core.dist_checkpointing.format.metadata_file import read_metadata
 from megatron.core.dist_checkpointing.lineage import LINEAGE, find_lineage_problem
 from megatron.core.durable_files import write_json
-from megatron.core.object_storage import path_of
+from megatron.core.object_path import path_of
 from megatron.core.safe_files import schema
 from megatron.core.safe_files.errors import CheckpointError
 from megatron.core.safe_files.reading import open_file, read_json

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
-from megatron.core.object_storage import ObjectPath
+from megatron.core.object_path import ObjectPath
 from megatron.core.safe_files.errors import CheckpointError
 
 # Seconds in which all ranks see a new name: an NFS client may remember for 30 seconds (acdirmin)

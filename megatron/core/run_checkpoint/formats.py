@@ -39,7 +39,7 @@ from megatron.core.dist_checkpointing.files import (
 from megatron.core.dist_checkpointing.format.checksums import CHECKSUMS, find_checksums
 from megatron.core.dist_checkpointing.generation import find_interrupted_commit
 from megatron.core.dist_checkpointing.lineage import on_branch
-from megatron.core.object_storage import ObjectPath, path_of
+from megatron.core.object_path import ObjectPath, path_of
 from megatron.core.run_checkpoint.file_names import (
     CONSOLIDATED,
     ENGINE_LATEST,

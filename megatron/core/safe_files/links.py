@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from megatron.core.object_storage import ObjectPath
+from megatron.core.object_path import ObjectPath
 
 FOLLOW_LINKS = "MEGATRON_FOLLOW_LINKS"
 

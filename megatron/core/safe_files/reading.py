@@ -6,22 +6,22 @@ make us read files that its author has no right to.
 
 from __future__ import annotations
 
-import errno
 import json
 import mmap
 import os
 import stat
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from megatron.core.object_storage import PART_SIZE, ObjectPath, path_of
+from megatron.core.object_path import ObjectPath, path_of
 from megatron.core.safe_files import links
 from megatron.core.safe_files.errors import CheckpointError
 from megatron.core.safe_files.schema import MAX_DEPTH, file_name, limit
 from megatron.core.terminal import escape_control_chars
+from megatron.core.wings import resolve
 
+_OPEN_OBJECT = "megatron.core.object_files:OpenObject"
 _MADV_POPULATE_READ = 22  # <linux/mman.h>; Python has no name for it yet
 
 # Bytes of a file that is read whole
@@ -169,49 +169,13 @@ class OpenFile:
         return total
 
 
-class _OpenObject(OpenFile):
-    """An object. It is not held open; each read is one request, or several in parallel."""
-
-    closest_gap = 1 << 20  # a request takes as long as reading a megabyte
-
-    def __init__(self, path: ObjectPath, follow_links: bool = False) -> None:
-        self.path = path
-        self.descriptor = None
-        self.size = path.stat().st_size
-        self._object = path
-
-    def _read_some(self, view: memoryview, position: int) -> int:
-        length = min(len(view), self.size - position)
-        if length <= 0:
-            return 0
-
-        def fetch(start: int) -> None:
-            """Fill one part of `view` with one request."""
-            stop = min(start + PART_SIZE, length)
-            part = view[start:stop]
-            store = self._object.store
-            content = memoryview(store.get_range(self._object.key, position + start, len(part)))
-            if len(content) != len(part):
-                raise OSError(errno.EIO, f"{len(content)} bytes came instead of {len(part)}")
-            part[:] = content
-
-        # Large reads are split into parallel requests.
-        starts = range(0, length, PART_SIZE)
-        if len(starts) == 1:
-            fetch(0)
-        else:
-            with ThreadPoolExecutor(min(8, len(starts)), "object-reader") as pool:
-                list(pool.map(fetch, starts))
-        return length
-
-    def measure_directory(self) -> int:
-        directory = self._object.parent.key
-        sizes = self._object.store.sizes(directory)
-        return sum(sizes.values())
+def _open_object(path: ObjectPath) -> OpenFile:
+    file: OpenFile = resolve(_OPEN_OBJECT)(path)
+    return file
 
 
 # By the type of the path; any other path is one of the local file system.
-OPENERS: dict[type[Path], Callable[[Any], OpenFile]] = {ObjectPath: _OpenObject}
+OPENERS: dict[type[Path], Callable[[Any], OpenFile]] = {ObjectPath: _open_object}
 
 
 def open_file(path: str | os.PathLike[str], *, follow_links: bool = False) -> OpenFile:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron.core.object_storage import path_of
+from megatron.core.object_path import path_of
 from megatron.core.safe_files.errors import CheckpointError
 from megatron.core.safe_files.reading import OpenFile, open_file
 from megatron.core.safe_files.safe_globals import Storage

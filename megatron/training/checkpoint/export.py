@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing import CheckpointError, save
 from megatron.core.dist_checkpointing.files import remove_unfinished
 from megatron.core.dist_checkpointing.saving.commit import Progress, Rewrite
 from megatron.core.dist_checkpointing.saving.pending_export import ExportTarget
-from megatron.core.object_storage import path_of
+from megatron.core.object_path import path_of
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.wings import resolve
 from megatron.training.checkpoint.contents import get_common_state, get_model_state

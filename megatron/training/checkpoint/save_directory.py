@@ -10,7 +10,7 @@ from megatron.core.dist_checkpointing.files import run_name
 from megatron.core.dist_checkpointing.lineage import identify_checkpoint
 from megatron.core.dist_checkpointing.local_tier import LocalTier
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
-from megatron.core.object_storage import path_of
+from megatron.core.object_path import path_of
 from megatron.core.run_checkpoint.formats import CheckpointRef, NoCheckpointError, find_checkpoint
 from megatron.training.config.options import CheckpointConfig
 from megatron.training.config.run_config import Config

@@ -36,7 +36,7 @@ from megatron.core.dist_checkpointing.local_tier import LocalTier
 from megatron.core.dist_checkpointing.ownership import Job, PreviousOwner, read_previous_owner
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.dist_checkpointing.visibility import wait_until_all_ranks_see
-from megatron.core.object_storage import path_of
+from megatron.core.object_path import path_of
 from megatron.core.run_checkpoint.formats import (
     CheckpointRef,
     NoCheckpointError,

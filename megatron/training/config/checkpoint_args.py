@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.flags import raise_problems
-from megatron.core.object_storage import path_of
+from megatron.core.object_path import path_of
 from megatron.core.run_checkpoint.formats import find_checkpoint, open_in_any_form
 from megatron.training.config.arguments import Given, build
 from megatron.training.config.options import DistributedConfig

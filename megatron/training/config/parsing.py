@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 from megatron.core.flags import raise_problems
-from megatron.core.object_storage import ObjectPath, path_of
+from megatron.core.object_path import ObjectPath, path_of
 from megatron.core.pipeline_parallel import parse_layout
 from megatron.training.config import run_rules
 from megatron.training.config.arguments import FlagParser, Given, build, flag_fields

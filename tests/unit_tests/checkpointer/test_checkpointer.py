@@ -408,12 +408,12 @@ def test_wrong_checksum_is_an_error(tmp_path):
 
 
 def test_object_storage():
-    object_storage._open_store.cache_clear()
+    object_storage.open_store.cache_clear()
     with object_server():
         saved = train(0, 1, "plain", "s3://bucket/run", 4, {"save_interval": 2, "keep_last": 1})
         loaded = train(0, 1, "plain", "s3://bucket/run", 4, {})
         assert CheckpointDirectory("s3://bucket/run").list_iterations() == [4]
-    object_storage._open_store.cache_clear()
+    object_storage.open_store.cache_clear()
     assert loaded[0] == 4
     assert_equal(loaded[2], saved[2])
 

@@ -14,7 +14,7 @@ from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import ReadOptions, WriteOptions
 from megatron.core import object_storage
 from megatron.core.dist_checkpointing import CheckpointError
-from megatron.core.object_storage import path_of
+from megatron.core.object_path import path_of
 from megatron.core.run_checkpoint.formats import find_checkpoint
 from tests import GOLDEN
 from tests.support.object_server import object_server
@@ -26,13 +26,13 @@ SOURCE = LLAMA / "torch_dist_fully_reshardable"
 
 @pytest.fixture(scope="module")
 def converted():
-    object_storage._open_store.cache_clear()
+    object_storage.open_store.cache_clear()
     with object_server():
         target = path_of("s3://bucket/model")
         report = convert(SOURCE, target, "torch_dist", verify=True)
         assert report.verified is not None and report.verified > 50
         yield target
-    object_storage._open_store.cache_clear()
+    object_storage.open_store.cache_clear()
 
 
 def test_round_trip_through_object_storage(converted, tmp_path, capsys):

@@ -9,7 +9,7 @@ import pytest
 from megatron.conversion.convert import convert
 from megatron.conversion.opening import open_checkpoint
 from megatron.core import object_storage
-from megatron.core.object_storage import path_of
+from megatron.core.object_path import path_of
 from megatron.core.run_checkpoint.formats import find_checkpoint
 from tests import ROOT
 from tests.support.object_server import object_server
@@ -50,7 +50,7 @@ def test_every_conversion_carries_the_tokenizer(model: Path, tmp_path: Path) -> 
 
 
 def test_object_storage(model: Path, tmp_path: Path) -> None:
-    object_storage._open_store.cache_clear()
+    object_storage.open_store.cache_clear()
     with object_server():
         target = path_of("s3://bucket/model")
         convert(model, target, "torch_dist")
@@ -60,7 +60,7 @@ def test_object_storage(model: Path, tmp_path: Path) -> None:
         check_files(tmp_path / "export")
         convert(target, tmp_path / "legacy", "legacy")
         check_files(find_directory(tmp_path / "legacy") / "tokenizer")
-    object_storage._open_store.cache_clear()
+    object_storage.open_store.cache_clear()
 
 
 @pytest.mark.parametrize("saver", ["torch_dist", "legacy", "universal"])

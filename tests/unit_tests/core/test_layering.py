@@ -16,6 +16,8 @@ LAYERS = [
         "megatron.core.messages",
         "megatron.core.progress",
         "megatron.core.durable_files",
+        "megatron.core.object_files",
+        "megatron.core.object_path",
         "megatron.core.object_storage",
         "megatron.core.parallel_config",
         "megatron.core.private_operators",
@@ -173,10 +175,13 @@ def test_dist_checkpointing_is_independent_of_models_flags_and_topology():
         "deferred",
         "dist_checkpointing",
         "durable_files",
+        "object_files",
+        "object_path",
         "object_storage",
         "private_operators",
         "safe_files",
         "terminal",
+        "wings",
     )
     allowed = {f"megatron.core.{name}" for name in names}
     for path in (ROOT / "megatron/core/dist_checkpointing").rglob("*.py"):

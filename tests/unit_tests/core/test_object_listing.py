@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.object_storage import path_of
+from megatron.core.object_path import path_of
 from tests.fuzz.hostile_object_server import HostileServer
 from tests.support.limited_process import run_limited
 

@@ -12,12 +12,9 @@ import obstore
 import pytest
 
 from megatron.core import object_storage
-from megatron.core.object_storage import (
-    ConflictError,
-    ObjectPath,
-    check_conditional_requests,
-    path_of,
-)
+from megatron.core.object_files import check_conditional_requests
+from megatron.core.object_path import ObjectPath, path_of
+from megatron.core.object_storage import ConflictError
 from tests import ROOT
 from tests.support.object_server import FaultyProxy, object_server
 
@@ -32,9 +29,9 @@ def server():
 def fresh_stores(monkeypatch):
     """A store keeps the endpoint that it was opened with."""
     monkeypatch.setenv("MEGATRON_STORAGE_DEADLINE", "30")
-    object_storage._open_store.cache_clear()
+    object_storage.open_store.cache_clear()
     yield
-    object_storage._open_store.cache_clear()
+    object_storage.open_store.cache_clear()
 
 
 def test_paths_compare_and_pickle_like_values():
@@ -161,7 +158,7 @@ def test_store_that_ignores_conditions_is_an_error(server):
         pytest.raises(ValueError, match=r"127\.0\.0\.1:\d+ ignores"),
     ):
         check_conditional_requests(path_of("s3://bucket/probe"))
-    object_storage._open_store.cache_clear()
+    object_storage.open_store.cache_clear()
     root = path_of("s3://bucket/probe")
     check_conditional_requests(root)
     assert root.store.sizes("probe") == {}, "nothing is left"

@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.format.metadata import (
 )
 from megatron.core.dist_checkpointing.format.metadata_codec import Read, open_index
 from megatron.core.dist_checkpointing.mapping import Shape
-from megatron.core.object_storage import path_of
+from megatron.core.object_path import path_of
 from megatron.core.safe_files.errors import CheckpointError
 from megatron.core.safe_files.reading import OpenFile, open_file
 from megatron.core.safe_files.safe_globals import DtypeName, Placeholder

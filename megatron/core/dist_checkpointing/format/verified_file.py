@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.format.checksums import (
     read_checksums,
     split_at_blocks,
 )
-from megatron.core.object_storage import path_of
+from megatron.core.object_path import path_of
 from megatron.core.safe_files.errors import CheckpointError, DamagedError
 from megatron.core.safe_files.reading import OpenFile, open_file
 from megatron.core.safe_files.torch_load import safe_load

@@ -29,7 +29,7 @@ from megatron.core.dist_checkpointing.mapping import (
     to_absolute,
 )
 from megatron.core.dist_checkpointing.visibility import wait_until_visible
-from megatron.core.object_storage import path_of
+from megatron.core.object_path import path_of
 from megatron.core.safe_files.errors import CheckpointError
 from megatron.core.safe_files.reading import OpenFile, open_file
 from megatron.core.safe_files.torch_load import FileTensor, open_archive, safe_load

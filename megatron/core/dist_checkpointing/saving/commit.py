@@ -32,6 +32,10 @@ from megatron.core.durable_files import (
     remove,
     write_flushed,
 )
+from megatron.core.object_path import ObjectPath
+from megatron.core.wings import resolve
+
+_OBJECT_CHECKPOINT = "megatron.core.dist_checkpointing.saving.object_commit:ObjectCheckpoint"
 
 Progress = Callable[[int], None]
 """Callback that receives the number of bytes written since the last call.
@@ -182,3 +186,13 @@ class PendingCheckpoint:
 
     def end(self, outcome: Outcome) -> None:
         """Clean up on every rank, once the outcome is known."""
+
+
+def pending_checkpoint(
+    directory: Path, save_id: str, generation: Generation | None
+) -> PendingCheckpoint:
+    """Return a checkpoint to be written to `directory`, of a file system or object storage."""
+    kind: type[PendingCheckpoint] = PendingCheckpoint
+    if isinstance(directory, ObjectPath):
+        kind = resolve(_OBJECT_CHECKPOINT)
+    return kind(directory, save_id, generation)

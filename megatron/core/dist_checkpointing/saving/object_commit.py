@@ -60,7 +60,9 @@ from megatron.core.dist_checkpointing.saving.commit import (
     no_progress,
 )
 from megatron.core.dist_checkpointing.saving.shard import Shard
-from megatron.core.object_storage import ConflictError, ObjectPath, OrderedUpload
+from megatron.core.object_files import OrderedUpload
+from megatron.core.object_path import ObjectPath
+from megatron.core.object_storage import ConflictError
 from megatron.core.safe_files.errors import CheckpointError
 from megatron.core.safe_files.reading import read_json
 
@@ -307,22 +309,6 @@ class ObjectCheckpoint(PendingCheckpoint):
                 keys = self.directory.store.sizes(self.directory.key)
                 ours = [key for key in keys if f"-{self.save_id}." in key]
                 self.directory.store.delete(ours)
-
-
-def pending_checkpoint(
-    directory: Path, save_id: str, generation: Generation | None
-) -> PendingCheckpoint:
-    """Return a checkpoint to be written to `directory`, of a file system or object storage."""
-    if isinstance(directory, ObjectPath):
-        return ObjectCheckpoint(directory, save_id, generation)
-    return PendingCheckpoint(directory, save_id, generation)
-
-
-def take_generation(root: Path, owner: dict[str, Any], above: int = 0) -> Generation:
-    """Take the next generation of a directory of checkpoints in a file system or object storage."""
-    if isinstance(root, ObjectPath):
-        return ObjectGeneration.take(root, owner, above)
-    return Generation.take(root, owner, above)
 
 
 def put_checked(directory: ObjectPath, name: str, content: bytes, check: Callable[[], None]) -> str:

@@ -38,8 +38,12 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedState
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.dist_checkpointing.planning.planner import Planner
 from megatron.core.dist_checkpointing.planning.rank_plan import FileChunk, RankPlan
-from megatron.core.dist_checkpointing.saving.commit import PendingCheckpoint, Progress, Rewrite
-from megatron.core.dist_checkpointing.saving.object_commit import pending_checkpoint
+from megatron.core.dist_checkpointing.saving.commit import (
+    PendingCheckpoint,
+    Progress,
+    Rewrite,
+    pending_checkpoint,
+)
 from megatron.core.dist_checkpointing.saving.objects import (
     ObjectFile,
     encode_common,
@@ -55,7 +59,7 @@ from megatron.core.dist_checkpointing.saving.save_thread import (
     SaveThread,
 )
 from megatron.core.dist_checkpointing.saving.staging import StageAndWrite, bind_items
-from megatron.core.object_storage import path_of
+from megatron.core.object_path import path_of
 from megatron.core.safe_files.errors import CheckpointError
 from megatron.core.safe_files.reading import open_file
 

@@ -33,7 +33,8 @@ from megatron.core.dist_checkpointing.local_tier import LocalSaver, LocalTier
 from megatron.core.dist_checkpointing.saving import object_commit
 from megatron.core.dist_checkpointing.saving.retention import Retention, RetentionRules
 from megatron.core.dist_checkpointing.verification import verify
-from megatron.core.object_storage import ObjectStore, path_of
+from megatron.core.object_path import path_of
+from megatron.core.object_storage import ObjectStore
 from tests.support.object_server import FaultyProxy, object_server
 from tests.unit_tests.core.dist_checkpointing.saved_state import (
     Training,
@@ -57,9 +58,9 @@ def root(server, request, monkeypatch):
     monkeypatch.setenv(
         "MEGATRON_STORAGE_DEADLINE", "60"
     )  # as by default: no healthy request comes near it
-    object_storage._open_store.cache_clear()
+    object_storage.open_store.cache_clear()
     yield path_of(f"s3://bucket/{request.node.name}")
-    object_storage._open_store.cache_clear()
+    object_storage.open_store.cache_clear()
 
 
 def save_one(directory, seed, generation=None, **options):
@@ -125,9 +126,9 @@ def save_sharded(rank, world_size, directory, environment):
     with mock.patch.dict(
         os.environ, {name: value for name, value in environment.items() if name.startswith("AWS_")}
     ):
-        object_storage._open_store.cache_clear()
+        object_storage.open_store.cache_clear()
         save(sharded(rank, world_size, 7.0), directory, common={})
-        object_storage._open_store.cache_clear()
+        object_storage.open_store.cache_clear()
 
 
 def test_commit_lists_size_and_hash_of_every_file(root):
@@ -326,11 +327,11 @@ def test_failed_upload_fails_the_save_and_is_cleaned_up(root, server, monkeypatc
             "refuse" if ".distcp" in path and method != "DELETE" else None
         ),
     ):
-        object_storage._open_store.cache_clear()
+        object_storage.open_store.cache_clear()
         report = save_one(root / "iter_0000001", 1, generation)
         assert report.error is not None and not report.superseded
     monkeypatch.setenv("MEGATRON_STORAGE_DEADLINE", "60")
-    object_storage._open_store.cache_clear()
+    object_storage.open_store.cache_clear()
     assert not any((root / "iter_0000001").glob("*.distcp")) and not is_complete(
         root / "iter_0000001"
     )
@@ -341,14 +342,14 @@ def test_failed_upload_fails_the_save_and_is_cleaned_up(root, server, monkeypatc
 def save_in_an_outage(rank, world_size, root, generation, environment):
     """Save on one rank while the store rejects requests."""
     with mock.patch.dict(os.environ, environment):
-        object_storage._open_store.cache_clear()
+        object_storage.open_store.cache_clear()
         ours = object_commit.ObjectGeneration(path_of(root), *generation)
         with AsyncSaver(timeout=30) as saver:
             state = sharded(rank, world_size, 7.0)
             report = saver.save(state, f"{root}/iter_0000001", common={}, generation=ours).wait()
             if rank == 0:
                 assert not (path_of(root) / "end-of-outage").is_file()
-        object_storage._open_store.cache_clear()
+        object_storage.open_store.cache_clear()
     return report.error
 
 
@@ -389,11 +390,11 @@ def test_lost_answer_after_the_commit(root, server, monkeypatch, repeatedly):
 
     generation = take_generation(root, {})
     with FaultyProxy(server, fault):
-        object_storage._open_store.cache_clear()
+        object_storage.open_store.cache_clear()
         report = save_one(root / "iter_0000001", 1, generation)
         broken.clear()
     monkeypatch.setenv("MEGATRON_STORAGE_DEADLINE", "60")
-    object_storage._open_store.cache_clear()
+    object_storage.open_store.cache_clear()
     assert lost
     if not repeatedly:
         assert report.error is None
@@ -407,7 +408,7 @@ WRITERS = """
 import os, random, signal, sys, threading, torch, traceback
 from megatron.core.dist_checkpointing import *
 from megatron.core.dist_checkpointing.lineage import LINEAGE
-from megatron.core.object_storage import path_of
+from megatron.core.object_path import path_of
 from megatron.core.dist_checkpointing.saving.retention import Retention, RetentionRules
 
 torch.set_num_threads(1)
