@@ -61,6 +61,7 @@ def test_resume_warns_of_other_samples(launcher, tmp_path, changed, warning):
     job = launcher.run(1, f"{flags} --load {tmp_path} --ckpt-step 2 {changed}")
     warnings = job.output().split("WARNING: ")[1:]
     assert warnings.pop(0).startswith(f"starting from {tmp_path / 'iter_0000002'}: --ckpt-step 2")
+    assert warnings.pop(0).startswith(f"{tmp_path / 'iter_0000004'} is not used: --ckpt-step 2")
     assert [warning in text for text in warnings] == ([True] if warning else [])
 
 
