@@ -161,8 +161,9 @@ class PendingCheckpoint:
         """Give the complete directory its name."""
         # Names first: after a power loss, a renamed directory must contain all its files.
         fsync_directory(self.pending)
-        if self.generation is not None:
-            self.generation.stage_tracker(iteration_in_name(self.directory))
+        iteration = iteration_in_name(self.directory)
+        if self.generation is not None and iteration > 0:
+            self.generation.stage_tracker(iteration)
         put_in_place(self.pending, self.directory)
 
     def is_committed(self) -> bool:
