@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron.conversion.huggingface.adapters import ADAPTER_CONFIG
+from megatron.conversion.huggingface.module_patterns import ModulePatterns
 from megatron.conversion.huggingface.safetensors_files import Stored, open_safetensors
 from megatron.conversion.huggingface.weight_files import open_torch_file
 from megatron.core.dist_checkpointing import CheckpointError
@@ -82,11 +82,6 @@ _REFUSED = {
     "velora_config": "stores more than the matrices",
 }
 
-# Repetitions in a pattern are limited because matching may take a time that is exponential in them.
-_MAX_REPETITIONS = 4
-_REPETITION = re.compile(r"[*+?{]")
-_REPEATED_GROUP = re.compile(r"\)[*+?{]")
-
 
 @dataclass(frozen=True)
 class AdapterConfig:
@@ -94,8 +89,8 @@ class AdapterConfig:
 
     rank: int
     alpha: float
-    rank_pattern: Mapping[str, int]
-    alpha_pattern: Mapping[str, float]
+    rank_pattern: ModulePatterns[int]
+    alpha_pattern: ModulePatterns[float]
     has_root_scaling: bool  # rsLoRA divides by the square root of the rank
     has_magnitudes: bool  # DoRA
     saved_modules: tuple[str, ...]  # modules that were trained as a whole
@@ -105,11 +100,11 @@ class AdapterConfig:
 
     def get_rank(self, module: str) -> int:
         """Return the rank of the matrices of a module or parameter."""
-        return _find_pattern(self.rank_pattern, module) or self.rank
+        return self.rank_pattern.find(module) or self.rank
 
     def get_scaling(self, module: str) -> float:
         """Return the factor of the product of the matrices of a module or parameter."""
-        alpha = _find_pattern(self.alpha_pattern, module)
+        alpha = self.alpha_pattern.find(module)
         if alpha is None:
             alpha = self.alpha
         rank = self.get_rank(module)
@@ -138,14 +133,6 @@ def _ends_with(name: str, end: str) -> bool:
     return name == end or name.endswith(f".{end}")
 
 
-def _find_pattern(patterns: Mapping[str, Any], module: str) -> Any:
-    """Return the value of the first pattern that matches the end of a name, or None."""
-    for pattern, value in patterns.items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            return value
-    return None
-
-
 def read_adapter_config(directory: Path) -> AdapterConfig:
     """Return the configuration of the LoRA adapter in a directory.
 
@@ -167,14 +154,11 @@ def read_adapter_config(directory: Path) -> AdapterConfig:
     for name, check in _CHECKS.items():
         if name in fields:
             check(fields[name], f"{where}: {name}")
-    for name in ("rank_pattern", "alpha_pattern"):
-        for pattern in fields.get(name) or {}:
-            _check_pattern(pattern, f"{where}: {name}")
     return AdapterConfig(
         fields["r"],
         fields["lora_alpha"],
-        fields.get("rank_pattern") or {},
-        fields.get("alpha_pattern") or {},
+        ModulePatterns(fields.get("rank_pattern") or {}, f"{where}: rank_pattern"),
+        ModulePatterns(fields.get("alpha_pattern") or {}, f"{where}: alpha_pattern"),
         fields.get("use_rslora", False),
         fields.get("use_dora", False),
         tuple(fields.get("modules_to_save") or ()),
@@ -207,24 +191,6 @@ def _refuse_fields(fields: Mapping[str, Any], where: str) -> None:
             f"{where} has fields that are not known and may change the merged weights: "
             f"{schema.abbreviate(unknown, between=', ')}. If they do not, remove them"
         )
-
-
-def _check_pattern(pattern: str, where: str) -> None:
-    """Raise CheckpointError for a regular expression that is invalid, or may take long to match."""
-    is_slow = _REPEATED_GROUP.search(pattern) or len(pattern) > 1024
-    if is_slow or len(_REPETITION.findall(pattern)) > _MAX_REPETITIONS:
-        raise CheckpointError(
-            f"{where} has the pattern {format_value(pattern)}: supported are patterns of at most "
-            f"1024 characters with at most {_MAX_REPETITIONS} repetitions (* + ? {{), none of them "
-            "of a group"
-        )
-    try:
-        re.compile(rf"(.*\.)?({pattern})$")
-    except (re.error, OverflowError, RecursionError) as error:
-        raise CheckpointError(
-            f"{where} has the pattern {format_value(pattern)}, which is not a regular expression: "
-            f"{error}"
-        ) from error
 
 
 def open_adapter_tensors(directory: Path) -> dict[str, Stored]:
