@@ -38,7 +38,7 @@ _DTYPES = {
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _ENTRY = schema.record(
     {
-        "shape": schema.SHAPE,
+        "shape": schema.tensor_shape,
         "dtype": schema.one_of(*_DTYPES),
         "data_offsets": schema.sequence(schema.COUNT, 2, least=2),
     }

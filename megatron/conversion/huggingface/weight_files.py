@@ -380,7 +380,9 @@ class OutgoingForeign:
             return
         rows, *rest = info.shape
         row_bytes = math.prod(rest) * info.dtype.itemsize
-        step = max(1, _RUN_BYTES // max(1, row_bytes))
+        if row_bytes == 0:
+            return
+        step = max(1, _RUN_BYTES // row_bytes)
         for first in range(0, rows, step):
             offset = (first,) + (0,) * len(rest)
             shape = (min(step, rows - first), *rest)

@@ -501,7 +501,7 @@ def _read_vocabulary_rows(content: dict[str, Any], folder: Path) -> int:
         )
     where = f"{path}: {WORD_EMBEDDINGS}"
     embedding = _check_tensor(models[0][WORD_EMBEDDINGS], where)
-    shape = schema.SHAPE(tuple(embedding.shape), where)
+    shape = schema.tensor_shape(tuple(embedding.shape), where)
     if not shape:
         schema.refuse(where, embedding, "a matrix")
     rows: int = shape[0]

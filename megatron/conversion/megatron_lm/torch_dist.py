@@ -101,7 +101,7 @@ from megatron.core.run_checkpoint.keys import (
 from megatron.core.run_checkpoint.reader import list_generators, read_common
 from megatron.core.run_checkpoint.source import Source, TrainingState
 from megatron.core.run_checkpoint.tokenizer_files import find_stored_tokenizer
-from megatron.core.safe_files.schema import SHAPE, mapping, optional, record
+from megatron.core.safe_files.schema import mapping, optional, record, tensor_shape
 
 _TITAN_EMBEDDING = "tok_embeddings.weight"  # also of torchtune
 _HEAD_STATE = "output_layer._extra_state/shard_0_1"  # HybridModel requests it, GPTModel does not
@@ -129,7 +129,7 @@ class _ChunkPlace(NamedTuple):
 Buckets = dict[tuple[_ChunkPlace, int, str], str]
 _OPTIMIZER_OBJECT = "optimizer.distributed.dp_group_idx_0.optimizer/shard_0_1"
 _ORIGINAL_SHAPE = "nd_reformulated_orig_global_shape"  # of a tensor in fragments
-_ORIGINALS = mapping(optional(record({f"{_ORIGINAL_SHAPE}?": optional(SHAPE)})))
+_ORIGINALS = mapping(optional(record({f"{_ORIGINAL_SHAPE}?": optional(tensor_shape)})))
 _NUMBERED = re.compile(r"decoder\.layers\.\d+\.")
 # Objects without content to convert, or that are read elsewhere.
 _IGNORED_OBJECTS = (

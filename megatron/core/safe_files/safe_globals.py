@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from megatron.core.safe_files.errors import UnsafePickleError
-from megatron.core.safe_files.schema import MAX_RANK, Shape, format_value, is_dtype
+from megatron.core.safe_files.schema import MAX_RANK, Shape, format_value, is_dtype, tensor_shape
 from megatron.core.terminal import escape_control_chars
 
 DTYPE_NAME = re.compile(r"(?:b?float|u?int|complex|bits|quint|qint)\d+\w*|bool")
@@ -126,6 +126,7 @@ def _build_tensor(
     )
     if not is_layout:
         raise _make_layout_error(f"offset {format_value(offset)}, shape {shape}, strides {stride}")
+    tensor_shape(shape, "the shape of a tensor")
     dtype = dtype or storage.dtype
     if 0 in shape:
         return torch.empty(shape, dtype=dtype)

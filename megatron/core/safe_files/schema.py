@@ -254,7 +254,18 @@ def file_name(value: Any, where: str) -> Any:
     return value
 
 
-SHAPE = sequence(integer(), MAX_RANK)
+_EXTENTS = sequence(integer(), MAX_RANK)
+
+
+def tensor_shape(value: Any, where: str) -> Any:
+    """Accept the shape of a tensor whose strides are plausible, even if it has no elements.
+
+    The size of its file does not limit the extents of a tensor without elements.
+    """
+    _EXTENTS(value, where)
+    if math.prod(max(extent, 1) for extent in value) > MAX_COUNT:
+        refuse(where, value, f"a shape whose extents multiply to at most {MAX_COUNT}")
+    return value
 
 
 def plain(value: Any, where: str) -> Any:

@@ -12,7 +12,7 @@ from megatron.conversion.convert import convert
 from megatron.conversion.deepspeed.universal import write_universal
 from megatron.conversion.huggingface.directory import write_huggingface
 from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
-from megatron.conversion.options import WriteOptions
+from megatron.conversion.options import ReadOptions, WriteOptions
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.run_checkpoint.source import TrainingState
 from megatron.core.safe_files.schema import plausible
@@ -292,3 +292,36 @@ def test_safetensors_headers(change, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         convert(tmp_path / "model", tmp_path / "out", "torch_dist")
     assert str(caught.value).isprintable()
+
+
+def add_empty_tensor(path: Path, name: str, shape: list[int]) -> None:
+    """Add a tensor without elements, whose shape the size of the file does not limit."""
+
+    def change(header: bytes) -> bytes:
+        value = json.loads(header)
+        end = max(entry["data_offsets"][1] for key, entry in value.items() if key[0] != "_")
+        value[name] = {"dtype": "F32", "shape": shape, "data_offsets": [end, end]}
+        return json.dumps(value).encode()
+
+    rewrite_header(path, change)
+
+
+@pytest.mark.parametrize("shape", [[2**53 - 1, 0, 5], [0, 2**53 - 1, 2**53 - 1], [2] * 54 + [0]])
+def test_implausible_shapes_without_elements_are_refused(shape: list[int], tmp_path: Path) -> None:
+    """They were written row by row, or the product of their strides was too large for torch."""
+    write_huggingface(random_source(LLAMA_ARGS, optimizer=False), tmp_path / "model")
+    add_empty_tensor(tmp_path / "model/model.safetensors", "foreign.weight", shape)
+    with pytest.raises(CheckpointError, match=r"foreign\.weight: shape is .* multiply to at most"):
+        convert(tmp_path / "model", tmp_path / "out", "torch_dist")
+
+
+def test_foreign_tensors_without_elements_are_copied(tmp_path: Path) -> None:
+    """Writing 2^50 rows of 0 bytes would take days."""
+    write_huggingface(random_source(LLAMA_ARGS, optimizer=False), tmp_path / "model")
+    for name, shape in {"foreign.wide": [0, 2**52], "foreign.long": [2**50, 0]}.items():
+        add_empty_tensor(tmp_path / "model/model.safetensors", name, shape)
+    keeping = ReadOptions(keep_foreign=True)
+    convert(tmp_path / "model", tmp_path / "out", "hf", read_options=keeping)
+    with safetensors.safe_open(tmp_path / "out/model.safetensors", "pt") as file:
+        assert file.get_slice("foreign.wide").get_shape() == [0, 2**52]
+        assert file.get_slice("foreign.long").get_shape() == [2**50, 0]

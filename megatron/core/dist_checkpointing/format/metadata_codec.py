@@ -356,7 +356,7 @@ _INDEX_FIELDS = schema.record(
         "tensors": schema.sequence(
             _check_tuple(
                 schema.key,
-                schema.SHAPE,
+                schema.tensor_shape,
                 _check_dtype_name,
                 schema.COUNT,
                 schema.COUNT,

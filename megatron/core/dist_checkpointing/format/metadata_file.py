@@ -24,7 +24,14 @@ from megatron.core.object_path import path_of
 from megatron.core.safe_files.errors import CheckpointError
 from megatron.core.safe_files.reading import OpenFile, open_file
 from megatron.core.safe_files.safe_globals import DtypeName, Placeholder
-from megatron.core.safe_files.schema import MAX_COUNT, MAX_RANK, file_name, format_value, refuse
+from megatron.core.safe_files.schema import (
+    MAX_COUNT,
+    MAX_RANK,
+    file_name,
+    format_value,
+    refuse,
+    tensor_shape,
+)
 from megatron.core.safe_files.schema import key as key_name
 from megatron.core.safe_files.unpickler import check_bounded, unpickle
 from megatron.core.terminal import escape_control_chars
@@ -135,6 +142,7 @@ def _decode_tensor(
     """Convert DCP's TensorStorageMetadata; `files` are the names for the numbers in `places`."""
     what = f"{where}: {format_value(key)}"
     shape = _check_shape(entry["size"], key, where)
+    tensor_shape(shape, f"{what}: its shape")
     dims = len(shape)
 
     # Collect the boxes and their locations.
