@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import Any, NamedTuple
 
-from megatron.core.progress import format_size
-from megatron.core.terminal import print_json, print_line
+from megatron.core.terminal import format_size, print_json, print_line
 from megatron.planning.alternatives import (
     Alternative,
     find_alternatives,

@@ -46,7 +46,6 @@ from megatron.core.dist_checkpointing.saving.commit import Progress, no_progress
 from megatron.core.dist_checkpointing.source import TensorInfo
 from megatron.core.durable_files import fsync_tree, put_in_place
 from megatron.core.object_path import ObjectPath
-from megatron.core.progress import format_size
 from megatron.core.run_checkpoint.keys import (
     WORD_EMBEDDINGS,
     average_key,
@@ -57,6 +56,7 @@ from megatron.core.run_checkpoint.keys import (
 from megatron.core.run_checkpoint.source import Source
 from megatron.core.run_checkpoint.tokenizer_files import copy_tokenizer_files, write_tokenizer_files
 from megatron.core.safe_files.schema import file_name
+from megatron.core.terminal import format_size
 
 _COMPARED_BYTES = 64 << 20  # of a tensor at once
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

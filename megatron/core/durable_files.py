@@ -18,7 +18,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from megatron.core.progress import format_size
+from megatron.core.terminal import format_size
 
 DISCARDED = ".discarded-"  # prefix of a directory that is being removed
 REPLACED = ".replaced-"  # prefix of a directory between the two renames of `put_in_place`

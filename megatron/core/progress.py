@@ -1,4 +1,4 @@
-"""Progress bars for long operations, and sizes in readable units."""
+"""Progress bars for long operations."""
 
 from __future__ import annotations
 
@@ -15,22 +15,6 @@ from tqdm import tqdm
 SILENT_PERIOD = 2.0  # shorter operations have no output
 REDRAW_INTERVAL = 0.5  # on a terminal
 LINE_INTERVAL = 10.0  # in a log file
-
-
-def format_size(nbytes: float) -> str:
-    """Return a size in powers of 1000, such as `9.87 MB`."""
-    limit, unit = select_unit(nbytes)
-    if unit == "B":
-        return f"{nbytes:.0f} B"
-    return f"{nbytes / limit:.2f} {unit}"
-
-
-def select_unit(nbytes: float) -> tuple[float, str]:
-    """Return the bytes and the name of the largest unit that is not larger than a size."""
-    for limit, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if nbytes >= limit:
-            return limit, unit
-    return 1.0, "B"
 
 
 class ProgressBar:

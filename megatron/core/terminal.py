@@ -14,6 +14,22 @@ from typing import Any, TextIO
 INTERRUPTED = 130  # exit code of a program that Ctrl-C has ended, as of every shell
 
 
+def format_size(nbytes: float) -> str:
+    """Return a size in powers of 1000, such as `9.87 MB`."""
+    limit, unit = select_unit(nbytes)
+    if unit == "B":
+        return f"{nbytes:.0f} B"
+    return f"{nbytes / limit:.2f} {unit}"
+
+
+def select_unit(nbytes: float) -> tuple[float, str]:
+    """Return the bytes and the name of the largest unit that is not larger than a size."""
+    for limit, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if nbytes >= limit:
+            return limit, unit
+    return 1.0, "B"
+
+
 def escape_control_chars(text: str) -> str:
     """Escape everything that could move the cursor, reorder text or start another line."""
     # The usual case, without a new string. Control characters and bidirectional overrides are not

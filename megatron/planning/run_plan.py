@@ -17,7 +17,7 @@ from megatron.core.optimizer import select_states
 from megatron.core.parallel_config import Place
 from megatron.core.parallel_state import ParallelState
 from megatron.core.pipeline_parallel.schedules import list_actions
-from megatron.core.progress import select_unit
+from megatron.core.terminal import select_unit
 from megatron.planning.activation_memory import FP32, ActivationMemory
 from megatron.planning.meta_model import (
     MetaChunk,

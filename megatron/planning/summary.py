@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from megatron import __version__
-from megatron.core.progress import format_size
+from megatron.core.terminal import format_size
 from megatron.planning.run_plan import RunPlan, StagePlan, plan_run
 from megatron.training.config.checkpoint_args import read_checkpoint_args
 from megatron.training.config.parsing import compute_replica_size, parse_args

@@ -1,9 +1,12 @@
 """The separately installable checkpoint engine does not need or use `megatron`."""
 
+import importlib.metadata
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from tests import ROOT
 
@@ -38,11 +41,41 @@ def site(tmp_path_factory):
     return directory / "site"
 
 
-def test_installed_engine_saves_and_resumes_without_megatron(site, tmp_path):
+@pytest.fixture(scope="module")
+def dependencies(site, tmp_path_factory):
+    """Return a directory with links to the distributions that the engine declares, and to theirs.
+
+    Optional packages are missing, as in a fresh environment.
+    """
+    directory = tmp_path_factory.mktemp("dependencies")
+    (engine,) = importlib.metadata.distributions(path=[str(site)])
+    pending = list(engine.requires)
+    installed = set()
+    while pending:
+        requirement = Requirement(pending.pop())
+        is_active = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        if not is_active or requirement.name in installed:
+            continue
+        installed.add(requirement.name)
+        distribution = importlib.metadata.distribution(requirement.name)
+        pending += distribution.requires or []
+        for entry in {file.parts[0] for file in distribution.files} - {"..", "__pycache__"}:
+            target = Path(distribution.locate_file(entry))
+            if not (directory / entry).exists():
+                (directory / entry).symlink_to(target)
+    return directory
+
+
+def test_installed_engine_needs_only_declared_packages(site, dependencies, tmp_path):
+    """Saves and resumes without `megatron` and the other packages of this environment."""
     result = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
+        [sys.executable, "-S", "-c", PROGRAM],  # -S: without the packages of this environment
         cwd=tmp_path,
-        env={"PYTHONPATH": str(site), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
+        env={
+            "PYTHONPATH": f"{site}:{dependencies}",
+            "PATH": "/usr/bin:/bin",
+            "OMP_NUM_THREADS": "1",
+        },
         capture_output=True,
         text=True,
         timeout=300,

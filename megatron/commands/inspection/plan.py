@@ -10,8 +10,7 @@ from typing import Any
 from megatron.commands.inspection.view import READ_EVERYTHING
 from megatron.conversion.model_space.model import Layout, RankLoad, plan_load
 from megatron.conversion.opening import open_checkpoint
-from megatron.core.progress import format_size
-from megatron.core.terminal import print_json, print_line
+from megatron.core.terminal import format_size, print_json, print_line
 from megatron.planning.pictures import draw_shares
 
 

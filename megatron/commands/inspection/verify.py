@@ -12,14 +12,14 @@ from megatron.core.dist_checkpointing.verification import (
     verify,
     write_integrity,
 )
-from megatron.core.progress import ProgressBar, format_size
+from megatron.core.progress import ProgressBar
 from megatron.core.run_checkpoint.formats import (
     FORMATS,
     detect_format,
     find_named_checkpoint,
     require_checkpoint,
 )
-from megatron.core.terminal import print_json, print_line
+from megatron.core.terminal import format_size, print_json, print_line
 
 
 def find_verify_target(root: Path, step: int | None) -> Path:

@@ -15,7 +15,8 @@ import string
 from collections.abc import Iterator, Mapping
 from typing import Generic, NamedTuple, NoReturn, TypeVar
 
-from megatron.core.dist_checkpointing.format.schema import CheckpointError, format_value
+from megatron.core.safe_files.errors import CheckpointError
+from megatron.core.safe_files.schema import format_value
 
 Value = TypeVar("Value", int, float)
 

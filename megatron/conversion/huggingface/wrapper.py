@@ -14,9 +14,8 @@ from megatron.conversion.huggingface.family import Family
 from megatron.conversion.huggingface.safetensors_files import Stored
 from megatron.conversion.huggingface.stored_weights import HEAD
 from megatron.core.dist_checkpointing.mapping import cut_rows
-from megatron.core.progress import format_size
 from megatron.core.safe_files import schema
-from megatron.core.terminal import escape_control_chars
+from megatron.core.terminal import escape_control_chars, format_size
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 TEXT_CONFIG = "text_config"

@@ -4,7 +4,8 @@ import io
 
 import pytest
 
-from megatron.core.progress import LINE_INTERVAL, ProgressBar, format_size
+from megatron.core.progress import LINE_INTERVAL, ProgressBar
+from megatron.core.terminal import format_size
 
 
 class Terminal(io.StringIO):

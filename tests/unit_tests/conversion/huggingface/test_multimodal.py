@@ -27,7 +27,7 @@ from megatron.conversion.model_space.views import SourceView
 from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import ReadOptions
 from megatron.core.dist_checkpointing.mapping import Shape
-from megatron.core.progress import format_size
+from megatron.core.terminal import format_size
 from tests import ROOT
 from tests.unit_tests.conversion.convert_tool import run_convert
 from tests.unit_tests.conversion.huggingface.test_family_models import YARN, logits_of
