@@ -99,6 +99,9 @@ class Checkpointer:
                 break
         ckpt.close()
 
+    A `with` block closes it as well. If the program ends otherwise, e.g., by an exception, the save
+    in progress is finished at exit; with several ranks, if that takes at most a minute.
+
     `model` is any module: plain, in DistributedDataParallel, sharded by `fully_shard` (FSDP2),
     split by `parallelize_module`, compiled. Create optimizers after wrapping it. `optimizer` is one
     optimizer or a sequence. `scheduler`, `dataloader` and `objects` are anything with `state_dict`
@@ -457,10 +460,14 @@ class Checkpointer:
         if kind is None:
             self.close()
         else:
-            # Other ranks may not be here: leave without waiting for them.
+            # The program may go on, and change its state.
+            self._saver.before_update()
             self._signals.close()
             for hook in self._hooks:
                 hook.remove()
+            # Other ranks may not be here: the save in progress ends with the program.
+            if Coordination.of(None).size == 1:
+                self._saver.end_alone()
 
     # ---- Other formats ----
 

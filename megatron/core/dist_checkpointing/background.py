@@ -8,15 +8,20 @@ shared memory is needed.
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
+import os
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -51,15 +56,44 @@ def map_in_threads(function: Callable[[T], R], items: Iterable[T]) -> list[R]:
         return list(pool.map(function, remaining))
 
 
+class Saver(Protocol):
+    """Owner of daemon threads that save."""
+
+    def end_alone(self) -> None:
+        """Finish the save in progress, if any, without calls that all ranks make together."""
+
+
+_savers: weakref.WeakKeyDictionary[Saver, None] = weakref.WeakKeyDictionary()  # in this order
+
+
+def end_saver_at_exit(saver: Saver) -> None:
+    """Register a saver whose program may end without closing it, e.g., by an exception."""
+    _savers[saver] = None
+
+
+def _end_savers() -> None:
+    for saver in list(_savers):
+        try:
+            saver.end_alone()
+        except BaseException as error:  # Ctrl-C, too: the next one may have less to do
+            logger.error(f"a save ends with the program: {type(error).__name__}: {error}")
+
+
+# While threads still run. An interpreter that ends stops daemon threads wherever they are, which
+# loses their save, and aborts the process if that is a function of C++.
+threading._register_atexit(_end_savers)  # type: ignore[attr-defined]
+os.register_at_fork(after_in_child=_savers.clear)  # a child has no such threads
+
+
 Tasks = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
 
 
 class Workers:
     """Daemon threads that run tasks in the order of submission.
 
-    The process does not wait for them at exit. They use the CUDA device of the thread that creates
-    them. Without `close` they end after their tasks once this object is not used any more, as after
-    an error.
+    The process does not wait for them at exit, but see `end_saver_at_exit`. They use the CUDA
+    device of the thread that creates them. Without `close` they end after their tasks once this
+    object is not used any more, as after an error.
     """
 
     def __init__(self, count: int, name: str) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from megatron.core.dist_checkpointing.background import end_saver_at_exit
 from megatron.core.dist_checkpointing.checkpoint_directory import CheckpointDirectory
 from megatron.core.dist_checkpointing.files import is_complete, read_tracker, write_tracker
 from megatron.core.dist_checkpointing.generation import Generation
@@ -121,6 +122,7 @@ class RunSaver:
         self._removal_messages: list[tuple[int, str]] = []
         self._last_failure: str | None = None  # of the last save, if it failed
         self.failure: str | None = None
+        end_saver_at_exit(self)
         self.expected_seconds = 0.0  # how long the last save took from the call to the commit
 
     @property
@@ -393,6 +395,27 @@ class RunSaver:
             self._saver = None
             self._copier = None
             self._local_saver = None
+
+    def end_alone(self) -> None:
+        """Finish the saves in progress of a program that ends without `close`, and log them.
+
+        Nothing in it is collective, because other ranks may have ended in another way.
+        """
+        for thread in self._threads:
+            if thread.busy:
+                logger.warning("the program ends during a save: waiting for it")
+            thread.wait_alone()
+        for report in self._finish_saves():
+            if report.error is None:
+                logger.info(f"saved {report.directory} when the program ended")
+            else:
+                logger.error(f"{report.directory} was not saved: {report.error}")
+        if self._retention is not None:
+            self._retention.close()
+        for thread in self._threads:
+            thread.end_alone()
+        self._saver = None
+        self._copier = None
 
     @property
     def last_save_failed(self) -> bool:

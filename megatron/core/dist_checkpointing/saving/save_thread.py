@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from megatron.core.dist_checkpointing.background import Workers
+from megatron.core.dist_checkpointing.background import Workers, end_saver_at_exit
 from megatron.core.dist_checkpointing.format.checksums import encode_checksum_records
 from megatron.core.dist_checkpointing.generation import SupersededError
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
@@ -39,6 +39,9 @@ from megatron.core.safe_files.errors import CheckpointError
 
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.saving.staging import StageAndWrite
+
+
+_LONGEST_WAIT_ALONE = 60.0  # seconds for other ranks, which may be lost, at exit
 
 
 @dataclass
@@ -171,6 +174,8 @@ class SaveThread:
         # The last failed save, whose files may not have been removed completely.
         self._leftover: PendingCheckpoint | None = None
         self._thread = Workers(1, name)
+        self._is_closed = False
+        end_saver_at_exit(self)
 
     @property
     def busy(self) -> bool:
@@ -193,8 +198,23 @@ class SaveThread:
     def close(self) -> None:
         """Finish, and end the threads."""
         self.finish()
+        self._is_closed = True
         self._thread.submit(self._remove_leftover).result()
         self._thread.close()
+
+    def wait_alone(self) -> None:
+        """Wait for the save in progress; if other ranks may be lost, at most for a minute.
+
+        Raises TimeoutError after that.
+        """
+        if self._current is not None:
+            self._current.wait(None if self._coordination.size == 1 else _LONGEST_WAIT_ALONE)
+
+    def end_alone(self) -> None:
+        """Finish the save in progress, if any, and end the threads, unless they are closed."""
+        if not self._is_closed:
+            self.wait_alone()
+            self.close()
 
     def _wait_for_current(self) -> None:
         """Wait for the save in progress, if any; the wait counts as blocking time of that save."""
