@@ -14,15 +14,23 @@ from megatron.training.reporting.run_report import NoRecordError, collect_facts,
 
 REFRESH_SECONDS = 15  # between two updates of a served page
 WAITING = "waiting for the first record"
+IDLE_SECONDS = 10  # before a connection without a request is closed
+HOSTS = ("127.0.0.1", "localhost")
 
 
 class ReportHandler(http.server.BaseHTTPRequestHandler):
     """Answers every GET of `/` with a new page; other paths do not exist."""
 
+    timeout = IDLE_SECONDS
     server: ReportServer
 
     def do_GET(self) -> None:
         """Send the page, or an error."""
+        # A page of another site, whose name resolves to this machine, has the name of its site.
+        host = self.headers.get("Host", "").partition(":")[0]
+        if host.lower() not in HOSTS:
+            self.send_error(http.HTTPStatus.FORBIDDEN, "unknown Host: use 127.0.0.1 or localhost")
+            return
         if self.path != "/":
             self.send_error(404)
             return
@@ -50,8 +58,10 @@ class ReportHandler(http.server.BaseHTTPRequestHandler):
         """Ignore the message: requests are not logged."""
 
 
-class ReportServer(http.server.HTTPServer):
+class ReportServer(http.server.ThreadingHTTPServer):
     """HTTP server of the report on some runs, for this machine only."""
+
+    daemon_threads = True
 
     def __init__(self, port: int, runs: Sequence[Path], verify: bool) -> None:
         super().__init__(("127.0.0.1", port), ReportHandler)

@@ -20,12 +20,12 @@ from megatron.core.dist_checkpointing import Checkpointer
 
 ending, steps = sys.argv[1], int(sys.argv[2])
 model = torch.nn.Linear(2048, 2048, bias=False)
-optimizer = torch.optim.SGD(model.parameters(), lr=-1.0, momentum=1e-30)
+optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=1e-30)
 torch.nn.init.zeros_(model.weight)
 
 def train(ckpt):
     for step in range(ckpt.load(), steps):
-        model.weight.grad = torch.ones_like(model.weight)
+        model.weight.grad = -torch.ones_like(model.weight)
         optimizer.step()
         print("begins", step + 1, flush=True)
         if ckpt.step(step):
@@ -64,7 +64,7 @@ def start_program(directory: Path, ending: str, steps: int) -> subprocess.Popen[
 def load_iteration(directory: Path) -> int:
     """Return the iteration of the newest checkpoint, whose weights must be those of it."""
     model = torch.nn.Linear(2048, 2048, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=-1.0, momentum=1e-30)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=1e-30)
     with Checkpointer(directory / "run", model, optimizer) as ckpt:
         iteration = ckpt.load()
     assert torch.all(model.weight == iteration)

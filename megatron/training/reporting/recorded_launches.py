@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron.core.safe_files.links import find_outside_target
 from megatron.core.safe_files.reading import parse_json, read_regular
 from megatron.core.safe_files.schema import (
     COUNT,
@@ -113,7 +114,7 @@ def read_record(save: str | Path) -> list[RecordedLaunch]:
     and field for a line with a value that no run writes.
     """
     launches = []
-    for path in sorted((Path(save) / RECORDS).glob("*.jsonl")):
+    for path in _list_records(save, "*.jsonl"):
         launch: RecordedLaunch | None = None
         for row in _read_rows(path):
             kind = row["kind"]
@@ -132,13 +133,28 @@ def read_record(save: str | Path) -> list[RecordedLaunch]:
     return sorted(launches, key=lambda launch: launch.began)
 
 
+def _list_records(save: str | Path, pattern: str) -> list[Path]:
+    """Return the records of a run. Raises ValueError if their directory is a link out of the run.
+
+    Such a link would be a way to read the records of others.
+    """
+    directory = Path(save) / RECORDS
+    target = find_outside_target(directory)
+    if target is not None:
+        raise ValueError(
+            f"{directory} is a link to {escape_control_chars(target)}, outside of the run: give "
+            "the run that it belongs to"
+        )
+    return sorted(directory.glob(pattern))
+
+
 def read_failed_launches(save: str | Path) -> list[Row]:
     """Return `time`, `reason` and `command` of the launches that failed before training.
 
     They are in order of time. Raises ValueError as `read_record` does.
     """
     failed = []
-    for path in sorted((Path(save) / RECORDS).glob("*.failed")):
+    for path in _list_records(save, "*.failed"):
         for row in _read_rows(path, _MAX_FAILED_BYTES):
             if row["kind"] == "failed":
                 failed.append(row)

@@ -7,9 +7,12 @@ device, starts no thread, and keeps running as long as the launcher lets it.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import ipaddress
 import os
 import signal
+import socket
 import sys
 import time
 from datetime import timedelta
@@ -44,6 +47,21 @@ def run_restartable(config: RestartConfig, timeout: timedelta, program: Program)
     """
     worker = Monitor(config, timeout, program).run()
     worker.run()
+
+
+def listen_at_node_address(name: str, port: int) -> socket.socket:
+    """Listen at the address of this node only, as other networks of it may not be trusted.
+
+    All addresses are used if the name is not an address of this node (e.g., of a load balancer), or
+    a loopback address of a job with other nodes (as for the host name in Debian's /etc/hosts).
+    """
+    has_other_nodes = os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE")
+    with contextlib.suppress(OSError):
+        family, _, _, _, address = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0]
+        is_loopback = ipaddress.ip_address(address[0]).is_loopback
+        if not (is_loopback and has_other_nodes):
+            return socket.create_server(address[:2], family=family)
+    return socket.create_server(("", port))
 
 
 class Monitor:
@@ -102,7 +120,14 @@ class Monitor:
         if os.fork() == 0:
             _die_with(monitor)
             port = int(os.environ["MASTER_PORT"])
-            store = dist.TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
+            listener = listen_at_node_address(os.environ["MASTER_ADDR"], port)
+            store = dist.TCPStore(
+                os.environ["MASTER_ADDR"],
+                port,
+                is_master=True,
+                wait_for_workers=False,
+                master_listen_fd=listener.detach(),
+            )
             while store is not None:
                 time.sleep(3600)
 

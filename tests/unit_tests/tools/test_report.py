@@ -1,8 +1,10 @@
 """The report of a run: its numbers, its verdict, and its page in a browser."""
 
+import http.client
 import json
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -555,3 +557,37 @@ def test_browser_draws_a_comparison(run, tmp_path_factory):
     measured = measure(page, output, 1280)
     assert_readable(measured, 1280, "light")
     assert measured["counts"] == {"svg": 4, "table": 2, "repeated": 0}
+
+
+def test_linked_directory_of_records_is_refused(run, tmp_path):
+    copy = shutil.copytree(run, tmp_path / "run")
+    (copy / "runs").rename(tmp_path / "records")
+    (copy / "runs").symlink_to(tmp_path / "records")
+    with pytest.raises(ValueError, match=r"runs is a link to .*, outside of the run"):
+        collect_facts([copy], False)
+
+
+def ask_for_page(server, host):
+    """Return status and body of a request for a page with a Host name."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
+    connection.request("GET", "/", headers={"Host": host})
+    response = connection.getresponse()
+    return response.status, response.read().decode()
+
+
+def test_server_rejects_other_hosts_and_survives_idle_connections(run):
+    with ReportServer(0, [run], False) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            # An idle connection blocked all others.
+            with socket.create_connection(("127.0.0.1", server.server_port)):
+                status, page = ask_for_page(server, f"127.0.0.1:{server.server_port}")
+                assert status == 200 and "<html" in page
+                assert ask_for_page(server, "LOCALHOST")[0] == 200
+                # A page of another site, whose name resolves to 127.0.0.1 by now.
+                status, page = ask_for_page(server, "evil.example.com")
+                assert status == 403 and "unknown Host" in page and "<script" not in page
+        finally:
+            server.shutdown()
+            thread.join()

@@ -7,6 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron.training.rendezvous import agree_on_prefix
+from megatron.training.restart.monitor import listen_at_node_address
 
 
 def meet(server, ranks):
@@ -43,3 +44,20 @@ def test_request_of_a_dead_rank_is_ignored():
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     server.set("request/1", "a word that nobody waits for")
     assert meet(server, ["a", "b"]) == {0: ["a", "b"], 1: ["a", "b"]}
+
+
+@pytest.mark.parametrize(
+    "name, local_size, expected",
+    [
+        ("localhost", "2", "127.0.0.1"),
+        ("127.0.0.1", "1", "0.0.0.0"),  # the other node could not connect
+        ("192.0.2.1", "2", "0.0.0.0"),  # not an address of this machine
+    ],
+)
+def test_the_store_of_the_monitor_listens_at_the_address_of_the_node(
+    name: str, local_size: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local_size)
+    with listen_at_node_address(name, 0) as listener:
+        assert listener.getsockname()[0] == expected
