@@ -4,6 +4,7 @@ one, with the command that merges them.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Iterable, Mapping
@@ -50,7 +51,7 @@ def _read_fields(directory: Path) -> dict[str, Any]:
 def _find_base(fields: Mapping[str, Any]) -> str | None:
     """Return the base model of an adapter if it is a local directory."""
     base = fields.get("base_model_name_or_path")
-    if isinstance(base, str) and base != "" and Path(base).is_dir():
+    if isinstance(base, str) and base != "" and os.path.isdir(base):
         return base
     return None
 

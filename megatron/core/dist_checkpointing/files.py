@@ -77,6 +77,9 @@ def read_run_name(save_directory: Path) -> str | None:
     return xxhash.xxh3_64_hexdigest(path.read_bytes() + address)
 
 
+_MAX_DIGITS = len(str(schema.MAX_COUNT))
+
+
 def read_tracker(save_directory: str | os.PathLike[str]) -> int | str | None:
     """Return the iteration that the tracker names, "release", or None without a tracker.
 
@@ -89,7 +92,8 @@ def read_tracker(save_directory: str | os.PathLike[str]) -> int | str | None:
         return None
     if named == "release":
         return named
-    if not (named.isascii() and named.isdigit()):
+    # Python refuses to convert thousands of digits, without the name of the file.
+    if not (named.isascii() and named.isdigit() and len(named) <= _MAX_DIGITS):
         raise CheckpointError(f"{path}: {named[:40]!r} is neither an iteration nor 'release'")
     return int(named)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron.conversion.huggingface.adapters import describe_adapter
 from megatron.conversion.huggingface.directory import write_huggingface
 from megatron.conversion.opening import open_checkpoint
 from megatron.core.dist_checkpointing import CheckpointError
@@ -103,3 +104,11 @@ def test_modules_of_peft_in_the_weights_are_refused(names: tuple[str, str], llam
     save_file(tensors, llama / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"modules of PEFT .*merge_and_unload\(\)"):
         open_checkpoint(llama)
+
+
+@pytest.mark.parametrize("name", ["a" * 5000, "a\0b", "\udcff"])
+def test_base_model_that_cannot_be_a_path(name: str, tmp_path: Path) -> None:
+    add_adapter(tmp_path / "adapter", base_model_name_or_path=name)
+    message = describe_adapter(tmp_path / "adapter")
+    assert message is not None and "Download its base model as BASE" in message
+    assert message.isprintable()
