@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing import Checkpointer
+from megatron.checkpointer import Checkpointer
 from tests import ROOT
 
 # Every parameter has the number of finished steps as value. 16 MB per save, with momentum 32 MB.
 PROGRAM = """
 import signal, sys, time
 import torch
-from megatron.core.dist_checkpointing import Checkpointer
+from megatron.checkpointer import Checkpointer
 
 ending, steps = sys.argv[1], int(sys.argv[2])
 model = torch.nn.Linear(2048, 2048, bias=False)
