@@ -34,6 +34,8 @@ HARMLESS = """
     forced_bos_token_id forced_eos_token_id remove_invalid_values
     exponential_decay_length_penalty suppress_tokens begin_suppress_tokens tf_legacy_loss n_ctx
 """
+# Fields that change only the training, and that the trainer does not have; 0 and null disable them.
+LOST_TRAINING = "activation_dropout layerdrop aux_loss_alpha load_balance_coeff z_loss_coefficient"
 
 
 @dataclass(frozen=True)

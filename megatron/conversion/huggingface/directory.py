@@ -177,6 +177,8 @@ class HuggingFaceSource:
         elif multimodal is not None:
             self.unused = multimodal.summarize(self.unused)
 
+        self.unused += family.list_unused_fields(hf, self.args)
+
         # Complete the arguments. Those of the user come last: they override all files.
         if "bf16" not in self.args and "fp16" not in self.args:  # config.json has no dtype
             dtype = self._weights.default_dtype

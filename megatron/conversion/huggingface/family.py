@@ -217,6 +217,15 @@ class Family:
                 fields |= {name: found.first(name) for name in rule.repeated}
         return fields
 
+    def list_unused_fields(self, hf: Json, args: Json) -> list[str]:
+        """Return a text for each field that changes the training in transformers, but not here."""
+        found = ConfigFields(hf, transformers_defaults(self.model_type))
+        texts = []
+        for rule in self.all_rules:
+            for name, value in rule.list_unused(found, args).items():
+                texts.append(f"config.json: {name} = {format_value(value)}")
+        return texts
+
     def switched_biases(self) -> list[tuple[str, str]]:
         """Return the switches of biases with the part of a layer that each is for, e.g. ".mlp."."""
         switches: list[tuple[str, str]] = []

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from megatron.conversion.huggingface.config_fields import ConfigFields, Json
+from megatron.conversion.huggingface.config_fields import LOST_TRAINING, ConfigFields, Json
 from megatron.core.safe_files import schema
 from megatron.core.safe_files.schema import Check, boolean, text
 from megatron.core.transformer.transformer_config import TransformerConfig, flag_name
@@ -40,6 +40,8 @@ class Rule(NamedTuple):
     # `update(fields, config)` returns the fields of a changed model that was imported with
     # `fields`, if that differs from `write(config)`.
     update: Callable[[Json, TransformerConfig], Json] | None = None
+    # `list_unused(fields, args)` returns fields that change the training in transformers, not here.
+    list_unused: Callable[[ConfigFields, Json], Json] = lambda fields, args: {}
 
 
 def unsupported(field: str, value: Any, wanted: str) -> ValueError:
@@ -214,7 +216,7 @@ def dropout(residual: str, embedding: str) -> Rule:
     """Map the dropout of the residual branches.
 
     The model has no second argument for that of the embedding, so a different value is repeated by
-    an export and otherwise without effect.
+    an export, reported and otherwise without effect.
     """
 
     def read(found: ConfigFields, args: Json) -> Json:
@@ -223,8 +225,21 @@ def dropout(residual: str, embedding: str) -> Rule:
     def write(config: TransformerConfig) -> Json:
         return dict.fromkeys((residual, embedding), config.hidden_dropout)
 
+    def list_unused(found: ConfigFields, args: Json) -> Json:
+        probability = found.first(embedding) or 0.0
+        return {} if probability == args["hidden_dropout"] else {embedding: probability}
+
     fields = (residual, embedding)
-    return Rule(dict.fromkeys(fields, "hidden_dropout"), read, write, repeated=fields)
+    checks = dict.fromkeys(fields, "hidden_dropout")
+    return Rule(checks, read, write, repeated=fields, list_unused=list_unused)
+
+
+def _list_lost_training(found: ConfigFields, args: Json) -> Json:
+    return {name: found.stated[name] for name in LOST_TRAINING.split() if found.stated.get(name)}
+
+
+# Layers that are skipped at random, other dropouts, and losses of experts.
+_LOST_TRAINING = Rule({}, lambda found, args: {}, list_unused=_list_lost_training)
 
 
 QKV = ".self_attention.linear_qkv."
@@ -353,4 +368,5 @@ COMMON_RULES = (
     fixed("tie_encoder_decoder", False),
     fixed("pruned_heads", {}),
     fixed("per_layer_config", {}),
+    _LOST_TRAINING,
 )

@@ -27,7 +27,7 @@ from megatron.training.checkpoint.fp8_state import fp8_state_to_load, restore_fp
 from megatron.training.checkpoint.rng_state import find_rng_key, set_rng_state, unpack_own_state
 from megatron.training.checkpoint.start import Start
 from megatron.training.config.options import CheckpointConfig
-from megatron.training.config.stored_args import normalize_stored_args
+from megatron.training.config.stored_args import normalize_stored_args, unpack_single
 from megatron.training.initialize import seed_everything
 from megatron.training.run import Run, TrainState
 
@@ -255,7 +255,7 @@ def list_training_differences(flags: Mapping[str, Any], stored: Mapping[str, Any
     texts = []
     for name in names:
         # Megatron-LM stores a list of one value as the value.
-        if name not in stored or stored[name] in (flags[name], _unpack_single(flags[name])):
+        if name not in stored or stored[name] in (flags[name], unpack_single(flags[name])):
             continue
         # An average that begins or ends is reported where it is loaded.
         if name == "ema_decay" and None in (stored[name], flags[name]):
@@ -263,13 +263,6 @@ def list_training_differences(flags: Mapping[str, Any], stored: Mapping[str, Any
         value = escape_control_chars(str(stored[name]))
         texts.append(f"{name}: {value} in the checkpoint, {flags[name]} now")
     return texts
-
-
-def _unpack_single(value: Any) -> Any:
-    """Return the only element of a list of one, any other value unchanged."""
-    if isinstance(value, list) and len(value) == 1:
-        return value[0]
-    return value
 
 
 def _check_optimizer(config: OptimizerConfig, source: Source) -> None:

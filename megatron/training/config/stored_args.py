@@ -9,8 +9,13 @@ from typing import Any
 
 import torch
 
+from megatron.core.flags import find_value_problems
 from megatron.core.terminal import escape_control_chars
-from megatron.core.transformer.transformer_config import select_architecture_fields
+from megatron.core.transformer.transformer_config import (
+    TransformerConfig,
+    flag_name,
+    select_architecture_fields,
+)
 
 # Arguments that --use-checkpoint-args reads in addition to the fields that define the model.
 TOKENIZER_FIELDS = (
@@ -26,6 +31,17 @@ TOKENIZER_FIELDS = (
     "tiktoken_num_special_tokens",
     "vocab_size",
     "null_tokenizer_eod_id",
+)
+
+# Arguments of training that --use-checkpoint-args reads, too; those of one group belong together.
+# In Megatron-LM, the stored dropout overrides the flags. Here, a flag takes precedence over its
+# group: nothing else can change the dropout of a model that was trained elsewhere.
+_TRAINING_FIELDS = (
+    ("hidden_dropout",),
+    ("attention_dropout",),
+    ("init_method_std",),
+    ("moe_router_load_balancing_type", "moe_aux_loss_coeff"),
+    ("moe_z_loss_coeff",),
 )
 
 # Megatron-LM stores the data types of its optimizer as torch's, and fp8 as the bytes that hold it.
@@ -68,8 +84,8 @@ def normalize_stored_args(args: Mapping[str, Any]) -> dict[str, Any]:
 def merge_stored_args(
     given: Mapping[str, Any], stored: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return `given` with the model and tokenizer of a checkpoint, and a note for each flag that
-    the checkpoint overrides.
+    """Return `given` with the model, the tokenizer and the dropout of a checkpoint, and a note for
+    each value of one of them that the other overrides.
     """
     merged = dict(given)
     notes = []
@@ -84,6 +100,9 @@ def merge_stored_args(
                 f"--use-checkpoint-args: {name} is {value} as in the checkpoint, not {given[name]}"
             )
         merged[name] = stored[name]
+    for group in _TRAINING_FIELDS:
+        notes += _merge_training_fields(group, merged, stored)
+    notes += _compare_precision(given, stored)
     # Of the data, only the sequence length has a default from the checkpoint.
     if "seq_length" in stored:
         merged.setdefault("seq_length", stored["seq_length"])
@@ -94,3 +113,59 @@ def merge_stored_args(
         last = stored["vocab_size"] - 1
         merged.setdefault("null_tokenizer_eod_id", min(given.get("vocab_size", last), last))
     return merged, notes
+
+
+def _merge_training_fields(
+    names: tuple[str, ...], merged: dict[str, Any], stored: Mapping[str, Any]
+) -> list[str]:
+    """Add the stored values of these fields to `merged` unless it has one of them; return a note
+    for each one that is not used.
+    """
+    is_on_command_line = any(name in merged for name in names)
+    notes = []
+    for name in names:
+        value = stored.get(name)
+        if value is None:
+            continue
+        field = TransformerConfig.__dataclass_fields__[name]
+        is_supported = not any(find_value_problems(flag_name(name), value, field.metadata))
+        if not is_on_command_line and is_supported:
+            merged[name] = value
+            continue
+        # Megatron-LM stores a list of one value as the value.
+        current = merged.get(name, field.default)
+        if unpack_single(current) != unpack_single(value):
+            text = escape_control_chars(str(value))
+            notes.append(
+                f"--use-checkpoint-args: {name} is {current} as "
+                f"{'on the command line' if name in merged else 'by default'}, not {text} as in "
+                "the checkpoint"
+            )
+    return notes
+
+
+def unpack_single(value: Any) -> Any:
+    """Return the only element of a sequence of one, any other value unchanged."""
+    if isinstance(value, (list, tuple)) and len(value) == 1:
+        return value[0]
+    return value
+
+
+def _compare_precision(given: Mapping[str, Any], stored: Mapping[str, Any]) -> list[str]:
+    """Return a note if the run has another precision than the checkpoint: it has that of its flags,
+    as in Megatron-LM.
+    """
+    names = [_name_precision(args) for args in (given, stored)]
+    if names[0] == names[1] or not {"bf16", "fp16"} & stored.keys():
+        return []
+    return [
+        f"--use-checkpoint-args: the run trains in {names[0]}, and the checkpoint is in "
+        f"{names[1]}: the flags --bf16 and --fp16 decide"
+    ]
+
+
+def _name_precision(args: Mapping[str, Any]) -> str:
+    for name in ("bf16", "fp16"):
+        if args.get(name):
+            return name
+    return "fp32"

@@ -11,12 +11,15 @@ import transformers
 from safetensors.torch import load_file
 
 from megatron.conversion.convert import convert
+from megatron.conversion.huggingface.config_fields import ConfigFields, transformers_defaults
 from megatron.conversion.huggingface.config_process import config_class
 from megatron.conversion.huggingface.directory import write_huggingface
 from megatron.conversion.huggingface.expert_families import DEEPSEEK_V3
 from megatron.conversion.huggingface.families import FAMILIES, find_family
 from megatron.conversion.model_space.model import model_config
 from megatron.conversion.opening import open_checkpoint
+from megatron.training.config.parsing import parse_args
+from megatron.training.config.stored_args import merge_stored_args, normalize_stored_args
 from tests.support.memory_source import GPT_ARGS, LLAMA_ARGS, random_source
 from tests.unit_tests.conversion.huggingface.test_random_configs import (
     assert_logits_equal,
@@ -432,3 +435,63 @@ def test_pattern_of_windows_that_transformers_does_not_read_is_refused(model_typ
     hf |= {} if model_type == "gpt_oss" else {"num_experts_per_tok": None}
     with pytest.raises(ValueError, match="sliding_window_pattern = 3 is not supported, only 2 is"):
         find_family(hf).read_config(hf, {})
+
+
+# Fields that only training reads -> another value than any default, and the argument.
+TRAINING_FIELDS = {
+    "attention_dropout": (0.25, "attention_dropout"),
+    "attn_pdrop": (0.25, "attention_dropout"),
+    "attention_probs_dropout_prob": (0.25, "attention_dropout"),
+    "dropout": (0.35, "hidden_dropout"),
+    "hidden_dropout": (0.35, "hidden_dropout"),
+    "hidden_dropout_prob": (0.35, "hidden_dropout"),
+    "resid_dropout": (0.35, "hidden_dropout"),
+    "resid_pdrop": (0.35, "hidden_dropout"),
+    "residual_dropout": (0.35, "hidden_dropout"),
+    "init_std": (0.45, "init_method_std"),
+    "initializer_range": (0.45, "init_method_std"),
+    "router_aux_loss_coef": (0.55, "moe_aux_loss_coeff"),
+}
+
+
+@pytest.mark.parametrize("name", [family.model_type for family in FAMILIES])
+def test_training_fields_of_every_family_reach_a_run(name: str) -> None:
+    """Every field of transformers' class is read; without a field its default is not ours."""
+    family = next(family for family in FAMILIES if family.model_type == name)
+    defaults = transformers_defaults(name)
+    aliases = config_class(name).attribute_map
+    for field, (value, argument) in TRAINING_FIELDS.items():
+        if field not in defaults or field in family.harmless.split():
+            continue
+        rules = [
+            rule for rule in family.all_rules if {field, aliases.get(field)} & set(rule.fields)
+        ]
+        assert rules, field
+        for fields in ({field: value}, {}):
+            found = ConfigFields(fields, defaults)
+            args: dict[str, Any] = {}
+            for rule in rules:
+                args |= rule.read(found, args)
+            merged, notes = merge_stored_args({}, args)
+            expected = fields.get(field, defaults[field])
+            assert merged.get(argument) in (expected, [expected]) and not notes
+
+
+def test_training_fields_without_counterpart_are_reported(tmp_path: Path) -> None:
+    sizes = {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 32, "vocab_size": 67}
+    tokens = {"bos_token_id": 1, "eos_token_id": 2}
+    save_model(tmp_path / "gpt2", "gpt2", **sizes, **tokens, resid_pdrop=0.2, embd_pdrop=0.4)
+    assert "config.json: embd_pdrop = 0.4" in open_checkpoint(tmp_path / "gpt2").unused
+    save_model(tmp_path / "equal", "gpt2", **sizes, **tokens, resid_pdrop=0.2, embd_pdrop=0.2)
+    assert open_checkpoint(tmp_path / "equal").unused == []
+
+
+def test_run_with_sinks_takes_its_dropout_from_config_json(tmp_path: Path) -> None:
+    """Attention with sinks needs --attention-dropout 0, which config.json states."""
+    fields = SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
+    save_model(tmp_path / "model", "gpt_oss", **fields)
+    stored = normalize_stored_args(open_checkpoint(tmp_path / "model").args)
+    argv = "--use-checkpoint-args --mock-data --tokenizer-type NullTokenizer --seq-length 8"
+    argv += f" --load {tmp_path / 'model'} --finetune --micro-batch-size 1 --train-iters 1 --lr 1"
+    model = parse_args(argv.split(), 1, stored).model
+    assert (model.attention_dropout, model.hidden_dropout) == (0.0, 0.0)

@@ -243,6 +243,43 @@ def test_taking_arguments_over():
     assert merge_stored_args(given | {"seq_length": 32}, stored)[0]["seq_length"] == 32
 
 
+def test_dropout_and_losses_of_a_checkpoint_are_defaults():
+    stored = {
+        "hidden_dropout": 0.3,
+        "attention_dropout": 0.0,
+        "init_method_std": 0.006,
+        "moe_router_load_balancing_type": ["aux_loss"],
+        "moe_aux_loss_coeff": [0.001],
+        "bf16": False,
+    }
+    merged, notes = merge_stored_args({}, stored)
+    assert merged == {name: value for name, value in stored.items() if name != "bf16"}
+    assert notes == []
+    # Flags take precedence, together with those that belong to them.
+    given = {"attention_dropout": 0.2, "hidden_dropout": 0.3, "moe_aux_loss_coeff": [0.1, 0.2]}
+    given["moe_router_load_balancing_type"] = ["aux_loss", "seq_aux_loss"]
+    merged, notes = merge_stored_args(given, stored)
+    assert merged == given | {"init_method_std": 0.006}
+    first, *losses = notes
+    assert first == (
+        "--use-checkpoint-args: attention_dropout is 0.2 as on the command line, not 0.0 as in the "
+        "checkpoint"
+    )
+    assert len(losses) == 2
+
+
+def test_unsupported_load_balancing_of_a_checkpoint_is_reported():
+    stored = {"moe_router_load_balancing_type": "unheard-of", "moe_aux_loss_coeff": 0.0}
+    merged, (note,) = merge_stored_args({}, stored)
+    assert "moe_router_load_balancing_type" not in merged and "not unheard-of as in" in note
+
+
+def test_precision_of_a_run_that_differs_from_the_checkpoint_is_reported():
+    (note,) = merge_stored_args({}, {"bf16": True, "fp16": False})[1]
+    assert "the run trains in fp32, and the checkpoint is in bf16" in note
+    assert merge_stored_args({"bf16": True}, {"bf16": True})[1] == []
+
+
 @pytest.mark.parametrize("more, eod", [("", None), ("--null-tokenizer-eod-id 9", 9)])
 def test_end_of_document_token_is_kept(more, eod):
     """Megatron-LM since 0.19 stores None for the last token of --vocab-size; older releases store
