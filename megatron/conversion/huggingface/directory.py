@@ -38,7 +38,7 @@ from megatron.conversion.huggingface.stored_parameters import (
     copied_parameters,
     stored_parameters,
 )
-from megatron.conversion.huggingface.stored_weights import HEAD, StoredWeights
+from megatron.conversion.huggingface.stored_weights import StoredWeights
 from megatron.conversion.huggingface.tokenizer import (
     copy_processor,
     export_tokenizer,
@@ -171,9 +171,9 @@ class HuggingFaceSource:
         self._foreign: dict[str, Stored] = {}
         if read_options.keep_foreign:
             for name in self.unused:
-                if name != HEAD:
+                if name not in family.head_names:
                     self._foreign[foreign_key(family.add_prefix(name))] = files[name]
-            self.unused = [name for name in self.unused if name == HEAD]
+            self.unused = [name for name in self.unused if name in family.head_names]
         elif multimodal is not None:
             self.unused = multimodal.summarize(self.unused)
 

@@ -64,6 +64,19 @@ class Family:
         return self.rows
 
     @property
+    def head_names(self) -> tuple[str, ...]:
+        """Names that the matrix of the output layer may have in the files."""
+        head = self.rows["output_layer."]
+        names = tuple(f"{name}weight" for name in head.names)
+        return names if head.fused is None else (*names, head.fused)
+
+    @property
+    def embedding_name(self) -> str:
+        """Name of the word embedding in the files."""
+        (name,) = self.rows["embedding.word_embeddings."].names
+        return f"{name}weight"
+
+    @property
     def all_rules(self) -> tuple[Rule, ...]:
         return COMMON_RULES + self.rules
 

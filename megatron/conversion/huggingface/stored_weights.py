@@ -23,15 +23,15 @@ from megatron.core.dist_checkpointing.mapping import Shape, cut_rows
 from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-HEAD = "lm_head.weight"
 _BLOCK = 32 << 20  # bytes that are compared at once
 
 
 class StoredWeights:
     """Weights of a model by model-space key.
 
-    `zero_biases` are the parts of a layer, e.g. ".mlp.", whose biases may be missing because they
-    are zero. Raises ValueError for files that do not fit the model.
+    `zero_biases` are the parts of a layer, e.g. ".mlp.", whose biases are zero: config.json
+    switches them off, so transformers ignores those in the files. Raises ValueError for files that
+    do not fit the model.
     """
 
     def __init__(
@@ -43,12 +43,16 @@ class StoredWeights:
         zero_biases: Collection[str],
     ) -> None:
         self._directory = directory
-        self._files = files
+        self._files = dict(files)
+        self._family = family
         self._zero_biases = zero_biases
         # A save of the base model alone (AutoModel instead of AutoModelForCausalLM) names its
         # tensors without the prefix.
         has_prefix = any(name.startswith(family.prefix) for name in files)
         self._removed_prefix = "" if has_prefix else family.prefix
+        is_tied = not config.untie_embeddings_and_output_weights
+        if is_tied:
+            self._add_embedding()
         self.shapes = model_tensors(config)
         # Key -> its stored tensors: one, or one per expert.
         self._parts: dict[str, list[StoredParameter]] = defaultdict(list)
@@ -67,7 +71,7 @@ class StoredWeights:
                 self._check_copy(part)
                 self._copies.append(part)
         self.default_dtype = self.dtype_of(WORD_EMBEDDINGS)
-        if not config.untie_embeddings_and_output_weights:
+        if is_tied:
             self._check_tied_head()
 
     def __contains__(self, key: object) -> bool:
@@ -150,15 +154,16 @@ class StoredWeights:
         return self._files[self._name(name)]
 
     def _is_stored(self, part: StoredParameter) -> bool:
-        """Return False for a bias that may be missing. Raises ValueError for a missing tensor."""
+        """Return False for a bias that is switched off. Raises ValueError for a missing tensor."""
+        if part.is_bias and any(name in part.key for name in self._zero_biases):
+            return False
         missing = [self._name(name) for name in part.names if not self._contains(name)]
-        may_miss = part.is_bias and any(name in part.key for name in self._zero_biases)
-        if missing and not (may_miss and len(missing) == len(part.names)):
+        if missing:
             raise ValueError(
                 f"{self._directory}: the weights lack {', '.join(missing)}, which config.json "
                 f"calls for; {self._describe_names(missing[0])}"
             )
-        return not missing
+        return True
 
     def _describe_names(self, missing: str) -> str:
         """Return the flag that removes a wrapper's prefix (`module.`), or else a stored name."""
@@ -209,14 +214,23 @@ class StoredWeights:
                     "share with the model: give --mtp-num-layers 0 to leave these layers out"
                 )
 
+    def _add_embedding(self) -> None:
+        """Add the word embedding of files that have only the head, which is tied to it."""
+        embedding = self._name(self._family.embedding_name)
+        for name in self._list_heads():
+            self._files.setdefault(embedding, self._files[name])
+
+    def _list_heads(self) -> list[str]:
+        return [name for name in map(self._name, self._family.head_names) if name in self._files]
+
     def _check_tied_head(self) -> None:
         """Refuse a head that differs from the embedding it is tied to: it would be lost."""
-        if HEAD not in self._files:
-            return
-        head = self._files[HEAD]
-        embedding = self.read(WORD_EMBEDDINGS, (0, 0), self.shapes[WORD_EMBEDDINGS])
-        if not torch.equal(head.read((0, 0), head.shape), embedding):
-            raise ValueError(
-                f"{self._directory}: config.json ties the head to the embedding, but {HEAD} "
-                "differs from it: set tie_word_embeddings to false in config.json to keep the head"
-            )
+        for name in self._list_heads():
+            head = self._files[name]
+            embedding = self.read(WORD_EMBEDDINGS, (0, 0), self.shapes[WORD_EMBEDDINGS])
+            if not torch.equal(head.read((0, 0), head.shape), embedding):
+                raise ValueError(
+                    f"{self._directory}: config.json ties the head to the embedding, but {name} "
+                    "differs from it: set tie_word_embeddings to false in config.json to keep the "
+                    "head"
+                )

@@ -12,7 +12,6 @@ import torch
 from megatron.conversion.huggingface.config_fields import Json, transformers_defaults
 from megatron.conversion.huggingface.family import Family
 from megatron.conversion.huggingface.safetensors_files import Stored
-from megatron.conversion.huggingface.stored_weights import HEAD
 from megatron.core.dist_checkpointing.mapping import cut_rows
 from megatron.core.safe_files import schema
 from megatron.core.terminal import escape_control_chars, format_size
@@ -21,6 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 TEXT_CONFIG = "text_config"
 _BODY = "model."
 _HEAD = "lm_head."
+_HEAD_MATRIX = f"{_HEAD}weight"
 _MODULES = ("embed_tokens.", "layers.", "norm.")  # of a language model, named after `_BODY`
 _EMBEDDING = f"{_BODY}embed_tokens.weight"
 _TIED = "tie_word_embeddings"
@@ -202,9 +202,9 @@ class Wrapper:
         stated = hf.get(_TIED)
         if stated is None:
             stated = transformers_defaults(self.model_type).get(_TIED)
-        if HEAD not in files:
+        if _HEAD_MATRIX not in files:
             return bool(stated or text.get(_TIED))
-        return bool(stated) and _are_equal(files[HEAD], files[_EMBEDDING])
+        return bool(stated) and _are_equal(files[_HEAD_MATRIX], files[_EMBEDDING])
 
     def write_config(self, hf: Json, text: Json) -> Json:
         """Return the config.json `hf` with the language model `text`."""

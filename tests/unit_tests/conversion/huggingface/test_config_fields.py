@@ -2,13 +2,14 @@
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from megatron.conversion.convert import convert
 from megatron.conversion.huggingface.config_fields import ConfigFields, transformers_defaults
@@ -22,6 +23,7 @@ from megatron.training.config.parsing import parse_args
 from megatron.training.config.stored_args import merge_stored_args, normalize_stored_args
 from tests.support.memory_source import GPT_ARGS, LLAMA_ARGS, random_source
 from tests.unit_tests.conversion.huggingface.test_random_configs import (
+    TOKENS,
     assert_logits_equal,
     compute_logits,
     run_transformers,
@@ -495,3 +497,59 @@ def test_run_with_sinks_takes_its_dropout_from_config_json(tmp_path: Path) -> No
     argv += f" --load {tmp_path / 'model'} --finetune --micro-batch-size 1 --train-iters 1 --lr 1"
     model = parse_args(argv.split(), 1, stored).model
     assert (model.attention_dropout, model.hidden_dropout) == (0.0, 0.0)
+
+
+def edit_tensors(directory: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("model_type", "head", "embedding"),
+    [
+        ("llama", "lm_head.weight", "model.embed_tokens.weight"),
+        ("gpt_neox", "embed_out.weight", "gpt_neox.embed_in.weight"),
+        ("biogpt", "output_projection.weight", "biogpt.embed_tokens.weight"),
+    ],
+)
+def test_tied_head_in_the_files(model_type: str, head: str, embedding: str, tmp_path: Path) -> None:
+    """A head that differs from its embedding is refused, and a head alone is the embedding."""
+    sizes = {name: value for name, value in SIZES.items() if name != "num_key_value_heads"}
+    expected = save_model(tmp_path / "in", model_type, **sizes, tie_word_embeddings=True)
+
+    def keep_head_alone(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[head] = tensors.pop(embedding)
+
+    edit_tensors(tmp_path / "in", keep_head_alone)
+    assert_same_both_ways(tmp_path / "in", expected)
+
+    def add_embedding(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[embedding] = tensors[head] + 1
+
+    edit_tensors(tmp_path / "in", add_embedding)
+    with pytest.raises(ValueError, match=f"ties the head to the embedding, but {head} differs"):
+        open_checkpoint(tmp_path / "in")
+
+
+@pytest.mark.parametrize("model_type", ["llama", "seed_oss", "iquestcoder"])
+@pytest.mark.parametrize("switches", [(True, False), (False, True)])
+def test_biases_that_are_switched_off_are_ignored(
+    model_type: str, switches: tuple[bool, bool], tmp_path: Path
+) -> None:
+    fields = SIZES | {"head_dim": 8, "attention_out_bias": True}
+    if model_type != "seed_oss":
+        del fields["attention_out_bias"]
+    on = {"attention_bias": True, "mlp_bias": True}
+    save_model(tmp_path / "in", model_type, **fields, **on)
+    off = dict(zip(on, switches, strict=True))
+    stated = read_config(tmp_path / "in") | off
+    (tmp_path / "in/config.json").write_text(json.dumps(stated))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "in")
+    with torch.no_grad():
+        expected = model(TOKENS).logits
+    source = open_checkpoint(tmp_path / "in")
+    assert_logits_equal(compute_logits(source), expected, off)
+    assert any(name.endswith("bias") for name in source.unused)
+    write_huggingface(source, tmp_path / "back")
+    assert_logits_equal(run_transformers(tmp_path / "back"), expected, off)
