@@ -113,4 +113,8 @@ def print_report(outcome: ConversionReport, args: argparse.Namespace, notes: Seq
         for name in names:
             print_line(f"   foreign, {action}: {name}")
     if outcome.verified is not None:
-        print_line(f"   verified: {outcome.verified} tensors are bitwise those of the source")
+        exact = outcome.verified - outcome.rounded
+        rounded = ""
+        if outcome.rounded:
+            rounded = f", {outcome.rounded} are rounded to a smaller dtype"
+        print_line(f"   verified: {exact} tensors are bitwise those of the source{rounded}")

@@ -172,6 +172,7 @@ class ConversionReport:
     num_tensors: int
     not_carried: list[str]  # parts that the target format cannot hold
     verified: int | None  # number of tensors compared with the source
+    rounded: int  # number of tensors in a smaller dtype than in the source
     foreign: dict[str, str]  # tensor that the model does not have -> how it was converted
     unused: list[str]  # names of parts of the source that the model does not have, left out
 
@@ -258,6 +259,7 @@ def write_checkpoint(
                     action = "copied, unless an adapter changes it"
                 foreign[foreign_name(key)] = action
         compared = None
+        rounded = 0
         if verify:
             # Universal files of a source without optimizer state contain zeros.
             has_optimizer = bool(optimizer_states(changed.tensors))
@@ -269,6 +271,7 @@ def write_checkpoint(
             target = open_checkpoint(directory, read_options=written)
             starting(_sum_bytes(target.tensors.values()))
             compared = compare(changed, target, progress)
+            rounded = _count_rounded(source, target)
         return ConversionReport(
             source.description,
             save_dir,
@@ -276,6 +279,7 @@ def write_checkpoint(
             len(changed.tensors),
             lost,
             compared,
+            rounded,
             foreign,
             source.unused,
         )
@@ -306,6 +310,16 @@ def write_checkpoint(
             ) from error
         raise
     return report
+
+
+def _count_rounded(source: Source, target: Source) -> int:
+    """Return the number of tensors that `target` has in a smaller dtype than `source`."""
+    count = 0
+    for key, info in target.tensors.items():
+        original = source.tensors.get(key)
+        if original is not None and original.dtype.itemsize > info.dtype.itemsize:
+            count += 1
+    return count
 
 
 class CastSource(SourceView):

@@ -58,14 +58,19 @@ class ConfigFields:
     def first(self, *names: str) -> Any:
         """Return the first value that is not null, stated fields before defaults; else None.
 
-        Several names are spellings of one field. Raises ValueError if they have different values.
+        Null disables a switch, as in transformers. Several names are spellings of one field. Raises
+        ValueError if they have different values.
         """
         stated = {name: self.stated[name] for name in names if self.states(name)}
         refuse_conflicts(stated)
-        for values in (self.stated, self.defaults):
-            for name in names:
-                if values.get(name) is not None:
-                    return values[name]
+        for value in stated.values():
+            return value
+        for name in names:
+            if isinstance(self.defaults.get(name), bool) and name in self.stated:
+                return False
+        for name in names:
+            if self.defaults.get(name) is not None:
+                return self.defaults[name]
         return None
 
 

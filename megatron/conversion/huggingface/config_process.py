@@ -42,6 +42,10 @@ def list_defaults(model_type: str) -> dict[str, Any]:
     instance = declared()
     for name in ("tie_word_embeddings", "rope_parameters"):
         defaults[name] = getattr(instance, name, None)
+    # The base of a rope whose parameters do not state it; some families have one per kind of layer.
+    base = getattr(declared, "default_theta", None)
+    if isinstance(base, (int, float)):
+        defaults.setdefault("rope_theta", base)
     # Some families compute this one as well.
     fraction = (defaults["rope_parameters"] or {}).get("partial_rotary_factor")
     if fraction is not None:
@@ -61,10 +65,10 @@ def _is_json(value: Any) -> bool:
 def find_refusal(model_type: str, fields: dict[str, Any]) -> str | None:
     """Return the reason for which transformers refuses `fields` of a config.json; None if none."""
     declared = config_class(model_type)
-    # Special tokens are not part of the check: defaults may exceed the vocabulary.
-    tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    # The defaults of special tokens may exceed the vocabulary, and some families refuse null.
+    tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0)
     try:
-        declared(**(_decode_floats(fields) | tokens))
+        declared(**(tokens | _decode_floats(fields)))
     except Exception as error:  # its validators raise errors of many types
         lines = str(error).strip().splitlines() or [type(error).__name__]
         return lines[-1].strip()

@@ -52,6 +52,7 @@ from megatron.conversion.huggingface.rules import (
     ATTENTION,
     COMMON_BIASES,
     EMBEDDING_WIDTH,
+    INEXACT_PROJECTIONS,
     MLP,
     POST_NORM,
     QKV,
@@ -759,6 +760,7 @@ OPT = Family(
         copied("attention_dropout", "attention_dropout"),
         copied("init_method_std", "init_std"),
         EMBEDDING_WIDTH,
+        INEXACT_PROJECTIONS,
         fixed("do_layer_norm_before", True),
         fixed("_remove_final_layer_norm", False),
         fixed("learned_embeddings", True),
@@ -845,6 +847,7 @@ BLOOM = Family(
         copied("attention_dropout", "attention_dropout"),
         copied("hidden_dropout", "hidden_dropout"),
         fixed("apply_residual_connection_post_layernorm", False, written=True),
+        INEXACT_PROJECTIONS,
         # Its GELU is the tanh approximation.
         implied(
             bias_gelu_fusion=True,
@@ -854,7 +857,7 @@ BLOOM = Family(
         ),
     ),
     harmless="""
-        slow_but_exact offset_alibi attention_softmax_in_fp32 masked_softmax_fusion
+        offset_alibi attention_softmax_in_fp32 masked_softmax_fusion
         bias_dropout_fusion skip_bias_add skip_bias_add_qkv""",
     layers="transformer.h.",
 )

@@ -16,6 +16,7 @@ import torch
 
 from megatron.conversion.edit_options import rename_tensors
 from megatron.conversion.huggingface.adapters import refuse_adapted_modules, refuse_adapter
+from megatron.conversion.huggingface.config_fields import refusal_of_transformers
 from megatron.conversion.huggingface.families import choose_family, find_family
 from megatron.conversion.huggingface.family import Family, has_foreign_mixers
 from megatron.conversion.huggingface.other_layouts import read_params, use_transformers_layout
@@ -479,6 +480,10 @@ def write_small_files(
         fields = {**fields, **{name: changed[name] for name in changed if name in fields}}
     else:
         fields = {"use_cache": True, **fields, **tokenizer.ids}
+        # Some families refuse null for special tokens that are not known.
+        unknown = [name for name, token in tokenizer.ids.items() if token is None]
+        if unknown and refusal_of_transformers(fields["model_type"], fields) is not None:
+            fields = {name: value for name, value in fields.items() if name not in unknown}
     write_json(directory / CONFIG, fields)
     fsync_tree(directory)
     return tokenizer.lost

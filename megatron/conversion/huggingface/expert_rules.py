@@ -359,18 +359,20 @@ OPTIONAL_EXPERTS = Rule(
 )
 
 
-def _read_scaled_weights(found: ConfigFields, args: Json) -> Json:
-    return {"moe_router_topk_scaling_factor": float(found.first("router_scaling_factor"))}
+# With 0, the experts of transformers return zeros. Our router would not scale their weights.
+_WEIGHT_FACTOR = number(1e-9)
 
 
-def _write_scaled_weights(config: TransformerConfig) -> Json:
-    return {"router_scaling_factor": config.topk_scaling_factor}
+def scaled_weights(field: str) -> Rule:
+    """Map the factor of the weights of the chosen experts."""
 
+    def read(found: ConfigFields, args: Json) -> Json:
+        return {"moe_router_topk_scaling_factor": float(found.first(field))}
 
-# Factor of the weights of the chosen experts.
-SCALED_WEIGHTS = Rule(
-    {"router_scaling_factor": number(1e-9)}, _read_scaled_weights, _write_scaled_weights
-)
+    def write(config: TransformerConfig) -> Json:
+        return {field: config.topk_scaling_factor}
+
+    return Rule({field: _WEIGHT_FACTOR}, read, write)
 
 
 def _read_selection(found: ConfigFields, args: Json) -> Json:
@@ -438,10 +440,12 @@ EXPERT_AND_DENSE_WIDTH = Rule(
 )
 
 
-def counted_shared_experts(field: str) -> Rule:
+def counted_shared_experts(field: str, least: int = 0) -> Rule:
     """Map the number of shared experts, which have the width of a routed one each."""
 
     def read(found: ConfigFields, args: Json) -> Json:
+        if found.get(field) == 0 and least:
+            raise unsupported(field, 0, f"{least} or more is")
         width = (found.get(field) or 0) * args["moe_ffn_hidden_size"]
         return {"moe_shared_expert_intermediate_size": width}
 
@@ -455,7 +459,7 @@ def counted_shared_experts(field: str) -> Rule:
 _DEEPSEEK_FIELDS: dict[str, Check | str] = {
     "n_group": COUNT,
     "topk_group": COUNT,
-    "routed_scaling_factor": number(),
+    "routed_scaling_factor": _WEIGHT_FACTOR,
     "topk_method": SHORT_TEXT,
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
@@ -48,10 +49,14 @@ _REQUIRED: dict[str, Sequence[str]] = {
     "yarn": ("factor", "original_max_position_embeddings"),
     "longrope": tuple(_LONGROPE),
 }
+_ORIGINAL_LENGTH = "original_max_position_embeddings"
 _QUERY_SCALING = "llama_4_scaling_beta"
 _ALPHA = "alpha"
 _TYPE_FIELDS = ("rope_type", "type")
 _NUMBERS = {"rope_theta": number(1), "partial_rotary_factor": number(0)}
+_ATTENTION_FACTOR = "attention_factor"
+# Values that null and 0 select in transformers; a missing field has the default of the argument.
+_DISABLED = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 
 
 def _make_scaling_check() -> schema.Check:
@@ -65,6 +70,7 @@ def _make_scaling_check() -> schema.Check:
         fields[f"{name}?"] = optional(schema.sequence(number(0), 10**5))
     fields[f"{_QUERY_SCALING}?"] = optional(number(0))
     fields[f"{_ALPHA}?"] = optional(number(0))
+    fields[f"{_ATTENTION_FACTOR}?"] = optional(number(0))
     fields["truncate?"] = optional(boolean)
     return record(fields)
 
@@ -90,9 +96,10 @@ def rope(
 
     def read(found: ConfigFields, args: Json) -> Json:
         default = found.defaults.get("rope_scaling") or found.defaults.get("rope_parameters") or {}
-        base = default.get("rope_theta") or found.defaults.get("rope_theta")
+        base = found.defaults.get("rope_theta")
         parameters = found.stated.get("rope_scaling") or found.stated.get("rope_parameters")
         if not parameters:
+            base = default.get("rope_theta") or base
             # The default scaling; base and fraction have fields of their own.
             parameters = default if whole_default else _leave_out(default, _NUMBERS)
         if width is not None and not found.states("partial_rotary_factor"):
@@ -116,20 +123,20 @@ def rope(
     fields |= {"rope_scaling": _SCALING, "rope_parameters": _SCALING}
     if width is not None:
         fields[width] = schema.COUNT
-    if "longrope" in scalings:
-        fields[_ORIGINAL_LENGTH] = schema.COUNT
+    fields[_ORIGINAL_LENGTH] = schema.COUNT
     return Rule(fields, read, write)
 
 
 def _read_ministral3_rope(found: ConfigFields, args: Json) -> Json:
     default = found.defaults["rope_parameters"]
     stated = found.stated.get("rope_scaling") or found.stated.get("rope_parameters")
+    base = (stated or default).get("rope_theta") or found.defaults["rope_theta"]
     # transformers reads the length from the model's own field.
     parameters = _leave_out(stated or default, (_QUERY_SCALING, "max_position_embeddings"))
     rate = (stated or default).get(_QUERY_SCALING)
     if rate is None:
         raise unsupported(f"rope_parameters.{_QUERY_SCALING}", rate, "a number is")
-    result = _read_rope(found, parameters, default["rope_theta"], ("yarn",), False, args)
+    result = _read_rope(found, parameters, base, ("yarn",), False, args)
     return result | {"query_length_scaling": float(rate)}
 
 
@@ -224,6 +231,17 @@ def _leave_out(values: Mapping[str, Any], names: Container[str]) -> Json:
     return {name: value for name, value in values.items() if name not in names}
 
 
+def _replace_disabled(parameters: Mapping[str, Any]) -> Json:
+    """Return the parameters of a rope with the values that null and 0 mean in transformers."""
+    result = {}
+    for name, value in parameters.items():
+        if not value and name in _DISABLED:
+            value = _DISABLED[name]
+        if value is not None:
+            result[name] = value
+    return result
+
+
 def _read_rope(
     found: ConfigFields,
     parameters: Mapping[str, Any],
@@ -235,7 +253,7 @@ def _read_rope(
 ) -> Json:
     """Return the arguments of one set of rope parameters."""
     base_name, fraction_name = names
-    parameters = {name: value for name, value in parameters.items() if value is not None}
+    parameters = _replace_disabled(parameters)
 
     # Base.
     stated_base = found.stated.get(base_name)
@@ -279,10 +297,9 @@ def _read_rope(
             if factors is not None and len(factors) != pairs:
                 raise unsupported(f"rope_scaling.{field}", factors, f"a list of {pairs} is")
         arguments |= _read_context_lengths(found, scaling)
+    elif kind in ("llama3", "yarn"):
+        scaling |= _read_original_length(found, scaling)
     return arguments | _read_scaling(kind, scaling, found, args)
-
-
-_ORIGINAL_LENGTH = "original_max_position_embeddings"
 
 
 def _read_context_lengths(found: ConfigFields, scaling: Json) -> Json:
@@ -307,15 +324,30 @@ def _read_context_lengths(found: ConfigFields, scaling: Json) -> Json:
     return {_ORIGINAL_LENGTH: original, "rotary_scaling_factor": factor}
 
 
+def _read_original_length(found: ConfigFields, scaling: Json) -> Json:
+    """Return the original length among the fields of the model, which takes precedence."""
+    original = found.first(_ORIGINAL_LENGTH)
+    if original is None:
+        return {}
+    nested = scaling.get(_ORIGINAL_LENGTH)
+    if nested not in (None, original):  # transformers 4 would use this one
+        wanted = f"that of the model, {original}, is"
+        raise unsupported(f"rope_scaling.{_ORIGINAL_LENGTH}", nested, wanted)
+    return {_ORIGINAL_LENGTH: original}
+
+
 def _read_scaling(kind: str, scaling: Json, found: ConfigFields, args: Json) -> Json:
     """Return the arguments of a scaling. Raises ValueError for missing or unknown fields."""
+    if kind == "yarn" and _ATTENTION_FACTOR in scaling:
+        scaling = _replace_attention_factor(scaling)
+    else:
+        _check_mscale(scaling)
     strange = sorted(set(scaling) - set(SCALINGS[kind]))
     if strange:
         raise ValueError(
             f"config.json: rope type {kind!r} with {schema.format_value(strange)} is not "
             f"supported: its fields are {', '.join(SCALINGS[kind]) or 'none'}"
         )
-    _check_mscale(scaling)
     # Without an original length transformers takes the one that the model is made for.
     length = found.stated.get("max_position_embeddings")
     known = {"original_max_position_embeddings": length} | scaling
@@ -330,6 +362,27 @@ def _read_scaling(kind: str, scaling: Json, found: ConfigFields, args: Json) -> 
         if known.get(field) is not None:
             arguments[argument] = known[field]
     return arguments
+
+
+# Decimals of `attention_factor` and `mscale`, each of which is computed from the other.
+_DECIMALS = 12
+
+
+def _replace_attention_factor(scaling: Json) -> Json:
+    """Return YaRN's fields with the `mscale` that multiplies queries and keys by
+    `attention_factor`.
+    """
+    name = f"rope_scaling.{_ATTENTION_FACTOR}"
+    value = scaling[_ATTENTION_FACTOR]
+    if scaling.get("mscale") or scaling.get("mscale_all_dim"):
+        raise unsupported(name, value, "a rope without mscale and mscale_all_dim is")
+    factor = scaling.get("factor") or 1.0
+    mscale = 1.0
+    if factor > 1.0:
+        mscale = round((value - 1.0) / (0.1 * math.log(factor)), _DECIMALS)
+    if mscale < 0.0 or (factor <= 1.0 and value != 1.0):
+        raise unsupported(name, value, "1.0 or more (with factor <= 1: 1.0) is")
+    return _leave_out(scaling, (_ATTENTION_FACTOR,)) | {"mscale": mscale, "mscale_all_dim": 0.0}
 
 
 def _check_mscale(scaling: Json) -> None:
@@ -359,8 +412,11 @@ def _write_scaling(config: TransformerConfig) -> Json | None:
     for field, argument in SCALINGS[kind].items():
         scaling[field] = getattr(config, argument)
     if not scaling.get("mscale_all_dim"):  # transformers takes both or none
-        scaling.pop("mscale", None)
+        mscale = scaling.pop("mscale", 1.0)
         scaling.pop("mscale_all_dim", None)
+        if mscale != 1.0 and config.rotary_scaling_factor > 1.0:
+            value = 0.1 * mscale * math.log(config.rotary_scaling_factor) + 1.0
+            scaling[_ATTENTION_FACTOR] = round(value, _DECIMALS)
     return scaling
 
 
@@ -436,7 +492,7 @@ def _read_global_rope(found: ConfigFields, nested: Json) -> Json:
     if parameters.get("truncate") is False:
         # transformers looks for this field outside the parameters of a kind of layers.
         raise unsupported("rope_scaling.truncate", False, "True is in this family")
-    return parameters
+    return _leave_out(parameters, ("truncate",))
 
 
 def _check_local_rope(parameters: Json) -> Json:

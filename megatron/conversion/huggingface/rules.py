@@ -181,6 +181,20 @@ def _check_embedding_width(found: ConfigFields, args: Json) -> Json:
 EMBEDDING_WIDTH = Rule({"word_embed_proj_dim": "hidden_size"}, _check_embedding_width)
 
 
+def _check_projections(found: ConfigFields, args: Json) -> Json:
+    num_parts = found.first("pretraining_tp")
+    if found.first("slow_but_exact") and num_parts > 1:
+        wanted = f"False is with pretraining_tp = {num_parts}"
+        raise unsupported("slow_but_exact", True, wanted)
+    return {}
+
+
+# BLOOM's output projections in parts, as in its training, which have no biases in transformers.
+INEXACT_PROJECTIONS = Rule(
+    {"slow_but_exact": boolean, "pretraining_tp": schema.COUNT}, _check_projections
+)
+
+
 _LFM2_WIDTH = ("block_ff_dim", "intermediate_size")
 
 

@@ -97,6 +97,7 @@ def export_tokenizer(
     TOKEN_IDS(known_ids, "the arguments: hf_token_ids")
     ids = {name: known_ids.get(name) for name in _IDS}
     result = ExportedTokenizer(ids, lost=[], copied=[])
+    is_own = tokenizer is None
     if tokenizer is not None:
         trusted = (*trusted, tokenizer)
 
@@ -114,7 +115,7 @@ def export_tokenizer(
     if tokenizer is None:
         return result
     if tokenizer.is_dir():
-        _export_directory(tokenizer, directory, result)
+        _export_directory(tokenizer, directory, result, is_own)
     elif tokenizer.is_file():
         _export_sentencepiece(tokenizer, directory, result)
     else:
@@ -214,8 +215,14 @@ def _confirm_path(value: Any, trusted: Sequence[Path], result: ExportedTokenizer
     return None
 
 
-def _export_directory(tokenizer: Path, directory: Path, result: ExportedTokenizer) -> None:
-    """Copy the files of a Hugging Face tokenizer and read the ids of its special tokens."""
+def _export_directory(
+    tokenizer: Path, directory: Path, result: ExportedTokenizer, is_own: bool
+) -> None:
+    """Copy the files of a Hugging Face tokenizer and read the ids of its special tokens.
+
+    With `is_own`, it is the model's, so the ids of its config.json precede those of generation.
+    """
+    known = select_stated_ids(result.ids) if is_own else {}
     result.origin = tokenizer
     for name in _CONTENTS:
         path = named_file(tokenizer, name, str(tokenizer))
@@ -227,6 +234,8 @@ def _export_directory(tokenizer: Path, directory: Path, result: ExportedTokenize
             continue
         stated = TOKEN_IDS(read_json(path), str(path))
         for id_name in _IDS:
+            if name == "generation_config.json" and id_name in known:
+                continue
             if stated.get(id_name) is not None:
                 result.ids[id_name] = stated[id_name]
 

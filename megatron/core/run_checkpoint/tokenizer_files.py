@@ -25,7 +25,8 @@ _FILES: dict[str, dict[str, str]] = {
 }
 
 
-# Files of a Hugging Face tokenizer, or of a processor with one.
+# Files of a Hugging Face tokenizer, or of a processor with one, and the defaults of generation: they
+# may end a text at more tokens than config.json.
 _HUGGING_FACE = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -35,6 +36,7 @@ _HUGGING_FACE = (
     "vocab.json",
     "merges.txt",
     "chat_template.jinja",
+    "generation_config.json",
     *PROCESSOR_FILES,
 )
 

@@ -227,6 +227,8 @@ SAMPLERS |= {
     "max_position_embeddings": choose(32, 64),
     "n_positions": choose(32, 64),
     "seq_length": choose_optional(32, 64),
+    "pretraining_tp": choose_optional(1, 2),
+    "slow_but_exact": choose_optional(False, True),
     "torch_dtype": choose_optional("float32"),
     "dtype": choose_optional("float32"),
     "initializer_range": choose(0.2),
@@ -562,7 +564,7 @@ def draw_config(family: Family, rng: random.Random) -> Drawn:
                 continue
             value = samplers[name](rng, drawn)
             drawn |= {} if value is OMITTED else {name: value}
-    if any(_ORIGINAL_LENGTH in rule.fields for rule in family.rules) and rng.random() < 0.6:
+    if family.model_type == "phi3" and rng.random() < 0.6:
         drawn.pop("rope_parameters", None)
         drawn |= draw_longrope(rng, drawn)
     if family.model_type.startswith("hunyuan") and rng.random() < 0.4:

@@ -412,14 +412,9 @@ def test_biases_that_were_trained_are_exported(tmp_path: Path) -> None:
 
 def test_rope_fields_that_are_not_supported_are_named() -> None:
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
-    hf = SIZES | {"model_type": "llama"}
-    for extra, message in (
-        ({"attention_factor": 1.2}, r"with \['attention_factor'\] is not supported"),
-        ({"mscale": 0.7}, r"mscale = 0.7 and mscale_all_dim = None"),
-    ):
-        hf["rope_scaling"] = scaling | extra
-        with pytest.raises(ValueError, match=message):
-            find_family(hf).read_config(hf, {})
+    hf = SIZES | {"model_type": "llama", "rope_scaling": scaling | {"mscale": 0.7}}
+    with pytest.raises(ValueError, match="mscale = 0.7 and mscale_all_dim = None"):
+        find_family(hf).read_config(hf, {})
 
 
 def test_truncate_is_refused_where_transformers_does_not_read_it() -> None:
@@ -553,3 +548,84 @@ def test_biases_that_are_switched_off_are_ignored(
     assert any(name.endswith("bias") for name in source.unused)
     write_huggingface(source, tmp_path / "back")
     assert_logits_equal(run_transformers(tmp_path / "back"), expected, off)
+
+
+YARN_FIELDS = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rope_scaling": YARN_FIELDS | {"attention_factor": 1.25}},
+        {"rope_scaling": YARN_FIELDS | {"attention_factor": 1.0}},
+        {"rope_scaling": YARN_FIELDS | {"truncate": None, "beta_fast": 3.0, "beta_slow": 0.4}},
+        {"rope_scaling": YARN_FIELDS | {"beta_fast": 0, "beta_slow": 0}},
+        {
+            "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 1.5},
+            "original_max_position_embeddings": 8,
+        },
+        {
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 4.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+            },
+            "original_max_position_embeddings": 16,
+        },
+    ],
+    ids=["attention_factor", "factor_1", "null", "zero", "yarn_length", "llama3_length"],
+)
+def test_scaled_ropes_as_transformers_reads_them(fields: dict[str, Any], tmp_path: Path) -> None:
+    assert_same_both_ways(tmp_path / "in", save_model(tmp_path / "in", "llama", **SIZES | fields))
+
+
+@pytest.mark.parametrize("value", [0.9, 1.3])
+def test_attention_factors_without_a_counterpart_are_refused(value: float) -> None:
+    scaling = YARN_FIELDS | {"attention_factor": value}
+    if value > 1.0:
+        scaling |= {"mscale": 1.0, "mscale_all_dim": 0.5}
+    hf = SIZES | {"model_type": "llama", "rope_scaling": scaling}
+    with pytest.raises(ValueError, match=f"attention_factor = {value} is not supported"):
+        find_family(hf).read_config(hf, {})
+
+
+def test_ministral3_without_rope_theta(tmp_path: Path) -> None:
+    """The default is the class's, not the base among its default parameters."""
+    rope = YARN_FIELDS | {"llama_4_scaling_beta": 0.2, "max_position_embeddings": 32}
+    expected = save_model(tmp_path / "in", "ministral3", **SIZES, rope_parameters=rope)
+    assert_same_both_ways(tmp_path / "in", expected)
+
+
+def test_falcon_with_null_for_parallel_attention(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
+    fields = sizes | {"vocab_size": 67, "ffn_hidden_size": 40, "parallel_attn": None}
+    expected = save_model(tmp_path / "in", "falcon", **fields, bos_token_id=1, eos_token_id=2)
+    assert_same_both_ways(tmp_path / "in", expected)
+
+
+REFUSED_ZEROS = {
+    "hy_v3": {"num_shared_experts": 0},
+    "deepseek_v3": {"routed_scaling_factor": 0.0},
+    "afmoe": {"route_scale": 0.0},
+    "bloom": {"slow_but_exact": True, "pretraining_tp": 2},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_ZEROS)
+def test_values_that_transformers_computes_differently_are_refused(name: str) -> None:
+    family = next(family for family in FAMILIES if family.model_type == name)
+    fields = REFUSED_ZEROS[name]
+    found = ConfigFields(fields, transformers_defaults(name))
+    rules = [rule for rule in family.all_rules if fields.keys() & rule.fields.keys()]
+    with pytest.raises(ValueError, match=f"{next(iter(fields))}"):
+        family.check_fields(fields)
+        for rule in rules:
+            rule.read(found, {"moe_ffn_hidden_size": 12})
+
+
+def test_cwm_is_exported_as_cwm(tmp_path: Path) -> None:
+    fields = SIZES | {"head_dim": 8, "sliding_window": 8}
+    expected = save_model(tmp_path / "in", "cwm", **fields, drop=("bos_token_id", "pad_token_id"))
+    assert_same_both_ways(tmp_path / "in", expected)
+    assert read_config(tmp_path / "back")["model_type"] == "cwm"

@@ -429,3 +429,32 @@ def test_full_disk_leaves_nothing_and_keeps_an_existing_export(
     after = {path: path.read_bytes() for path in target.parent.rglob("*") if path.is_file()}
     assert after == before
     assert exists or not list(target.parent.iterdir())
+
+
+def test_verification_counts_rounded_tensors(tmp_path: Path) -> None:
+    """fp32 norms of a bf16 model stay fp32 in checkpoints, and are rounded in an export."""
+    write_huggingface(random_source(LLAMA_ARGS | {"bf16": True}, optimizer=False), tmp_path / "in")
+    path = tmp_path / "in" / "model.safetensors"
+    tensors = load_file(path)
+    for name in tensors:
+        if "norm" in name:
+            tensors[name] = tensors[name].float() + 1e-4
+    save_file(tensors, path, {"format": "pt"})
+    kept = convert(tmp_path / "in", tmp_path / "kept", "torch_dist", verify=True)
+    assert kept.rounded == 0 and kept.not_carried == []
+    exported = convert(tmp_path / "kept", tmp_path / "out", "hf", verify=True)
+    assert exported.rounded == sum("norm" in name for name in tensors) == 5
+    assert "fp32 precision of 5 weights" in exported.not_carried[0]
+
+
+@pytest.mark.parametrize("saver", ["torch_dist", "legacy"])
+def test_defaults_of_generation_survive_a_checkpoint(saver: str, tmp_path: Path) -> None:
+    """They may end a text at more tokens than config.json, as in chat models."""
+    shutil.copytree(LLAMA_GOLDEN, tmp_path / "in")
+    path = tmp_path / "in" / "generation_config.json"
+    path.write_text(json.dumps({"temperature": 0.6, "eos_token_id": [2, 257]}))
+    convert(tmp_path / "in", tmp_path / "run", saver)
+    convert(tmp_path / "run", tmp_path / "out", "hf")
+    assert (tmp_path / "out" / "generation_config.json").read_bytes() == path.read_bytes()
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["eos_token_id"] == 257
