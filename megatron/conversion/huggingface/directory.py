@@ -25,6 +25,7 @@ from megatron.conversion.huggingface.quantized_weights import (
     dequantize,
     make_quantization_config,
     read_block_size,
+    refuse_other_quantization,
 )
 from megatron.conversion.huggingface.safetensors_files import Stored
 from megatron.conversion.huggingface.sidecar import (
@@ -137,6 +138,8 @@ class HuggingFaceSource:
         if _QUANTIZATION in read_options.ignored_fields:
             quantization = None
         block = None
+        if quantization is None and _QUANTIZATION not in read_options.ignored_fields:
+            refuse_other_quantization(directory)
         with _errors_about(directory):
             family = find_family(hf) if multimodal is None else multimodal.family
             self.args = family.read_config(hf, given, read_options.ignored_fields)

@@ -8,6 +8,7 @@ and right edge may be partial. Source: the files of DeepSeek-V3, whose scales ar
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,9 +23,22 @@ _FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 _QUANTIZATION = schema.record(
     {
         "quant_method": schema.text(256),
-        "weight_block_size?": schema.sequence(schema.integer(1), 2, least=2),
+        "weight_block_size?": schema.optional(schema.sequence(schema.integer(1), 2, least=2)),
     }
 )
+# Method -> how transformers removes the quantization; no other method has a way.
+_REMOVALS = {
+    "fp8": "FineGrainedFP8Config(dequantize=True) as quantization_config",
+    "mxfp4": "Mxfp4Config(dequantize=True) as quantization_config",
+    "compressed-tensors": "CompressedTensorsConfig(dequantize=True) as quantization_config",
+    "bitsandbytes": "model.dequantize() after loading",
+}
+# Files that describe the quantization if config.json does not -> program that wrote them.
+_OTHER_CONFIGS = {
+    "hf_quant_config.json": "NVIDIA's Model Optimizer",
+    "quantize_config.json": "AutoGPTQ or AutoAWQ",
+}
+_WITHOUT_QUANTIZATION = "if no weight is quantized, give --hf-ignore-fields quantization_config"
 
 
 def read_block_size(quantization: Any) -> Sequence[int]:
@@ -35,14 +49,29 @@ def read_block_size(quantization: Any) -> Sequence[int]:
     _QUANTIZATION(quantization, "config.json: quantization_config")
     method = quantization["quant_method"]
     block: Sequence[int] | None = quantization.get("weight_block_size")
-    if method != "fp8" or block is None:
-        raise ValueError(
-            f"config.json: quantization_config of {schema.format_value(method)} is not supported, "
-            "only fp8 with weight_block_size is: load the model in transformers with "
-            "dequantize=True in its quantization config, save and convert that; or, if no weight "
-            "is quantized, give --hf-ignore-fields quantization_config"
-        )
-    return block
+    if method == "fp8" and block is not None:
+        return block
+    cause = f"quantization_config of {schema.format_value(method)}"
+    if method == "fp8":
+        cause = "fp8 with one scale per matrix (no weight_block_size)"
+    fix = "convert the unquantized original of the model"
+    if method in _REMOVALS:
+        fix = f"load the model in transformers with {_REMOVALS[method]}, save and convert that"
+    raise ValueError(
+        f"config.json: {cause} is not supported, only fp8 with weight_block_size is: {fix}; or, "
+        f"{_WITHOUT_QUANTIZATION}"
+    )
+
+
+def refuse_other_quantization(directory: Path) -> None:
+    """Raise ValueError if a file next to config.json describes quantized weights."""
+    for name, program in _OTHER_CONFIGS.items():
+        if (directory / name).exists():
+            raise ValueError(
+                f"{directory} has {name}: its weights were quantized by {program}, which is not "
+                "supported: convert the unquantized original of the model; or, "
+                f"{_WITHOUT_QUANTIZATION}"
+            )
 
 
 def make_quantization_config(unquantized: Sequence[str]) -> dict[str, Any]:
@@ -115,6 +144,11 @@ def _scale_blocks(
     for extent, size in zip(stored.shape, block, strict=False):
         num_blocks.append(-(-extent // size))  # rounded up
     expected = tuple(num_blocks)
+    if stored.dtype != torch.float8_e4m3fn:
+        raise ValueError(
+            f"{name} has scales {name}{SCALES} and dtype {stored.dtype}, but matrices in blocks "
+            "must be torch.float8_e4m3fn: convert the unquantized original of the model"
+        )
     is_number = scales.dtype in (torch.float32, torch.bfloat16)
     if len(stored.shape) != 2 or scales.shape != expected or not is_number:
         raise ValueError(

@@ -25,8 +25,8 @@ _FILES: dict[str, dict[str, str]] = {
 }
 
 
-# Files of a Hugging Face tokenizer, or of a processor with one, and the defaults of generation: they
-# may end a text at more tokens than config.json.
+# Files of a Hugging Face tokenizer, or of a processor with one. Those of generation may name more
+# tokens that end a text than config.json.
 _HUGGING_FACE = (
     "tokenizer.json",
     "tokenizer_config.json",

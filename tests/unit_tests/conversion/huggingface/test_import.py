@@ -436,9 +436,16 @@ def test_fp8_matrices_are_dequantized(tmp_path: Path) -> None:
         (
             {"quant_method": "mxfp4"},
             (),
-            "quantization_config of 'mxfp4' is not supported, only fp8 .* dequantize=True",
+            "quantization_config of 'mxfp4' is not supported, only fp8 .*Mxfp4Config",
+        ),
+        (
+            {"quant_method": "fp8", "weight_block_size": None},
+            (),
+            r"fp8 with one scale per matrix .* FineGrainedFP8Config\(dequantize=True\)",
         ),
         ({"quant_method": "fp8"}, (), "only fp8 with weight_block_size is"),
+        ({"quant_method": "bitsandbytes"}, (), r"with model\.dequantize\(\) after loading"),
+        ({"quant_method": "awq", "bits": 4}, (), "of 'awq' .*: convert the unquantized original"),
         (
             {"quant_method": "fp8", "weight_block_size": [0, 16]},
             (),
@@ -469,6 +476,24 @@ def test_other_quantization_is_refused(
     edit_config(llama, quantization_config=change)
     with pytest.raises(ValueError, match=reason):
         HuggingFaceSource(llama, ReadOptions(ignored_fields=ignored))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e5m2])
+def test_other_matrices_with_block_scales_are_refused(dtype: torch.dtype, llama: Path) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    scales = {f"{name}_scale_inv": torch.ones(3, 2)}
+    edit_weights(llama, **{name: torch.ones(48, 32).to(dtype)}, **scales)
+    edit_config(llama, quantization_config={"quant_method": "fp8", "weight_block_size": [16, 16]})
+    with pytest.raises(ValueError, match=rf"{name} has scales .* and dtype {dtype}"):
+        HuggingFaceSource(llama)
+
+
+@pytest.mark.parametrize("name", ["hf_quant_config.json", "quantize_config.json"])
+def test_file_that_describes_quantized_weights_is_named(name: str, llama: Path) -> None:
+    (llama / name).write_text("{}")
+    with pytest.raises(ValueError, match=f"{name}: its weights were quantized by"):
+        HuggingFaceSource(llama)
+    HuggingFaceSource(llama, ReadOptions(ignored_fields=("quantization_config",)))
 
 
 def test_all_architecture_fields_of_a_run_are_compared(llama: Path) -> None:
