@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from megatron.conversion.huggingface.config_fields import ConfigFields, Json
 from megatron.conversion.huggingface.rope_rules import rope
-from megatron.conversion.huggingface.rules import Rule, copied, fixed, implied, opposite
+from megatron.conversion.huggingface.rules import (
+    SHORT_TEXT,
+    TANH_GELU,
+    Rule,
+    copied,
+    fixed,
+    implied,
+    opposite,
+    unsupported,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 SIZES_WITHOUT_MLP: tuple[Rule, ...] = (
@@ -52,11 +61,28 @@ RMS_OR_LAYER_NORM = Rule(
 
 
 SILU = fixed("hidden_act", "silu", "swish", written=True)
-SWIGLU = (SILU, implied(swiglu=True))
+
+
+def _read_gate(found: ConfigFields, args: Json) -> Json:
+    name = found.get("hidden_act")
+    if name is None and found.defaults.get("hidden_act") is None:
+        name = "silu"
+    if name not in ("silu", "swish", *TANH_GELU):
+        raise unsupported("hidden_act", name, "silu and gelu_pytorch_tanh are")
+    is_gelu = name in TANH_GELU
+    return {"swiglu": not is_gelu, "geglu": is_gelu}
+
+
+def _write_gate(config: TransformerConfig) -> Json:
+    return {"hidden_act": "gelu_pytorch_tanh" if config.geglu else "silu"}
+
+
+# The function of the gate of a gated MLP.
+GATE = Rule({"hidden_act": SHORT_TEXT}, _read_gate, _write_gate, repeated=("hidden_act",))
 SQUARED_RELU = (
     fixed("hidden_act", "relu2", written=True),
     implied(swiglu=False, squared_relu=True),
 )
-# Sizes, a gated MLP with SiLU, and a head.
-GATED_RULES: tuple[Rule, ...] = (*SIZES, *SWIGLU, UNTIED, NO_DROPOUT)
+# Sizes, a gated MLP, and a head.
+GATED_RULES: tuple[Rule, ...] = (*SIZES, GATE, UNTIED, NO_DROPOUT)
 LLAMA_RULES = (*GATED_RULES, *RMS_NORM, rope())

@@ -26,6 +26,7 @@ from megatron.conversion.huggingface.attention_rules import (
     qwen_windows,
 )
 from megatron.conversion.huggingface.common_rules import (
+    GATE,
     GATED_RULES,
     LLAMA_RULES,
     NO_BIAS,
@@ -34,7 +35,6 @@ from megatron.conversion.huggingface.common_rules import (
     SIZES,
     SIZES_WITHOUT_MLP,
     SQUARED_RELU,
-    SWIGLU,
     UNTIED,
     layer_norm,
 )
@@ -303,7 +303,7 @@ GATED_MIXERS = {
 }
 FOREIGN_QWEN_RULES = (
     *SIZES_WITHOUT_MLP,
-    *SWIGLU,
+    GATE,
     *RMS_NORM,
     UNTIED,
     NO_DROPOUT,
@@ -574,7 +574,7 @@ STABLELM = Family(
     rows.STABLELM_ROWS,
     (
         *SIZES,
-        *SWIGLU,
+        GATE,
         *layer_norm("layer_norm_eps"),
         UNTIED,
         heads(always_written=False, free_width=False),

@@ -24,6 +24,7 @@ from megatron.conversion.huggingface.attention_rules import (
     qwen_windows,
 )
 from megatron.conversion.huggingface.common_rules import (
+    GATE,
     GATED_RULES,
     LLAMA_RULES,
     NO_BIAS,
@@ -33,7 +34,6 @@ from megatron.conversion.huggingface.common_rules import (
     SILU,
     SIZES,
     SIZES_WITHOUT_MLP,
-    SWIGLU,
     UNTIED,
 )
 from megatron.conversion.huggingface.dense_families import (
@@ -415,14 +415,17 @@ GLM_MOE_DSA = Family(
     harmless=_DEEPSEEK_HARMLESS,
     indexer=_INDEXER,
 )
-_GLM4_MOE_RULES = (
-    *GATED_RULES,
+_SIGMOID_MODEL = (
+    GATE,
+    UNTIED,
+    NO_DROPOUT,
     *RMS_NORM,
     heads(),
     *_SIGMOID_EXPERTS,
     FULL_ATTENTION,
     PREDICTION_LAYERS,
 )
+_GLM4_MOE_RULES = (*SIZES, *_SIGMOID_MODEL)
 GLM4_MOE = Family(
     "glm4_moe",
     "Glm4MoeForCausalLM",
@@ -441,7 +444,10 @@ SOLAR_OPEN = Family(
     "SolarOpenForCausalLM",
     rows.GLM4_MOE_ROWS,
     (
-        *_GLM4_MOE_RULES,
+        *SIZES_WITHOUT_MLP,
+        # All layers have experts, and transformers does not save this field.
+        copied("ffn_hidden_size", "intermediate_size"),
+        *_SIGMOID_MODEL,
         rope(),
         biases(attention_bias=QKV),
         fixed("first_k_dense_replace", 0),
@@ -473,14 +479,15 @@ COHERE2_MOE = Family(
     (
         *SIZES_WITHOUT_MLP,
         EXPERT_AND_DENSE_WIDTH,
-        *SWIGLU,
+        GATE,
         RMS_OR_LAYER_NORM,
         UNTIED,
         NO_DROPOUT,
         heads(),
         NO_BIAS,
         *always(attention_bias=False),
-        rope(("default",)),  # transformers ignores the field of a scaling
+        # transformers ignores the field of a scaling, and saves a base that it does not read.
+        rope(("default",), is_nested=True),
         reciprocal("logits_scaling", "logit_scale"),
         implied(rotary_interleaved=True, parallel_residual=True, share_parallel_norm=True),
         EXPERTS_PER_TOKEN,

@@ -85,12 +85,15 @@ def rope(
     whole_default: bool = False,
     width: str | None = None,
     names: tuple[str, str] = ("rope_theta", "partial_rotary_factor"),
+    is_nested: bool = False,
 ) -> Rule:
     """Map base, rotated fraction (if `partial`) and scaling, one of `scalings`.
 
     With `spelled_out` an unscaled rope is written as such, because null means another one; with
     `whole_default` null means another base, too. `width` is a field for the number of rotated
-    elements of a head, instead of the fraction. `names` are the fields of base and fraction.
+    elements of a head, instead of the fraction. `names` are the fields of base and fraction. With
+    `is_nested`, a base among `rope_parameters` replaces that of the model: only transformers 5 has
+    the family.
     """
     base_name, fraction_name = names
 
@@ -102,6 +105,8 @@ def rope(
             base = default.get("rope_theta") or base
             # The default scaling; base and fraction have fields of their own.
             parameters = default if whole_default else _leave_out(default, _NUMBERS)
+        if is_nested and parameters.get("rope_theta") is not None:
+            found = ConfigFields(_leave_out(found.stated, (base_name,)), found.defaults)
         if width is not None and not found.states("partial_rotary_factor"):
             parameters = _read_rotated_width(found.first(width), args) | dict(parameters)
         return _read_rope(found, parameters, base, scalings, partial, args, names)
@@ -357,6 +362,12 @@ def _read_scaling(kind: str, scaling: Json, found: ConfigFields, args: Json) -> 
             raise ValueError(
                 f"config.json: rope scaling {kind} has no {field!r}: give {flag_name(argument)}"
             )
+    low = known.get("low_freq_factor")
+    high = known.get("high_freq_factor")
+    if kind == "llama3" and low is not None and high is not None and high <= low:
+        # transformers warns, and computes frequencies without a meaning.
+        wanted = f"more than low_freq_factor = {low} is"
+        raise unsupported("rope_scaling.high_freq_factor", high, wanted)
     arguments = {}
     for field, argument in SCALINGS[kind].items():
         if known.get(field) is not None:

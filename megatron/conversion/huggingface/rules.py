@@ -54,13 +54,16 @@ def unsupported(field: str, value: Any, wanted: str) -> ValueError:
 def copied(argument: str, *fields: str, required: bool = False) -> Rule:
     """Copy the value of an argument; of several names all are read and the first is written.
 
-    A `required` field defines the model, so its default is not used.
+    A `required` field defines the model, so its default is not used, and is not 0.
     """
 
     def read(found: ConfigFields, args: Json) -> Json:
         if required and not found.states(*fields) and argument not in args:
             raise ValueError(f"config.json has no {fields[0]!r}: give {flag_name(argument)}")
-        return {argument: found.first(*fields)}
+        value = found.first(*fields)
+        if required and value == 0:
+            raise unsupported(fields[0], 0, "1 or more is")
+        return {argument: value}
 
     def write(config: TransformerConfig) -> Json:
         value = getattr(config, argument)
@@ -314,7 +317,7 @@ def _write_post_norm(config: TransformerConfig) -> Json:
 POST_NORM = Rule({"use_post_norm": boolean}, _read_post_norm, _write_post_norm)
 
 
-_TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_accurate")
+TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_accurate")
 _EXACT_GELU = ("gelu", "gelu_python")
 
 
@@ -328,10 +331,10 @@ def gelu(field: str, relu: bool = False) -> Rule:
         name = found.first(field)
         if relu and name == "relu":
             return {"swiglu": False, "relu": True}
-        if name not in _TANH_GELU + _EXACT_GELU:
+        if name not in TANH_GELU + _EXACT_GELU:
             wanted = "gelu_new (the tanh approximation) and gelu (exact) are"
             raise unsupported(field, name, wanted)
-        is_tanh = name in _TANH_GELU
+        is_tanh = name in TANH_GELU
         # The first is enough in a model with biases, the second in any.
         return {"swiglu": False, "bias_gelu_fusion": is_tanh, "openai_gelu": is_tanh}
 

@@ -415,6 +415,12 @@ def test_rope_fields_that_are_not_supported_are_named() -> None:
     hf = SIZES | {"model_type": "llama", "rope_scaling": scaling | {"mscale": 0.7}}
     with pytest.raises(ValueError, match="mscale = 0.7 and mscale_all_dim = None"):
         find_family(hf).read_config(hf, {})
+    factors = {"low_freq_factor": 2.0, "high_freq_factor": 2.0}
+    hf["rope_scaling"] = scaling | {"rope_type": "llama3"} | factors
+    with pytest.raises(ValueError, match="high_freq_factor = 2.0 is not supported, only more than"):
+        find_family(hf).read_config(hf, {})
+    with pytest.raises(ValueError, match="num_attention_heads = 0 is not supported"):
+        find_family(hf).read_config(hf | {"num_attention_heads": 0}, {})
 
 
 def test_truncate_is_refused_where_transformers_does_not_read_it() -> None:
@@ -629,3 +635,29 @@ def test_cwm_is_exported_as_cwm(tmp_path: Path) -> None:
     expected = save_model(tmp_path / "in", "cwm", **fields, drop=("bos_token_id", "pad_token_id"))
     assert_same_both_ways(tmp_path / "in", expected)
     assert read_config(tmp_path / "back")["model_type"] == "cwm"
+
+
+@pytest.mark.parametrize("name", ["gelu_new", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
+def test_gate_with_the_tanh_approximation(model_type: str, name: str, tmp_path: Path) -> None:
+    fields = (SIZES if model_type == "llama" else EXPERTS) | {"hidden_act": name, "head_dim": 8}
+    assert_same_both_ways(tmp_path / "in", save_model(tmp_path / "in", model_type, **fields))
+    assert read_config(tmp_path / "back")["hidden_act"] == name
+
+
+def test_solar_open_as_transformers_saves_it(tmp_path: Path) -> None:
+    """Without a width of dense layers, of which it has none."""
+    fields = {name: value for name, value in DEEPSEEK.items() if not name.startswith(("q", "kv_"))}
+    fields |= {"first_k_dense_replace": 0, "head_dim": 8}
+    del fields["intermediate_size"], fields["v_head_dim"]
+    expected = save_model(tmp_path / "in", "solar_open", **fields)
+    assert_same_both_ways(tmp_path / "in", expected)
+
+
+def test_cohere2_moe_as_transformers_saves_it(tmp_path: Path) -> None:
+    """With the default base of the model, and the one that it reads among rope_parameters."""
+    rope = {"rope_type": "default", "rope_theta": 500.0}
+    fields = SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "num_shared_experts": 1}
+    fields |= {"head_dim": 8, "rope_theta": 10000.0, "rope_parameters": rope, "rms_norm_eps": None}
+    fields |= {"sliding_window": 8, "logit_scale": 0.5}
+    assert_same_both_ways(tmp_path / "in", save_model(tmp_path / "in", "cohere2_moe", **fields))

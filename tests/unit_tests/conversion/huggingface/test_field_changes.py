@@ -43,7 +43,7 @@ def list_changes(value: Any) -> list[Any]:
     if isinstance(value, float):
         return [0.0, 2.0 * value, 0.5]
     if isinstance(value, str):
-        return ["gelu", "default"]
+        return ["gelu", "gelu_new", "default"]
     if isinstance(value, list):
         return [value[:1] * len(value), value[::-1]]
     if value is None:
@@ -114,9 +114,12 @@ def check_changes(
     family: Family, rng: random.Random, directory: Path, sample: int | None
 ) -> Counter:
     """Change the fields of a random model; return the number of changes by outcome."""
-    drawn, model, _ = draw_model(family, rng)
-    model.save_pretrained(directory)
-    fields = json.loads((directory / "config.json").read_text())
+    outcome = ""
+    while outcome not in ("equal", "carried"):  # a model that is not refused
+        drawn, model, _ = draw_model(family, rng)
+        model.save_pretrained(directory)
+        fields = json.loads((directory / "config.json").read_text())
+        outcome, _ = compare_change(family, directory, fields)
     changes = list(change_fields(fields)) + list(add_fields(family, fields, rng))
     if sample is not None:
         changes = rng.sample(changes, sample)
