@@ -14,8 +14,8 @@ import pytest
 import torch
 import transformers
 
-from megatron.conversion.convert import open_checkpoint
 from megatron.conversion.huggingface.family import Family
+from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import ReadOptions
 from tests.unit_tests.conversion.huggingface.random_configs import OMITTED, SAMPLERS, Drawn
 from tests.unit_tests.conversion.huggingface.test_random_configs import (
