@@ -56,15 +56,15 @@ def change_fields(fields: Drawn) -> Iterator[tuple[str, Drawn]]:
     for name, value in fields.items():
         if name in FIXED:
             continue
-        rest = {other: fields[other] for other in fields if other != name}
-        yield f"{name} dropped", rest
-        yield f"{name} = null", rest | {name: None}
+        remaining = {other: fields[other] for other in fields if other != name}
+        yield f"{name} dropped", remaining
+        yield f"{name} = null", remaining | {name: None}
         for other in list_changes(value):
             if other != value or type(other) is not type(value):
-                yield f"{name} = {other!r}", rest | {name: other}
+                yield f"{name} = {other!r}", remaining | {name: other}
         if isinstance(value, dict):
             for description, nested in change_fields(value):
-                yield f"{name}: {description}", rest | {name: nested}
+                yield f"{name}: {description}", remaining | {name: nested}
 
 
 def add_fields(family: Family, fields: Drawn, rng: random.Random) -> Iterator[tuple[str, Drawn]]:
@@ -100,13 +100,13 @@ def compare_change(family: Family, directory: Path, fields: Drawn) -> tuple[str,
         source = open_checkpoint(directory, read_options=ReadOptions(keep_foreign=keep_foreign))
         if source.args.get("foreign_mixers"):
             return "carried", 0.0
-        found = compute_logits(source)
+        logits = compute_logits(source)
     except ValueError:
         return "refused", 0.0
     expected = run_stated_model(directory, fields)
     if expected is None or not expected.isfinite().all():
         return "refused by transformers", 0.0
-    error = float((found - expected).abs().max() / expected.abs().max())
+    error = float((logits - expected).abs().max() / expected.abs().max())
     return ("equal" if error < MAX_ERROR else "different"), error
 
 
@@ -135,12 +135,12 @@ def check_changes(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(MODELS))
+@pytest.mark.parametrize("seed", range(MODELS))
 @pytest.mark.parametrize("name", BY_NAME)
 def test_every_changed_field_is_read_as_by_transformers(
-    name: str, number: int, tmp_path: Path, record_property: Any
+    name: str, seed: int, tmp_path: Path, record_property: Any
 ) -> None:
-    rng = random.Random(f"{name} {number}")
+    rng = random.Random(f"{name} {seed}")
     outcomes = check_changes(BY_NAME[name], rng, tmp_path, sample=None)
     assert outcomes["equal"]
     record_property("outcomes", dict(outcomes))
