@@ -40,9 +40,7 @@ from megatron.core.dist_checkpointing import Lineage, Segment, take_generation  
 from megatron.core.dist_checkpointing.choice import choose  # noqa: E402
 from megatron.core.dist_checkpointing.files import encode_commit  # noqa: E402
 from megatron.core.dist_checkpointing.format.checksums import compute_checksums  # noqa: E402
-from megatron.core.dist_checkpointing.loading.distributed_local_checkpoint import (  # noqa: E402
-    LocalInventory,
-)
+from megatron.core.dist_checkpointing.local_checkpoints import LocalInventory  # noqa: E402
 from megatron.core.dist_checkpointing.ownership import Job  # noqa: E402
 from megatron.core.object_path import path_of
 from megatron.training.checkpoint.save_directory import identify_newest  # noqa: E402

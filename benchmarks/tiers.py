@@ -51,12 +51,12 @@ from megatron.core.dist_checkpointing import (  # noqa: E402
     load,
     save,
 )
-from megatron.core.dist_checkpointing.loading import distributed_local_checkpoint  # noqa: E402
-from megatron.core.dist_checkpointing.loading.distributed_local_checkpoint import (  # noqa: E402
-    DistributedLocalCheckpoint,
-    find_local_checkpoints,
+from megatron.core.dist_checkpointing.local_checkpoints import find_local_checkpoints  # noqa: E402
+from megatron.core.dist_checkpointing.tiers import distributed_local_checkpoint  # noqa: E402
+from megatron.core.dist_checkpointing.tiers.distributed_local_checkpoint import (
+    DistributedLocalCheckpoint,  # noqa: E402
 )
-from megatron.core.dist_checkpointing.local_tier import LocalSaver, LocalTier  # noqa: E402
+from megatron.core.dist_checkpointing.tiers.local_tier import LocalSaver, LocalTier  # noqa: E402
 from megatron.core.object_path import path_of
 from megatron.core.object_storage import PART_SIZE
 from megatron.training.reporting.recorded_launches import RecordedLaunch, read_record  # noqa: E402

@@ -26,13 +26,15 @@ from megatron.core.dist_checkpointing.files import is_complete, run_name
 from megatron.core.dist_checkpointing.format.verified_file import load_common
 from megatron.core.dist_checkpointing.generation import Generation
 from megatron.core.dist_checkpointing.lineage import Lineage, read_lineage
-from megatron.core.dist_checkpointing.loading.distributed_local_checkpoint import (
-    DistributedLocalCheckpoint,
-    LocalCheckpointInfo,
-    find_local_checkpoints,
-)
 from megatron.core.dist_checkpointing.loading.reader import Reader
-from megatron.core.dist_checkpointing.local_tier import LocalTier
+from megatron.core.dist_checkpointing.local_checkpoints import (
+    LocalCheckpointInfo,
+    OpenLocalCheckpoint,
+    Tier,
+    create_tier,
+    find_local_checkpoints,
+    open_local_checkpoint,
+)
 from megatron.core.dist_checkpointing.ownership import (
     identify_job,
     prepare_directory,
@@ -205,7 +207,7 @@ class Checkpointer:
         self._local_replicas = local_replicas
         self._job = identify_job()
         self._generation: Generation | None = None
-        self._tier: LocalTier | None = None
+        self._tier: Tier | None = None
         self._saved_iteration: int | None = None
         prepare_directory(self._root)
         if local_directory is not None:
@@ -217,11 +219,11 @@ class Checkpointer:
             for optimizer in self._optimizers
         ]
 
-    def _open_tier(self, directory: Path) -> LocalTier:
+    def _open_tier(self, directory: Path) -> Tier:
         run = Coordination.of(None).run_on_rank0(lambda: run_name(self._root))
         expanded = Path(os.path.expandvars(directory))
         timeout = timedelta(seconds=self._timeout)
-        return LocalTier.create(expanded / run, self._local_replicas, None, timeout)
+        return create_tier(expanded / run, self._local_replicas, None, timeout)
 
     # ---- Loading ----
 
@@ -305,7 +307,7 @@ class Checkpointer:
 
         return Coordination.of(None).run_on_rank0(identify)
 
-    def _choose(self) -> tuple[Candidate | None, DistributedLocalCheckpoint | None]:
+    def _choose(self) -> tuple[Candidate | None, OpenLocalCheckpoint | None]:
         """Return the checkpoint to continue from, open if it is on the disks of the nodes.
 
         Collective.
@@ -330,7 +332,7 @@ class Checkpointer:
         if info is None:
             return candidate, None
         assert self._tier is not None
-        return candidate, DistributedLocalCheckpoint(self._tier, info)
+        return candidate, open_local_checkpoint(self._tier, info)
 
     def _load_from(
         self,

@@ -23,7 +23,7 @@ import torch
 
 from megatron.core.datasets.index_helpers import require_compiled_helpers
 from megatron.core.dist_checkpointing import Generation
-from megatron.core.dist_checkpointing.local_tier import LocalTier
+from megatron.core.dist_checkpointing.local_checkpoints import Tier
 from megatron.core.dist_checkpointing.ownership import (
     identify_job,
     prepare_directory,
@@ -223,7 +223,7 @@ def interrupts_explained(run: Run) -> Iterator[None]:
 
 
 def own_save_directory(
-    run: Run, generation: Generation, tier: LocalTier | None, start: Start | None
+    run: Run, generation: Generation, tier: Tier | None, start: Start | None
 ) -> None:
     """Let checkpoints be saved to the directory of `generation`, as descendants of `start`."""
     if run.hf_exports is not None and run.ps.rank == 0:

@@ -68,7 +68,7 @@ UNNEEDED = {
 NOT_REMOVED = {
     "megatron/conversion/huggingface/config_fields.py": "another process",
     "megatron/core/progress.py": "another thread",
-    "megatron/core/dist_checkpointing/loading/distributed_local_checkpoint.py": "messages of gloo",
+    "megatron/core/dist_checkpointing/tiers/distributed_local_checkpoint.py": "messages of gloo",
     "megatron/core/dist_checkpointing/saving/retention.py": "another thread",
     "megatron/core/dist_checkpointing/saving/run_saver.py": "another thread",
     "megatron/core/dist_checkpointing/saving/save_barrier.py": "another thread, the store",

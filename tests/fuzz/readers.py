@@ -38,7 +38,7 @@ from megatron.core.dist_checkpointing.lineage import (
     read_lineage,
     read_parent,
 )
-from megatron.core.dist_checkpointing.local_tier import LocalTier, Replication, marker_name
+from megatron.core.dist_checkpointing.tiers.local_tier import LocalTier, Replication, marker_name
 from megatron.training.data.tokenizer import build_tokenizer
 from megatron.training.data.tokenizer_config import TokenizerConfig
 from tests import ROOT

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from megatron.core.dist_checkpointing.choice import choose
 from megatron.core.dist_checkpointing.files import read_run_name
-from megatron.core.dist_checkpointing.loading.distributed_local_checkpoint import (
+from megatron.core.dist_checkpointing.local_checkpoints import (
     LocalInventory,
     find_local_checkpoints,
 )
-from megatron.core.dist_checkpointing.local_tier import LocalTier, Replication
 from megatron.core.dist_checkpointing.ownership import identify_job
+from megatron.core.dist_checkpointing.tiers.local_tier import LocalTier, Replication
 from megatron.core.flags import raise_problems
 from megatron.core.object_path import path_of
 from megatron.core.terminal import print_text

@@ -41,7 +41,6 @@ from megatron.core.dist_checkpointing.saving.run_saver import SaveFailedError
 from megatron.core.dist_checkpointing.saving.save_thread import SaveHandle, SaveReport
 from megatron.core.dist_checkpointing.saving.saver import (
     AsyncSaver,
-    CheckpointCopier,
     save,
     staging_for_waiting,
 )
@@ -50,7 +49,6 @@ from megatron.core.safe_files import CheckpointError, DamagedError
 __all__ = [
     "AsyncSaver",
     "Box",
-    "CheckpointCopier",
     "CheckpointDirectory",
     "CheckpointError",
     "CheckpointMetadata",

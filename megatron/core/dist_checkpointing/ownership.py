@@ -29,7 +29,7 @@ from megatron.core.dist_checkpointing.generation import (
     read_owner,
     take_generation,
 )
-from megatron.core.dist_checkpointing.local_tier import LocalTier
+from megatron.core.dist_checkpointing.local_checkpoints import Tier
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.dist_checkpointing.visibility import wait_until_visible
 from megatron.core.object_files import check_conditional_requests
@@ -199,7 +199,7 @@ def _check_shared(root: Path, seen: list[tuple[str, bool]]) -> None:
     )
 
 
-def take_directory(root: Path, job: Job, tier: LocalTier | None = None) -> Generation:
+def take_directory(root: Path, job: Job, tier: Tier | None = None) -> Generation:
     """Take ownership of `root`; returns the generation, the same on all ranks. Collective.
 
     From then on no earlier start can change the directory. Unfinished saves and removals of
@@ -233,7 +233,7 @@ def _take_on_all(ranks: Coordination, root: Path, job: Job, above: int) -> Gener
 
 
 def _find_newest_local_generation(
-    ranks: Coordination, tier: LocalTier | None, own_token: str | None = None
+    ranks: Coordination, tier: Tier | None, own_token: str | None = None
 ) -> int:
     """Return the newest generation that is recorded on a node, except the own one. Collective."""
     newest = 0

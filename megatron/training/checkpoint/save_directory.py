@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron.core.dist_checkpointing.files import run_name
 from megatron.core.dist_checkpointing.lineage import identify_checkpoint
-from megatron.core.dist_checkpointing.local_tier import LocalTier
+from megatron.core.dist_checkpointing.local_checkpoints import Tier, create_tier
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.object_path import path_of
 from megatron.core.run_checkpoint.formats import CheckpointRef, NoCheckpointError, find_checkpoint
@@ -58,7 +58,7 @@ def identify_newest(root: Path | None) -> tuple[str, str] | None:
     return Coordination.of(None).run_on_rank0(find)
 
 
-def open_local_tier(config: CheckpointConfig, save: Path | None) -> LocalTier | None:
+def open_local_tier(config: CheckpointConfig, save: Path | None) -> Tier | None:
     """Return the checkpoints of `save` on the disks of the nodes. Collective.
 
     None without --non-persistent-ckpt-type, and for a run without --save.
@@ -67,7 +67,7 @@ def open_local_tier(config: CheckpointConfig, save: Path | None) -> LocalTier | 
     if save is None or config.non_persistent_ckpt_type is None or directory is None:
         return None
     run = Coordination.of(None).run_on_rank0(lambda: run_name(save))
-    return LocalTier.create(
+    return create_tier(
         Path(os.path.expandvars(directory)) / run,
         config.replication_factor if config.replication else 1,
         config.replication_jump,

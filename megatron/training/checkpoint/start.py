@@ -26,13 +26,14 @@ from megatron.core.dist_checkpointing.choice import (
     choose,
 )
 from megatron.core.dist_checkpointing.lineage import Origin, Segment, identify_checkpoint
-from megatron.core.dist_checkpointing.loading.distributed_local_checkpoint import (
-    DistributedLocalCheckpoint,
+from megatron.core.dist_checkpointing.local_checkpoints import (
     LocalCheckpointInfo,
     LocalInventory,
+    OpenLocalCheckpoint,
+    Tier,
     find_local_checkpoints,
+    open_local_checkpoint,
 )
-from megatron.core.dist_checkpointing.local_tier import LocalTier
 from megatron.core.dist_checkpointing.ownership import Job, PreviousOwner, read_previous_owner
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.dist_checkpointing.visibility import wait_until_all_ranks_see
@@ -67,14 +68,14 @@ class Start(NamedTuple):
     weights_only: bool
     lineage: Lineage
     continues: bool = False
-    local: DistributedLocalCheckpoint | None = None  # an open checkpoint on the disks of the nodes
+    local: OpenLocalCheckpoint | None = None  # an open checkpoint on the disks of the nodes
     damaged: frozenset[str] = frozenset()  # newer ones there that could not be used
 
 
 def find_start(
     config: CheckpointConfig,
     save: Path | None = None,
-    tier: LocalTier | None = None,
+    tier: Tier | None = None,
     job: Job | None = None,
     damaged: frozenset[str] = frozenset(),
 ) -> Start | None:
@@ -144,14 +145,14 @@ def _base_lineage(choice: Choice, directory: Path) -> Lineage:
 
 
 def _open_local(
-    tier: LocalTier,
+    tier: Tier,
     choice: Choice,
     info: LocalCheckpointInfo,
     damaged: frozenset[str],
     without_optimizer: bool,
 ) -> Start | None:
     """Open a checkpoint on the disks of the nodes; None if it cannot be used. Collective."""
-    local = DistributedLocalCheckpoint(tier, info)
+    local = open_local_checkpoint(tier, info)
     # Everything that is read from the disks of nodes is verified in any case.
     open_source = partial(
         open_found,

@@ -17,7 +17,13 @@ from megatron.core.dist_checkpointing.checkpoint_directory import CheckpointDire
 from megatron.core.dist_checkpointing.files import is_complete, read_tracker, write_tracker
 from megatron.core.dist_checkpointing.generation import Generation
 from megatron.core.dist_checkpointing.lineage import LINEAGE, Lineage, Segment, iteration_in_name
-from megatron.core.dist_checkpointing.local_tier import LocalSaver, LocalTier
+from megatron.core.dist_checkpointing.local_checkpoints import (
+    Copier,
+    LocalSaver,
+    Tier,
+    make_copier,
+    make_local_saver,
+)
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.saving.commit import Rewrite
 from megatron.core.dist_checkpointing.saving.pending_export import ExportTarget
@@ -28,7 +34,6 @@ from megatron.core.dist_checkpointing.saving.retention import (
 from megatron.core.dist_checkpointing.saving.save_thread import SaveHandle, SaveReport, SaveThread
 from megatron.core.dist_checkpointing.saving.saver import (
     AsyncSaver,
-    CheckpointCopier,
     Common,
     staging_for_waiting,
 )
@@ -100,14 +105,14 @@ class RunSaver:
 
         # Threads and buffers, created when they are first used.
         self._saver: AsyncSaver | None = None
-        self._copier: CheckpointCopier | None = None
+        self._copier: Copier | None = None
         self._local_saver: LocalSaver | None = None
         self._preparation: Future[object] | None = None
 
         # Ownership of the run's directory and of the one on the nodes.
         self._generation: Generation | None = None
         self._retention: Retention | None = None
-        self._tier: LocalTier | None = None
+        self._tier: Tier | None = None
         self._loaded_locally: str | None = None
         self._lineage = Lineage(())  # of the checkpoint that the run has continued from
         self._parent: int | None = None  # iteration of the checkpoint before
@@ -133,7 +138,7 @@ class RunSaver:
     def own(
         self,
         generation: Generation | None,
-        tier: LocalTier | None = None,
+        tier: Tier | None = None,
         lineage: Lineage | None = None,
         loaded_locally: str | None = None,
     ) -> None:
@@ -291,7 +296,7 @@ class RunSaver:
     ) -> SaveHandle:
         assert self._tier is not None and self._generation is not None
         if self._local_saver is None:
-            self._local_saver = LocalSaver(
+            self._local_saver = make_local_saver(
                 self._tier,
                 self._generation,
                 self._loaded_locally,
@@ -339,10 +344,10 @@ class RunSaver:
         )
         return self._saver
 
-    def _get_copier(self) -> CheckpointCopier:
+    def _get_copier(self) -> Copier:
         if self._copier is None:
             options = self._options
-            self._copier = CheckpointCopier(workers=options.workers, timeout=options.timeout)
+            self._copier = make_copier(options.workers, options.timeout)
         return self._copier
 
     # ---- Waiting ----

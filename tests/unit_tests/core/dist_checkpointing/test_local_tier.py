@@ -20,7 +20,6 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing import (
     AsyncSaver,
     Box,
-    CheckpointCopier,
     CheckpointError,
     Generation,
     Reader,
@@ -33,20 +32,21 @@ from megatron.core.dist_checkpointing.format.checksums import (
     encode_checksum_records,
     seal_checksums,
 )
-from megatron.core.dist_checkpointing.loading import distributed_local_checkpoint
-from megatron.core.dist_checkpointing.loading.distributed_local_checkpoint import (
+from megatron.core.dist_checkpointing.local_checkpoints import find_local_checkpoints
+from megatron.core.dist_checkpointing.planning.coordination import Coordination
+from megatron.core.dist_checkpointing.tiers import distributed_local_checkpoint
+from megatron.core.dist_checkpointing.tiers.copier import CheckpointCopier
+from megatron.core.dist_checkpointing.tiers.distributed_local_checkpoint import (
     DistributedLocalCheckpoint,
     _merge_nodes,
     _Node,
-    find_local_checkpoints,
 )
-from megatron.core.dist_checkpointing.local_tier import (
+from megatron.core.dist_checkpointing.tiers.local_tier import (
     LocalSaver,
     LocalTier,
     form_replication_groups,
 )
-from megatron.core.dist_checkpointing.planning.coordination import Coordination
-from megatron.core.dist_checkpointing.replication import (
+from megatron.core.dist_checkpointing.tiers.replication import (
     JOB_SECRET,
     MessageAuthenticator,
     ReplicaLink,

@@ -10,7 +10,6 @@ import pytest
 
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.dist_checkpointing.generation import GenerationId
-from megatron.core.dist_checkpointing.local_tier import LocalTier
 from megatron.core.dist_checkpointing.ownership import (
     Job,
     identify_job,
@@ -18,6 +17,7 @@ from megatron.core.dist_checkpointing.ownership import (
     read_previous_owner,
     take_directory,
 )
+from megatron.core.dist_checkpointing.tiers.local_tier import LocalTier
 
 FIRST = Job("torchrun none", ("host:/tmp/a",))
 RESTARTED = FIRST._replace(is_restart=True)

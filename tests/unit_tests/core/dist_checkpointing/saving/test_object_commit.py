@@ -15,7 +15,6 @@ import torch
 from megatron.core import object_storage
 from megatron.core.dist_checkpointing import (
     AsyncSaver,
-    CheckpointCopier,
     CheckpointError,
     Lineage,
     ShardedTensor,
@@ -29,9 +28,10 @@ from megatron.core.dist_checkpointing.completeness import find_missing_or_trunca
 from megatron.core.dist_checkpointing.format.checksums import BLOCK_SIZE
 from megatron.core.dist_checkpointing.generation import SupersededError
 from megatron.core.dist_checkpointing.lineage import LINEAGE
-from megatron.core.dist_checkpointing.local_tier import LocalSaver, LocalTier
 from megatron.core.dist_checkpointing.saving import object_commit
 from megatron.core.dist_checkpointing.saving.retention import Retention, RetentionRules
+from megatron.core.dist_checkpointing.tiers.copier import CheckpointCopier
+from megatron.core.dist_checkpointing.tiers.local_tier import LocalSaver, LocalTier
 from megatron.core.dist_checkpointing.verification import verify
 from megatron.core.object_path import path_of
 from megatron.core.object_storage import ObjectStore

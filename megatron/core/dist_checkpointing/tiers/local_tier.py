@@ -41,7 +41,10 @@ from megatron.core.dist_checkpointing.generation import (
     generations_in,
 )
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
-from megatron.core.dist_checkpointing.replication import (
+from megatron.core.dist_checkpointing.saving.commit import PendingCheckpoint
+from megatron.core.dist_checkpointing.saving.save_barrier import Outcome
+from megatron.core.dist_checkpointing.saving.shard import ShardFile
+from megatron.core.dist_checkpointing.tiers.replication import (
     JOB_SECRET,
     MAX_MARKER,
     MessageAuthenticator,
@@ -52,9 +55,6 @@ from megatron.core.dist_checkpointing.replication import (
     parse_marker_name,
     write_marker,
 )
-from megatron.core.dist_checkpointing.saving.commit import PendingCheckpoint
-from megatron.core.dist_checkpointing.saving.save_barrier import Outcome
-from megatron.core.dist_checkpointing.saving.shard import ShardFile
 from megatron.core.durable_files import committed, remove, write_flushed
 from megatron.core.safe_files.errors import CheckpointError
 from megatron.core.safe_files.reading import read_regular

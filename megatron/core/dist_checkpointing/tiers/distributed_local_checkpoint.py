@@ -14,7 +14,7 @@ import itertools
 import logging
 import struct
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -34,9 +34,14 @@ from megatron.core.dist_checkpointing.format.checksums import (
     hash_blocks,
 )
 from megatron.core.dist_checkpointing.lineage import LINEAGE, Lineage, Segment, read_lineage
-from megatron.core.dist_checkpointing.local_tier import LocalTier, order_of
+from megatron.core.dist_checkpointing.local_checkpoints import (
+    LocalCheckpointInfo,
+    LocalInventory,
+    WriterFiles,
+)
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
-from megatron.core.dist_checkpointing.replication import (
+from megatron.core.dist_checkpointing.tiers.local_tier import LocalTier, order_of
+from megatron.core.dist_checkpointing.tiers.replication import (
     MAX_MARKER,
     MAX_WRITERS,
     MessageAuthenticator,
@@ -64,40 +69,6 @@ _IDLE = timedelta(days=1)  # a rank may not receive any request during the whole
 _PATIENCE = timedelta(minutes=10)  # for one answer
 
 
-class WriterFiles(NamedTuple):
-    """The copies of the files of one writer."""
-
-    marker_size: int  # bytes of the file with its checksums
-    nodes: list[int]  # nodes that have all files of the writer
-
-
-class LocalCheckpointInfo(NamedTuple):
-    """A checkpoint on the disks of all nodes together; one with a `problem` is not complete."""
-
-    name: str
-    writers: list[WriterFiles]  # by rank of the writer
-    lineage: Lineage
-    problem: str | None = None
-
-    def to_candidate(self, damaged: Collection[str] = ()) -> Candidate:
-        """Return the entry for the choice; `damaged` are names of those that could not be read."""
-        problem = self.problem
-        if problem is None and self.name in damaged:
-            problem = "it is damaged"
-        return Candidate(self.name, self.lineage, problem, is_local=True)
-
-
-class LocalInventory(NamedTuple):
-    """The local checkpoints of a run, newest first, and those of directories of other runs."""
-
-    checkpoints: list[LocalCheckpointInfo] = []
-    of_other_runs: list[Candidate] = []
-
-    @property
-    def usable(self) -> list[LocalCheckpointInfo]:
-        return [info for info in self.checkpoints if info.problem is None]
-
-
 class _Node(NamedTuple):
     """The local checkpoints of one node, by name, and those of other runs."""
 
@@ -106,13 +77,8 @@ class _Node(NamedTuple):
     of_other_runs: list[Candidate]
 
 
-def find_local_checkpoints(tier: LocalTier | None) -> LocalInventory:
-    """Return the local checkpoints on rank 0, and nothing elsewhere or without a tier.
-
-    Collective.
-    """
-    if tier is None:
-        return LocalInventory()
+def find_on_all_nodes(tier: LocalTier) -> LocalInventory:
+    """Return the local checkpoints on rank 0, and nothing elsewhere. Collective."""
     # The first rank of each node reports the files of the node.
     node = _Node({}, {}, [])
     if tier.rank == tier.node:
