@@ -107,6 +107,11 @@ class Family:
         if self.has_foreign_attention:  # config.json need not state the kinds
             kinds = " or ".join(self.foreign_mixers.values())
             wanted = [kind or kinds for kind in found]
+        if len(wanted) != len(found):
+            raise ValueError(
+                f"config.json: layer_types lists {len(wanted)} layers, but num_hidden_layers is "
+                f"{len(found)}: make them equal"
+            )
         for layer, kind in enumerate(found):
             if kind != wanted[layer]:
                 raise ValueError(

@@ -645,6 +645,13 @@ def test_gate_with_the_tanh_approximation(model_type: str, name: str, tmp_path: 
     assert read_config(tmp_path / "back")["hidden_act"] == name
 
 
+def test_mixers_of_another_number_of_layers_are_refused() -> None:
+    family = next(family for family in FAMILIES if family.model_type == "lfm2")
+    args = {"num_layers": 3, "foreign_mixers": ["short convolution", ""]}
+    with pytest.raises(ValueError, match="lists 2 layers, but num_hidden_layers is 3"):
+        family.find_foreign_mixers((), args)
+
+
 def test_solar_open_as_transformers_saves_it(tmp_path: Path) -> None:
     """Without a width of dense layers, of which it has none."""
     fields = {name: value for name, value in DEEPSEEK.items() if not name.startswith(("q", "kv_"))}
