@@ -29,7 +29,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import xxhash
@@ -75,6 +75,17 @@ _FOOTER = struct.Struct("<QQQ8s")  # position, length and hash of the index, mag
 _MAGIC = b"MGTNIDX1"
 
 # ---- Encoding ----
+
+T = TypeVar("T")
+
+# The opcodes of an object's entry in DCP's storage data, around the four values that vary.
+_HOLE = b"<value>"
+_OBJECT_ENTRY: list[Any] = [
+    *encode_instance(INDEX_CLASS, fqn=[_HOLE], index=[b"N"]),
+    *encode_instance(INFO_CLASS, relative_path=[_HOLE], offset=[_HOLE], length=[_HOLE]),
+    SETITEM,
+]
+_OBJECT_OPCODES = b"".join(_OBJECT_ENTRY).split(_HOLE)
 
 
 class _Section:
@@ -124,8 +135,8 @@ class MetadataEncoder:
         self._box_lists: list[tuple[Any, ...]] = []
         self._locations = _Section()
         self._tensor_records: list[tuple[Any, ...]] = []
-        # The result of the last call, which most saves repeat
-        self._last: tuple[object, list[bytes]] | None = None
+        # Inputs and results of the last call, by name: most of them are the same in the next save
+        self._last: dict[str, tuple[object, Any]] = {}
         self._lock = threading.Lock()  # another thread may encode for a copy of the checkpoint
 
     def encode(
@@ -141,21 +152,22 @@ class MetadataEncoder:
         with self._lock:
             files = list(map(name_of, self._files))
             inputs = (dict(objects), files)
-            if self._last is not None and self._last[0] == inputs:
-                return self._last[1]
-            if self._tensors is not None:
-                self._encode_tensors(self._tensors)
-                self._tensors = None
-            encoded = list(split_into_blocks(self._encode_file(objects, files).parts))
-            self._last = (inputs, encoded)
-            return encoded
+            return self._reuse("file", inputs, lambda: self._encode_file(objects, files))
 
-    def _encode_file(self, objects: Mapping[str, Location], files: list[str]) -> _Section:
-        """Encode the file around the sections of tensors."""
+    def _reuse(self, name: str, inputs: object, encode: Callable[[], T]) -> T:
+        """Return `encode()`, or its last result under this name if `inputs` are the same."""
+        if name not in self._last or self._last[name][0] != inputs:
+            self._last[name] = (inputs, encode())
+        result: T = self._last[name][1]
+        return result
+
+    def _encode_file(self, objects: Mapping[str, Location], files: list[str]) -> list[bytes]:
+        """Encode the file, as blocks, around the sections of tensors."""
+        if self._tensors is not None:
+            self._encode_tensors(self._tensors)
+            self._tensors = None
         stream = _Section()
-        stream.add(b"\x80\4")  # PROTO 4
-        for number, value in enumerate(self._encode_shared_values(files)):
-            stream.add(value, encode_put(number), b"0")  # POP
+        stream.extend(self._reuse("head", files, lambda: self._encode_head(files)))
         stream.add(
             encode_dcp_class("Metadata"), b")\x81}("
         )  # EMPTY_TUPLE, NEWOBJ, EMPTY_DICT, MARK
@@ -175,14 +187,15 @@ class MetadataEncoder:
         locations_start = stream.add(encode_text("storage_data"), b"}")
         stream.extend(self._locations)
         for key, location in objects.items():
-            index = encode_instance(INDEX_CLASS, fqn=[encode_text(key)], index=[b"N"])
-            info = encode_instance(
-                INFO_CLASS,
-                relative_path=[encode_text(location.file)],
-                offset=[encode_integer(location.position)],
-                length=[encode_integer(location.length)],
+            values = (
+                encode_text(key),
+                encode_text(location.file),
+                encode_integer(location.position),
+                encode_integer(location.length),
             )
-            stream.add(*index, *info, SETITEM)
+            for opcodes, value in zip(_OBJECT_OPCODES, values, strict=False):
+                stream.add(opcodes, value)
+            stream.add(_OBJECT_OPCODES[-1])
 
         # The other fields
         stream.add(encode_text("storage_meta"), encode_storage_meta())
@@ -190,21 +203,36 @@ class MetadataEncoder:
         end = stream.add(b"ub.")  # SETITEMS, BUILD, STOP
 
         # The index after the pickle, for our own reader
+        starts = (boxes_start, locations_start)
+        boxes, tensors = self._reuse("records", starts, lambda: self._encode_records(*starts))
+        names_and_sizes = zip(files, self._file_sizes, strict=True)
+        content = _encode_json_object(
+            files=self._reuse("files", files, lambda: _encode_json_list(names_and_sizes)),
+            memo=_encode_json((FIRST_FILE, self._first_key)),
+            boxes=boxes,
+            tensors=tensors,
+            objects=_encode_json_object(**{key: _encode_json(x) for key, x in objects.items()}),
+        )
+        digest = xxhash.xxh3_64_intdigest(content)
+        stream.add(content, _FOOTER.pack(end, len(content), digest, _MAGIC))
+        return list(split_into_blocks(stream.parts))
+
+    def _encode_head(self, files: list[str]) -> _Section:
+        """Encode the beginning of the pickle, which stores the shared values in the memo."""
+        head = _Section()
+        head.add(b"\x80\4")  # PROTO 4
+        for number, value in enumerate(self._encode_shared_values(files)):
+            head.add(value, encode_put(number), b"0")  # POP
+        return head
+
+    def _encode_records(self, boxes_start: int, locations_start: int) -> tuple[bytes, bytes]:
+        """Encode the records of the index, with positions in the file."""
         box_lists = [(boxes_start + start, *fields) for start, *fields in self._box_lists]
         tensors = [
             (*fields, locations_start + start, widths)
             for *fields, start, widths in self._tensor_records
         ]
-        content = _encode_json_object(
-            files=_encode_json_list(zip(files, self._file_sizes, strict=True)),
-            memo=_encode_json((FIRST_FILE, self._first_key)),
-            boxes=_encode_json_list(box_lists),
-            tensors=_encode_json_list(tensors),
-            objects=_encode_json_object(**{key: _encode_json(x) for key, x in objects.items()}),
-        )
-        digest = xxhash.xxh3_64_intdigest(content)
-        stream.add(content, _FOOTER.pack(end, len(content), digest, _MAGIC))
-        return stream
+        return _encode_json_list(box_lists), _encode_json_list(tensors)
 
     def _encode_shared_values(self, files: list[str]) -> Iterator[bytes]:
         """Yield the values that entries share, so that every entry is short and of fixed length."""
