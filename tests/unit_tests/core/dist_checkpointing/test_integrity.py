@@ -22,11 +22,11 @@ from megatron.core.dist_checkpointing import (
     Segment,
     ShardedObject,
     ShardedTensor,
-    find_missing_or_truncated,
     load,
     load_common,
     save,
 )
+from megatron.core.dist_checkpointing.completeness import find_missing_or_truncated
 from megatron.core.dist_checkpointing.format.checksums import (
     BLOCK_SIZE,
     compute_checksums,
