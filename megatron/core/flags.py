@@ -8,7 +8,43 @@ import math
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
+
+
+class _Changed:
+    """Condition that a flag is given and differs from its default."""
+
+
+CHANGED = _Changed()
+
+
+class FlagRule(NamedTuple):
+    """Relation between flags: if they have the values of `when`, what they require or exclude.
+
+    `when`, `requires` and `excludes` map fields of the sections, or their properties, to values.
+    A tuple lists alternatives, and a field that is a list contains the value. For a field that is
+    not a switch, True means that it is set (not None, zero or empty), and False that it is not.
+
+    `divides` maps a size to another one that must be a multiple of it. `reason` ends the message,
+    with the fix if there is another one than to change one of the flags.
+    """
+
+    when: Mapping[str, Any]
+    requires: Mapping[str, Any] = types.MappingProxyType({})
+    excludes: Mapping[str, Any] = types.MappingProxyType({})
+    divides: Mapping[str, str] = types.MappingProxyType({})
+    reason: str = ""
+
+    @property
+    def names(self) -> set[str]:
+        """Fields and properties that the rule reads."""
+        return {
+            *self.when,
+            *self.requires,
+            *self.excludes,
+            *self.divides,
+            *self.divides.values(),
+        }
 
 
 def flag(
@@ -24,6 +60,10 @@ def flag(
     decides: str | None = None,
     when: Mapping[str, Any] | None = None,
     meaning: str | None = None,
+    requires: Mapping[str, Any] | None = None,
+    excludes: Mapping[str, Any] | None = None,
+    divides: str | None = None,
+    reason: str = "",
 ) -> Any:
     """Return a dataclass field that is also a command-line flag.
 
@@ -43,6 +83,10 @@ def flag(
     weights) or "mathematics" (the function that the same weights compute). The field matters only
     `when` other fields have the given values. `meaning` names the property to compare instead of
     the field, if the same model has more than one spelling.
+
+    Rules: a value other than the default `requires` and `excludes` the given values of other
+    fields, and a size `divides` another one, for this `reason`: see `FlagRule`. Its conditions
+    within a section are checked by each instance, those between sections by the program.
     """
     metadata = {
         "flags": names,
@@ -56,12 +100,21 @@ def flag(
         "decides": decides,
         "when": when or {},
         "meaning": meaning,
+        "requires": requires or {},
+        "excludes": excludes or {},
+        "divides": divides,
+        "reason": reason,
     }
     return dataclasses.field(default=default, metadata=metadata)
 
 
 class InvalidFlagsError(ValueError):
-    """All problems of a command line or of some flags, one per line of the message."""
+    """All problems of a command line or of some flags, one per line of the message.
+
+    `section` contains these flags if each value is valid by itself.
+    """
+
+    section: FlagSection | None = None
 
     @property
     def problems(self) -> list[str]:
@@ -86,16 +139,25 @@ def explain_error(error: BaseException) -> str:
 class FlagSection:
     """Base class of dataclasses of flags: checks the fields whenever an instance is created.
 
-    The metadata and the type of a field are the only statement of its accepted values. Subclasses
-    define `find_problems` for rules between fields.
+    The metadata and the type of a field are the only statement of its accepted values. `RULES` are
+    rules that depend on values of more than one field; subclasses define `find_problems` for
+    everything that is not a `FlagRule`.
     """
+
+    RULES: ClassVar[tuple[FlagRule, ...]] = ()
 
     def __post_init__(self) -> None:
         raise_problems(find_field_problems(self))
-        raise_problems(self.find_problems())
+        section: type = self.__class__
+        problems = list(find_rule_problems(list_rules(section), self))
+        try:
+            raise_problems([*problems, *self.find_problems()])
+        except InvalidFlagsError as error:
+            error.section = self
+            raise
 
     def find_problems(self) -> Iterator[str]:
-        """Yield an error message for each violated rule between fields."""
+        """Yield an error message for each other violated rule between fields."""
         yield from ()
 
 
@@ -235,3 +297,133 @@ def _list_flags(section: type) -> list[tuple[dataclasses.Field[Any], str, Any]]:
         for field in dataclasses.fields(section)
         if "flags" in field.metadata
     ]
+
+
+@functools.cache
+def list_rules(section: Any) -> tuple[FlagRule, ...]:
+    """Return the rules of the flags of a section, including those that read other sections."""
+    rules = []
+    for field, _, _ in _list_flags(section):
+        metadata = field.metadata
+        if metadata["divides"]:
+            rules.append(FlagRule({}, divides={field.name: metadata["divides"]}))
+        if metadata["requires"] or metadata["excludes"]:
+            when = {field.name: CHANGED}
+            reason = metadata["reason"]
+            rules.append(FlagRule(when, metadata["requires"], metadata["excludes"], reason=reason))
+    return (*rules, *section.RULES)
+
+
+def list_shared_rules(sections: Iterable[type]) -> list[FlagRule]:
+    """Return the rules of flags that read several sections, which no section checks itself."""
+    rules = []
+    for section in sections:
+        for rule in list_rules(section):
+            if not all(hasattr(section, name) for name in rule.names):
+                rules.append(rule)
+    return rules
+
+
+def find_rule_problems(rules: Iterable[FlagRule], *sections: Any) -> Iterator[str]:
+    """Yield an error message for each violated rule; conditions on other sections are skipped."""
+    for rule in rules:
+        settings = {}
+        for name in rule.names:
+            for section in sections:
+                if hasattr(section.__class__, name):
+                    settings[name] = _Setting(section, name)
+                    break
+        yield from _check_rule(rule, settings)
+
+
+class _Setting:
+    """Value of a field, or of a property derived from one, and its spelling in messages."""
+
+    def __init__(self, section: Any, name: str) -> None:
+        self.value = getattr(section, name)
+        # A property that is the meaning of a field is spelled like it; others have no spelling.
+        field = _map_properties(section.__class__).get(name)
+        self.flag_name = "" if field is None else spell_flag(field)
+        self.default = None if field is None else field.default
+
+    @property
+    def is_changed(self) -> bool:
+        return self.value is not None and self.value != self.default
+
+    def meets(self, expected: Any) -> bool:
+        """Return whether the value fulfills a condition of a rule."""
+        if expected is CHANGED:
+            return self.is_changed
+        if isinstance(expected, tuple):
+            return self.value in expected
+        if isinstance(expected, bool):
+            return bool(self.value) is expected
+        if isinstance(self.value, list):
+            return expected in self.value
+        return bool(self.value == expected)
+
+    def spell(self) -> str:
+        """Return the flag with its value."""
+        if self.value is None or isinstance(self.value, bool):
+            return self.flag_name if self.is_changed else f"no {self.flag_name}"
+        return f"{self.flag_name} {_format_value(self.value)}"
+
+    def spell_required(self, expected: Any) -> str:
+        """Return the flag with the value that a rule requires, and the current value."""
+        if expected is CHANGED or isinstance(expected, bool):
+            is_given = expected is not (self.default is True)
+            return self.flag_name if is_given else f"no {self.flag_name}"
+        if isinstance(expected, tuple):
+            expected = " or ".join(expected)
+        current = "" if self.value is None else f" (now {_format_value(self.value)})"
+        return f"{self.flag_name} {expected}{current}"
+
+
+def _format_value(value: Any) -> str:
+    if isinstance(value, list) and all(isinstance(element, str) for element in value):
+        return " ".join(value)
+    return str(value)
+
+
+@functools.cache
+def _map_properties(section: type) -> dict[str, dataclasses.Field[Any]]:
+    """Return the flags of a section by their fields and by the properties that they mean."""
+    fields = {field.name: field for field, _, _ in _list_flags(section)}
+    meanings = {field.metadata["meaning"]: field for field in fields.values()}
+    return meanings | fields
+
+
+def _check_rule(rule: FlagRule, settings: Mapping[str, _Setting]) -> Iterator[str]:
+    """Yield the problems of the conditions on `settings`."""
+    conditions = []
+    for name, expected in rule.when.items():
+        setting = settings.get(name)
+        if setting is None or not setting.meets(expected):
+            return
+        if setting.flag_name:
+            conditions.append(setting.spell())
+    subject = " with ".join(conditions)
+    reason = f": {rule.reason}" if rule.reason else ""
+
+    missing = []
+    for name, expected in rule.requires.items():
+        if name in settings and not settings[name].meets(expected):
+            missing.append(settings[name].spell_required(expected))
+    if missing:
+        yield f"{subject} requires {' and '.join(missing)}{reason}"
+
+    for name, expected in rule.excludes.items():
+        if name in settings and settings[name].meets(expected):
+            yield f"{subject} and {settings[name].spell()} are mutually exclusive{reason}"
+
+    for name, multiple in rule.divides.items():
+        if name not in settings or multiple not in settings:
+            continue
+        divisor = settings[name].value
+        size = settings[multiple].value
+        if divisor is not None and size is not None and (divisor < 1 or size % divisor):
+            context = f" with {subject}" if subject else ""
+            yield (
+                f"{settings[multiple].spell()}{context} is not a multiple of "
+                f"{settings[name].spell()}: change one of them"
+            )

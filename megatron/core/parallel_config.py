@@ -24,7 +24,7 @@ class Place(NamedTuple):
 class ParallelConfig(FlagSection):
     """Sizes of the parallel axes; data parallelism takes the remaining ranks."""
 
-    tensor_model_parallel_size: int = flag(1, positive=True)
+    tensor_model_parallel_size: int = flag(1, positive=True, divides="num_attention_heads")
     """Number of ranks over which the matrices of each layer are split."""
     pipeline_model_parallel_size: int = flag(1, positive=True)
     """Number of pipeline stages."""
@@ -54,9 +54,9 @@ class ParallelConfig(FlagSection):
     (all_gather), or by exchanging positions for heads (a2a). One value for all layers, or one value
     per layer.
     """
-    expert_model_parallel_size: int = flag(1, positive=True)
+    expert_model_parallel_size: int = flag(1, positive=True, requires={"experts": True})
     """Number of ranks over which the experts of a layer are distributed."""
-    expert_tensor_parallel_size: int | None = flag(None, positive=True)
+    expert_tensor_parallel_size: int | None = flag(None, positive=True, meaning="etp_size")
     """Number of ranks over which the matrices of each expert are split. Default: the
     tensor-parallel size.
     """

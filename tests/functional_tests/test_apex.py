@@ -68,5 +68,5 @@ def test_error_without_apex_explains_the_installation(monkeypatch):
     monkeypatch.setitem(sys.modules, "fused_layer_norm_cuda", None)
     with pytest.raises(ValueError, match=r"Build apex.*--norm-impl torch"):
         apex_checks.check_norms("cpu", 0.0)
-    with pytest.raises(ValueError, match="apex supports only --optimizer adam"):
+    with pytest.raises(ValueError, match="apex requires --optimizer adam"):
         parse_args(f"{COMMON} --mock-data --train-iters 1 --optimizer sgd {APEX}".split(), 1)

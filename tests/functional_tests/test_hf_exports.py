@@ -208,17 +208,20 @@ def test_outage_of_object_storage_does_not_fail_the_checkpoint(pool, tmp_path, b
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--save-hf-interval 2", r"--save-hf-interval 2 .*give --save and --save-hf and"),
+        (
+            "--save-hf-interval 2",
+            "--save-hf-interval 2 requires --save and --save-hf and --save-interval: models are saved",
+        ),
         (
             "--save-hf-interval 3 --save-interval 2 --save x --save-hf y",
-            "must be a multiple of --save-interval 2",
+            "is not a multiple of --save-interval 2",
         ),
         (
             "--save-hf-interval 2 --save-interval 2 --save x --save-hf x/",
             "is the directory of --save",
         ),
-        ("--save-hf-keep-last 2", "needs --save-hf-interval"),
-        ("--save-hf-dtype bf16", "--save-hf-dtype bf16 needs --save-hf"),
+        ("--save-hf-keep-last 2", "requires --save-hf-interval"),
+        ("--save-hf-dtype bf16", "--save-hf-dtype bf16 requires --save-hf"),
         (
             f"{GPT2} --save-hf y --save-hf-dtype fp8-block",
             "--quantize: .* is stored transposed or packed",

@@ -28,35 +28,36 @@ class DistributedDataParallelConfig(FlagSection):
     """Shard main parameters and optimizer state over the data-parallel ranks (ZeRO-1)."""
     overlap_grad_reduce: bool = flag(False)
     """Reduce each bucket of gradients during the backward pass."""
-    overlap_param_gather: bool = flag(False)
+    overlap_param_gather: bool = flag(
+        False,
+        requires={"use_distributed_optimizer": True},
+        reason="without it each rank updates all of its parameters, so there are none to gather",
+    )
     """Gather each bucket of updated parameters during the next forward pass; requires
     --use-distributed-optimizer.
     """
-    grad_reduce_in_bf16: bool = flag(False)
+    grad_reduce_in_bf16: bool = flag(
+        False,
+        requires={"bf16": True},
+        reason="gradients of an fp32 or fp16 model are reduced in fp32",
+    )
     """Accumulate and reduce gradients of a bf16 model in bf16, which halves their buffer and
     traffic at a loss of precision. The optimizer copies its shard to fp32, so that memory is saved
     only with --use-distributed-optimizer.
     """
-    main_grads_dtype: str = flag("fp32", choices=("fp32", "bf16"))
+    main_grads_dtype: str = flag(
+        "fp32",
+        choices=("fp32", "bf16"),
+        requires={"bf16": True},
+        reason="gradients of an fp32 or fp16 model are reduced in fp32",
+    )
     """Data type in which gradients of a bf16 model are accumulated and reduced: bf16 is the same as
     --grad-reduce-in-bf16.
     """
     ddp_bucket_size: int | None = flag(None, positive=True)
     """Elements after which a bucket is closed. Default: max(40e6, 1e6 * DP)."""
-    ddp_num_buckets: int | None = flag(None, positive=True)
+    ddp_num_buckets: int | None = flag(None, positive=True, excludes={"ddp_bucket_size": True})
     """Approximate number of buckets per model chunk, instead of --ddp-bucket-size."""
-
-    def find_problems(self) -> Iterator[str]:
-        if self.overlap_param_gather and not self.use_distributed_optimizer:
-            yield (
-                "--overlap-param-gather needs --use-distributed-optimizer: without it each rank "
-                "updates all of its parameters, so there are none to gather"
-            )
-        if self.ddp_bucket_size is not None and self.ddp_num_buckets is not None:
-            yield (
-                f"--ddp-bucket-size {self.ddp_bucket_size} and --ddp-num-buckets "
-                f"{self.ddp_num_buckets} are mutually exclusive"
-            )
 
     @property
     def reduces_in_bf16(self) -> bool:

@@ -26,7 +26,7 @@ class OptimizerConfig(FlagSection):
     gradient, muon orthogonalizes the updates of matrices, lion takes their signs, and both use adam
     for the other parameters; ademamix is adam with a second, slower mean.
     """
-    optimizer_impl: str = flag("torch", choices=("torch", "apex"))
+    optimizer_impl: str = flag("torch", choices=("torch", "apex"), requires={"optimizer": "adam"})
     """Implementation of adam and of the gradient norm."""
     lr: float | None = flag(None, at_least=0)
     """Maximum learning rate of the schedule."""
@@ -57,7 +57,12 @@ class OptimizerConfig(FlagSection):
     """
     exp_avg_sq_dtype: str = flag("fp32", choices=tuple(_DTYPES))
     """Data type of Adam's running mean of the squared gradient, as --exp-avg-dtype."""
-    main_params_dtype: str = flag("fp32", choices=("fp32", "fp16"))
+    main_params_dtype: str = flag(
+        "fp32",
+        choices=("fp32", "fp16"),
+        excludes={"fp8_param_gather": True, "ema_decay": True},
+        reason="weights in fp8 and the average follow fp32 main parameters",
+    )
     """Data type in which the main parameters of a bf16 or fp16 model are kept between steps, as
     --exp-avg-dtype. The model's parameters are the main parameters after rounding.
     """
@@ -121,11 +126,6 @@ class OptimizerConfig(FlagSection):
                 f"--decoupled-min-lr {self.decoupled_min_lr} must be between 0 and "
                 f"--decoupled-lr {self.decoupled_lr}"
             )
-        if self.optimizer_impl == "apex" and self.optimizer != "adam":
-            yield (
-                "--optimizer-impl apex supports only --optimizer adam: remove it for --optimizer "
-                f"{self.optimizer}"
-            )
         yield from self._find_dtype_problems()
         if self.min_loss_scale > self.initial_loss_scale:
             yield (
@@ -143,11 +143,6 @@ class OptimizerConfig(FlagSection):
                 f"--exp-avg-dtype {self.exp_avg_dtype}, --exp-avg-sq-dtype "
                 f"{self.exp_avg_sq_dtype} and --main-params-dtype {self.main_params_dtype} require "
                 "--optimizer adam and --optimizer-impl torch"
-            )
-        if self.main_params_dtype != "fp32" and self.ema_decay is not None:
-            yield (
-                f"--ema-decay {self.ema_decay} requires --main-params-dtype fp32, got "
-                f"{self.main_params_dtype}: the average follows the main parameters"
             )
 
     def _find_ademamix_problems(self) -> Iterator[str]:
@@ -219,7 +214,12 @@ class SchedulerConfig(FlagSection):
     """Iterations until --min-lr is reached. Default: --train-iters."""
     lr_decay_samples: int | None = flag(None)
     """Samples until --min-lr is reached. Default: --train-samples."""
-    lr_warmup_fraction: float | None = flag(None, at_least=0, below=1)
+    lr_warmup_fraction: float | None = flag(
+        None,
+        at_least=0,
+        below=1,
+        excludes={"lr_warmup_iters": True, "lr_warmup_samples": True},
+    )
     """Fraction of the decay length over which the learning rate rises linearly; replaces
     --lr-warmup-iters and --lr-warmup-samples.
     """
@@ -238,23 +238,13 @@ class SchedulerConfig(FlagSection):
     lr_wsd_decay_samples: int | None = flag(None)
     """Length of the final decay phase of WSD in samples."""
     override_opt_param_scheduler: bool = flag(
-        False, "--override-opt_param-scheduler", "--override-opt-param-scheduler"
+        False,
+        "--override-opt_param-scheduler",
+        "--override-opt-param-scheduler",
+        excludes={"use_checkpoint_opt_param_scheduler": True},
     )
     """On resume, use the schedule of the flags instead of the checkpoint's."""
     use_checkpoint_opt_param_scheduler: bool = flag(
         False, "--use-checkpoint-opt_param-scheduler", "--use-checkpoint-opt-param-scheduler"
     )
     """On resume, use the checkpoint's schedule instead of that of the flags."""
-
-    def find_problems(self) -> Iterator[str]:
-        if self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler:
-            yield (
-                "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler are "
-                "mutually exclusive"
-            )
-        has_fixed_warmup = self.lr_warmup_iters or self.lr_warmup_samples
-        if self.lr_warmup_fraction is not None and has_fixed_warmup:
-            yield (
-                f"--lr-warmup-fraction {self.lr_warmup_fraction} excludes --lr-warmup-iters "
-                f"{self.lr_warmup_iters} and --lr-warmup-samples {self.lr_warmup_samples}"
-            )

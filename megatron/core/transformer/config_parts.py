@@ -26,7 +26,7 @@ class ComputeOptions:
     None of them changes the weights of a model, and results change by rounding only.
     """
 
-    bf16: bool = flag(False)
+    bf16: bool = flag(False, excludes={"fp16": True})
     """bfloat16 parameters and arithmetic, fp32 gradients and main parameters."""
     fp16: bool = flag(False)
     """float16 parameters and arithmetic with loss scaling, fp32 gradients and main parameters."""
@@ -37,7 +37,14 @@ class ComputeOptions:
     """
     norm_impl: str = flag("torch", choices=("torch", "apex"))
     """Implementation of the norms of local layers: torch or apex's fused kernels."""
-    fp8: str | None = flag(None, "--fp8-format", choices=("e4m3", "hybrid"))
+    fp8: str | None = flag(
+        None,
+        "--fp8-format",
+        choices=("e4m3", "hybrid"),
+        requires={"bf16": True, "transformer_impl": "transformer_engine"},
+        excludes={"fp4": True},
+        reason="the kernels are Transformer Engine's; everything that is not in fp8 is in bfloat16",
+    )
     """Compute matrix products of the layers in fp8 (Micikevicius et al. 2022): e4m3 only, or e4m3
     with e5m2 for gradients (hybrid).
     """
@@ -51,11 +58,28 @@ class ComputeOptions:
     """With delayed scaling: length of the history of maxima."""
     fp8_amax_compute_algo: str = flag("most_recent", choices=("most_recent", "max"))
     """With delayed scaling: use the most recent maximum or the largest one of the history."""
-    fp8_param_gather: bool = flag(False)
+    fp8_param_gather: bool = flag(
+        False,
+        requires={
+            "fp8": True,
+            "fp8_recipe": ("delayed", "tensorwise", "blockwise"),
+            "use_distributed_optimizer": True,
+        },
+        reason="it changes the all-gather of the distributed optimizer; mxfp8 weights are two "
+        "tensors, which cannot be filled from a shard of the main parameters",
+    )
     """Keep and gather the weights of the layers in fp8. Training and checkpoints use the fp32 main
     parameters.
     """
-    fp4: str | None = flag(None, "--fp4-format", choices=("e2m1",))
+    fp4: str | None = flag(
+        None,
+        "--fp4-format",
+        choices=("e2m1",),
+        requires={"bf16": True, "transformer_impl": "transformer_engine"},
+        excludes={"experts": True},
+        reason="the kernels are Transformer Engine's, which has no grouped ones; everything that "
+        "is not in fp4 is in bfloat16. Use --fp8-format with experts",
+    )
     """Compute matrix products of the layers in fp4 (Blackwell)."""
     fp4_recipe: str = flag("nvfp4", choices=("nvfp4",))
     """FP4 scaling recipe: from the maxima of 16 elements (NVFP4)."""
@@ -95,7 +119,12 @@ class ComputeOptions:
     """Output layer and loss in one operation (native), or Transformer Engine's kernel on the
     logits.
     """
-    apply_rope_fusion: bool = flag(False)
+    apply_rope_fusion: bool = flag(
+        False,
+        requires={"transformer_impl": "transformer_engine", "rope_type": "rope"},
+        excludes={"multi_latent_attention": True},
+        reason="the kernel is Transformer Engine's and has one set of frequencies: leave it out",
+    )
     """Rotate queries and keys using Transformer Engine's kernel."""
 
     # Recomputation of activations
@@ -134,6 +163,14 @@ class ComputeOptions:
         if self.fp4 is not None:
             return self.fp4_recipe
         return None
+
+    @property
+    def recomputes_mtp(self) -> bool:
+        """Return whether layers for multi-token prediction are recomputed.
+
+        They are not the first layers of a chunk, which --recompute-method block selects.
+        """
+        return self.recompute_granularity == "full" and self.recompute_method == "uniform"
 
     def recomputes(self, module: str) -> bool:
         """Return whether `module` of RECOMPUTE_MODULES is recomputed selectively."""

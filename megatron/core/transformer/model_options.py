@@ -1,13 +1,15 @@
-"""The options of a model: its architecture, precision and experts. No validation happens here."""
+"""The flags of a model's architecture."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from megatron.core.flags import flag
 from megatron.core.transformer.config_parts import ComputeOptions, ExpertOptions
 from megatron.core.transformer.layer_pattern import parse_layer_pattern
+
+ACTIVATIONS = ("swiglu", "quick_geglu", "geglu", "squared_relu", "relu", "xielu")
+"""Flags that select another activation function than GELU; they are mutually exclusive."""
 
 # Conditions under which a field has an effect (`transformer_config.find_conditions`)
 _LEARNED = {"position_embedding_type": "learned_absolute"}
@@ -20,14 +22,7 @@ _LATENT = {"multi_latent_attention": True}
 _NOT_LATENT = {"multi_latent_attention": False}
 _ALIBI = {"position_embedding_type": "alibi"}
 _MUP = {"use_mup": True}
-_GELU = {
-    "swiglu": False,
-    "quick_geglu": False,
-    "geglu": False,
-    "squared_relu": False,
-    "relu": False,
-    "xielu": False,
-}
+_GELU = dict.fromkeys(ACTIVATIONS, False)
 _QUICK_GEGLU = {"quick_geglu": True}
 _WINDOW = {"has_window": True}
 _DENSE = {"has_dense_layers": True}
@@ -35,7 +30,7 @@ _DENSE = {"has_dense_layers": True}
 
 @dataclass
 class ModelOptions(ExpertOptions, ComputeOptions):
-    """Fields of `TransformerConfig`, and the quantities derived from them.
+    """Fields of `TransformerConfig`, which derives other quantities from them.
 
     The `flag` of a field that belongs to the architecture states whether it decides the shapes or
     the mathematics. The comparison of a checkpoint's model with the run, --use-checkpoint-args and
@@ -59,7 +54,9 @@ class ModelOptions(ExpertOptions, ComputeOptions):
     """Share key and value heads among groups of query heads (GQA, Ainslie et al. 2023); see
     --num-query-groups.
     """
-    num_query_groups: int | None = flag(None, decides="shapes", when=_NOT_LATENT)
+    num_query_groups: int | None = flag(
+        None, decides="shapes", when=_NOT_LATENT, divides="num_attention_heads"
+    )
     """Number of key/value heads with --group-query-attention. Default: 1. Without that flag every
     query head has its own.
     """
@@ -67,7 +64,23 @@ class ModelOptions(ExpertOptions, ComputeOptions):
     """Width of an attention head. Default: hidden_size / num_attention_heads."""
 
     # Latent attention
-    multi_latent_attention: bool = flag(False, decides="shapes")
+    multi_latent_attention: bool = flag(
+        False,
+        decides="shapes",
+        requires={
+            "kv_lora_rank": True,
+            "qk_head_dim": True,
+            "v_head_dim": True,
+            "qk_pos_emb_head_dim": True,
+        },
+        excludes={
+            "rotary_interleaved": True,
+            "add_qkv_bias": True,
+            "attention_output_gate": True,
+            "clip_qkv": True,
+            "rope_type": "longrope",
+        },
+    )
     """Project queries, and keys with values, from two low-rank latent vectors per token (MLA,
     DeepSeek-V2). It always uses RoPE.
     """
@@ -95,7 +108,7 @@ class ModelOptions(ExpertOptions, ComputeOptions):
         decides="shapes",
     )
     """Kind of position embedding; yarn is rope with --rope-type yarn."""
-    scale_alibi: bool = flag(False, decides="mathematics", when=_ALIBI)
+    scale_alibi: bool = flag(False, decides="mathematics", when=_ALIBI, requires=_ALIBI)
     """With --position-embedding-type alibi: add the biases before the scores are scaled, as Falcon
     does.
     """
@@ -122,6 +135,8 @@ class ModelOptions(ExpertOptions, ComputeOptions):
         decides="mathematics",
         when=_ROPE,
         meaning="no_rope_pattern",
+        requires={"position_embedding_type": "rope"},
+        excludes=_LATENT,
     )
     """Every N-th layer does not rotate queries and keys; or a pattern of 1 (no RoPE) and 0 (RoPE),
     e.g. ([0]*3+[1])*4. Default: all layers have RoPE.
@@ -132,7 +147,13 @@ class ModelOptions(ExpertOptions, ComputeOptions):
         None, positive=True, decides="mathematics", when=_ROPE, meaning="rotary_stretch"
     )
     """Divide all rotary frequencies by this factor, for longer sequences (Chen et al. 2023)."""
-    use_rope_scaling: bool = flag(False, decides="mathematics", when=_ROPE)
+    use_rope_scaling: bool = flag(
+        False,
+        decides="mathematics",
+        when=_ROPE,
+        requires={"rope_type": "rope"},
+        reason="Llama 3's scaling replaces that of YaRN and LongRoPE",
+    )
     """Scale the rotary frequencies as Llama 3.1 does, using the four options below."""
     rope_scaling_factor: float = flag(8.0, positive=True, decides="mathematics", when=_SCALED_ROPE)
     """Llama 3 scaling: factor by which low frequencies are divided."""
@@ -195,7 +216,9 @@ class ModelOptions(ExpertOptions, ComputeOptions):
     integers.
     """
 
-    query_length_scaling: float = flag(0.0, at_least=0, decides="mathematics", when=_YARN)
+    query_length_scaling: float = flag(
+        0.0, at_least=0, decides="mathematics", when=_YARN, requires={"rope_type": "yarn"}
+    )
     """With --rope-type yarn: multiply the query at position p by 1 + this * ln(1 + floor(p / L)),
     where L is --original-max-position-embeddings (Llama 4, Ministral 3).
     """
@@ -207,7 +230,13 @@ class ModelOptions(ExpertOptions, ComputeOptions):
     """Store norm weights zero-centered (w - 1): more precise in bf16, and weight decay pulls them
     towards 1.
     """
-    norm_weights: bool = flag(True, "--no-norm-weights", decides="shapes")
+    norm_weights: bool = flag(
+        True,
+        "--no-norm-weights",
+        decides="shapes",
+        requires={"transformer_impl": "local"},
+        excludes={"apply_layernorm_1p": True},
+    )
     """Norms have trained weights, LayerNorm also biases. --no-norm-weights leaves both out (OLMo,
     nanochat).
     """
@@ -219,7 +248,9 @@ class ModelOptions(ExpertOptions, ComputeOptions):
     """Compute attention and MLP from the same input, x + attention(norm(x)) + mlp(norm(x)), as
     GPT-NeoX does.
     """
-    share_parallel_norm: bool = flag(False, decides="shapes")
+    share_parallel_norm: bool = flag(
+        False, decides="shapes", requires={"parallel_residual": True, "norm_placement": "pre"}
+    )
     """With --parallel-residual: use one norm for attention and MLP (GPT-J, Cohere)."""
     norm_epsilon: float = flag(
         1e-5, "--norm-epsilon", "--layernorm-epsilon", at_least=0, decides="mathematics"
@@ -237,10 +268,21 @@ class ModelOptions(ExpertOptions, ComputeOptions):
     """Use a gated MLP with SiLU (Shazeer 2020) instead of GELU."""
     quick_geglu: bool = flag(False, decides="shapes")
     """Use a gated MLP with x * sigmoid(1.702 x) instead of GELU."""
-    glu_linear_offset: float = flag(0.0, decides="mathematics", when=_QUICK_GEGLU)
+    glu_linear_offset: float = flag(
+        0.0,
+        decides="mathematics",
+        when=_QUICK_GEGLU,
+        requires=_QUICK_GEGLU,
+        reason="it changes the gate",
+    )
     """With --quick-geglu: constant added to the factor of the gate (1 in gpt-oss)."""
     activation_func_clamp_value: float | None = flag(
-        None, positive=True, decides="mathematics", when=_QUICK_GEGLU
+        None,
+        positive=True,
+        decides="mathematics",
+        when=_QUICK_GEGLU,
+        requires=_QUICK_GEGLU,
+        reason="it changes the gate",
     )
     """With --quick-geglu: upper limit of the gate's input, and limit of the absolute value of its
     factor (7 in gpt-oss).
@@ -251,7 +293,12 @@ class ModelOptions(ExpertOptions, ComputeOptions):
     """Use the square of ReLU (So et al. 2021) instead of GELU."""
     relu: bool = flag(False, decides="mathematics")
     """Use ReLU instead of GELU (OPT)."""
-    xielu: bool = flag(False, decides="shapes")
+    xielu: bool = flag(
+        False,
+        decides="shapes",
+        excludes={"experts": True},
+        reason="the slopes are those of one MLP",
+    )
     """Use xIELU (Huang and Schlag 2024) instead of GELU, with two learned slopes per layer
     (Apertus).
     """
@@ -271,10 +318,19 @@ class ModelOptions(ExpertOptions, ComputeOptions):
     """Add a bias to the QKV projection even with --disable-bias-linear."""
     qk_layernorm: bool = flag(False, decides="shapes")
     """Normalize every query and key head."""
-    qk_layernorm_across_heads: bool = flag(False, decides="shapes", when={"qk_layernorm": True})
+    qk_layernorm_across_heads: bool = flag(
+        False,
+        decides="shapes",
+        when={"qk_layernorm": True},
+        requires={"qk_layernorm": True, "normalization": "RMSNorm"},
+    )
     """Normalize all query heads together, and all key heads, using RMSNorm (OLMo 2)."""
     qk_layernorm_after_rope: bool = flag(
-        False, decides="mathematics", when={"qk_layernorm": True} | _ROPE
+        False,
+        decides="mathematics",
+        when={"qk_layernorm": True} | _ROPE,
+        requires={"qk_layernorm": True},
+        excludes={"qk_layernorm_across_heads": True, "multi_latent_attention": True},
     )
     """Normalize queries and keys after rotating them, instead of before (Hunyuan)."""
     clip_qkv: float | None = flag(None, positive=True, decides="mathematics", when=_NOT_LATENT)
@@ -289,12 +345,22 @@ class ModelOptions(ExpertOptions, ComputeOptions):
         None, positive=True, decides="mathematics", when=_NOT_LATENT, meaning="score_scale"
     )
     """Factor of the attention scores. Default: 1 / sqrt(width of a head)."""
-    attn_logit_softcapping: float | None = flag(None, positive=True, decides="mathematics")
+    attn_logit_softcapping: float | None = flag(
+        None,
+        positive=True,
+        decides="mathematics",
+        requires={"attention_dropout": 0},
+        reason="the kernels that modify scores do not support dropout",
+    )
     """Limit attention scores x smoothly to this value: cap * tanh(x / cap)."""
     final_logit_softcapping: float | None = flag(None, positive=True, decides="mathematics")
     """Limit the logits of the output layer in the same way."""
     softmax_type: str = flag(
-        "vanilla", choices=("vanilla", "off-by-one", "learnable"), decides="shapes"
+        "vanilla",
+        choices=("vanilla", "off-by-one", "learnable"),
+        decides="shapes",
+        requires={"attention_dropout": 0},
+        reason="the kernels that modify scores do not support dropout",
     )
     """Attention sink, an additional score per query with a value of zero: none (vanilla), 0
     (off-by-one), or one learned per head (learnable, gpt-oss).
@@ -311,6 +377,7 @@ class ModelOptions(ExpertOptions, ComputeOptions):
         decides="mathematics",
         when=_WINDOW,
         meaning="window_pattern",
+        requires={"window_size": True},
     )
     """Every N-th layer has no window; or a pattern of 1 (window) and 0 (none), e.g. ([1]*5+[0])*4.
     Default: all layers have the window.
@@ -337,7 +404,15 @@ class ModelOptions(ExpertOptions, ComputeOptions):
     """Add a bias to the logits of the output layer (GPT-J, Phi)."""
 
     # Multi-token prediction
-    mtp_num_layers: int | None = flag(None, at_least=0, decides="shapes")
+    mtp_num_layers: int | None = flag(
+        None,
+        at_least=0,
+        decides="shapes",
+        requires={"position_embedding_type": ("rope", "none")},
+        excludes={"embedding_layernorm": True},
+        reason="the last pipeline stage has word embeddings, but neither position embeddings nor "
+        "the norm of embeddings",
+    )
     """Number of tokens to predict in addition to the next one, by one more layer each (multi-token
     prediction, DeepSeek-V3). Default: 0.
     """
@@ -382,221 +457,3 @@ class ModelOptions(ExpertOptions, ComputeOptions):
     """Standard deviation of the initial weights. Output projections of a layer use std / sqrt(2 *
     num_layers). With --use-mup, all matrices of the layers divide it by sqrt(width / base width).
     """
-
-    # Quantities derived from the fields
-    @property
-    def moe_layer_pattern(self) -> list[int]:
-        """1 for each layer with experts, 0 for each dense one."""
-        if not self.has_experts:
-            return [0] * self.num_layers
-        freq = self.moe_layer_freq
-        if isinstance(freq, list):
-            return list(freq)
-        # Every `freq`-th layer has experts, starting with the first.
-        return [int(number % freq == 0) for number in range(self.num_layers)]
-
-    @property
-    def num_mtp_layers(self) -> int:
-        """Number of layers for multi-token prediction."""
-        return self.mtp_num_layers or 0
-
-    @property
-    def recomputes_mtp(self) -> bool:
-        """Return whether layers for multi-token prediction are recomputed.
-
-        They are not the first layers of a chunk, which --recompute-method block selects.
-        """
-        return self.recompute_granularity == "full" and self.recompute_method == "uniform"
-
-    @property
-    def moe_layer_pattern_with_mtp(self) -> list[int]:
-        """`moe_layer_pattern`, followed by the layers for multi-token prediction."""
-        pattern = self.moe_layer_pattern
-        return pattern + pattern[-1:] * self.num_mtp_layers
-
-    @property
-    def window_pattern(self) -> list[int]:
-        """1 for each layer with a sliding window, 0 for each other one."""
-        skip = self.window_attn_skip_freq
-        if isinstance(skip, list):
-            return list(skip)
-        if self.window_size is None:
-            return [0] * self.num_layers
-        if skip is None:
-            return [1] * self.num_layers
-        # Every `skip`-th layer, counted from 1, has no window.
-        return [int(number % skip > 0) for number in range(1, self.num_layers + 1)]
-
-    @property
-    def no_rope_pattern(self) -> list[int]:
-        """1 for each layer without RoPE, 0 for each other one."""
-        freq = self.no_rope_freq
-        if freq is None:
-            return [0] * self.num_layers
-        if isinstance(freq, list):
-            return list(freq)
-        # Every `freq`-th layer, counted from 1, has no RoPE.
-        return [int(number % freq == 0) for number in range(1, self.num_layers + 1)]
-
-    def get_window(self, number: int) -> tuple[int, int] | None:
-        """Return the sliding window of layer `number`, if it has one."""
-        if not self.window_pattern[number]:
-            return None
-        return self.window_size
-
-    @property
-    def head_dim(self) -> int:
-        assert self.kv_channels is not None
-        return self.kv_channels
-
-    @property
-    def qk_width(self) -> int:
-        """Width of a query or key head."""
-        if self.multi_latent_attention:
-            return self.qk_head_dim + self.qk_pos_emb_head_dim
-        return self.head_dim
-
-    @property
-    def v_width(self) -> int:
-        """Width of a value head."""
-        if self.multi_latent_attention:
-            return self.v_head_dim
-        return self.head_dim
-
-    @property
-    def core_head_dim(self) -> int:
-        """Width of the heads in core attention, which is the same for queries, keys and values."""
-        return max(self.qk_width, self.v_width)
-
-    @property
-    def attends_in_blocks(self) -> bool:
-        """Return whether attention needs a score modification that torch's SDPA does not support.
-
-        Then `blockwise_attention` or `local_attention` computes it.
-        """
-        return self.attn_logit_softcapping is not None or self.softmax_type != "vanilla"
-
-    @property
-    def separate_rotary_base_local(self) -> float | None:
-        """Base of the rotary frequencies in layers with a window, if theirs differ."""
-        is_scaled = self.use_rope_scaling or self.rope_type != "rope" or self.rotary_stretch != 1.0
-        if self.rotary_base_local == self.rotary_base and not is_scaled:
-            return None
-        return self.rotary_base_local
-
-    @property
-    def latent_epsilon(self) -> float:
-        if self.latent_norm_epsilon is None:
-            return self.norm_epsilon
-        return self.latent_norm_epsilon
-
-    @property
-    def rotary_stretch(self) -> float:
-        return self.rotary_seq_len_interpolation_factor or 1.0
-
-    @property
-    def width_mult(self) -> float:
-        """Width of the model relative to the base model of --use-mup."""
-        if not self.use_mup or self.mup_base_hidden_size is None:
-            return 1.0
-        return self.hidden_size / self.mup_base_hidden_size
-
-    @property
-    def embedding_factor(self) -> float:
-        """Factor of the embedding, not including --scale-embeddings."""
-        if not self.use_mup:
-            return self.embedding_multiplier
-        return self.embedding_multiplier * self.mup_embedding_mult
-
-    @property
-    def logits_divisor(self) -> float:
-        """Divisor of the logits."""
-        if not self.use_mup:
-            return self.logits_scaling
-        # As in Megatron-LM, the value 1 of a wider model means the default.
-        if self.mup_output_mult == 1.0:
-            return self.logits_scaling * self.width_mult
-        return self.logits_scaling / self.mup_output_mult
-
-    @property
-    def chosen_score_scale(self) -> float | None:
-        """Factor of the attention scores; None for the usual 1 / sqrt(width of a head)."""
-        if self.softmax_scale is not None or not self.use_mup:
-            return self.softmax_scale
-        base = 1.0 if self.mup_base_head_dim is None else self.mup_base_head_dim**0.5
-        return base / float(self.head_dim**self.mup_attn_scale_power)
-
-    @property
-    def score_scale(self) -> float:
-        """Factor of the attention scores."""
-        return self.chosen_score_scale or self.head_dim**-0.5
-
-    @property
-    def query_groups(self) -> int:
-        assert self.num_query_groups is not None
-        return self.num_query_groups
-
-    @property
-    def ffn_size(self) -> int:
-        assert self.ffn_hidden_size is not None
-        return self.ffn_hidden_size
-
-    @property
-    def has_input_norms(self) -> bool:
-        """Return whether each branch has a norm of its own before its first projection."""
-        return self.norm_placement != "post" and not self.share_parallel_norm
-
-    @property
-    def has_qkv_bias(self) -> bool:
-        return self.add_bias_linear or self.add_qkv_bias
-
-    @property
-    def hidden_init_std(self) -> float:
-        """Standard deviation of the initial matrices of the layers."""
-        return self.init_method_std / math.sqrt(self.width_mult)
-
-    @property
-    def output_init_std(self) -> float:
-        """Standard deviation of projections to the residual stream (Radford et al. 2019)."""
-        return self.hidden_init_std / math.sqrt(2.0 * self.num_layers)
-
-    @property
-    def gated(self) -> bool:
-        """Return whether the MLP is gated; gate and up projection are stacked in one matrix."""
-        return self.swiglu or self.quick_geglu or self.geglu
-
-    @property
-    def activation(self) -> str:
-        """Name of the activation function of the MLP."""
-        functions = {
-            "swiglu": self.swiglu,
-            "quick_geglu": self.quick_geglu,
-            "geglu": self.geglu,
-            "squared_relu": self.squared_relu,
-            "relu": self.relu,
-            "xielu": self.xielu,
-        }
-        for name, is_selected in functions.items():
-            if is_selected:
-                return name
-        if self.tanh_gelu:
-            return "gelu (tanh)"
-        return "gelu (erf)"
-
-    @property
-    def tanh_gelu(self) -> bool:
-        """Return whether GELU is the tanh approximation.
-
-        Megatron-LM uses it where GELU is fused with a bias, and the exact function elsewhere.
-        """
-        return self.openai_gelu or (self.bias_gelu_fusion and self.add_bias_linear)
-
-    def quantizes(self, number: int) -> bool:
-        """Return whether layer `number` computes in fp8 or fp4."""
-        if self.low_precision is None:
-            return False
-        if not self.first_last_layers_bf16:
-            return True
-        first = self.num_layers_at_start_in_bf16
-        end = self.num_layers - self.num_layers_at_end_in_bf16
-        return first <= number < end

@@ -3,18 +3,94 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
-from megatron.core.flags import FlagSection, find_field_problems, raise_problems
-from megatron.core.transformer import model_rules
-from megatron.core.transformer.model_options import ModelOptions
+from megatron.core.flags import CHANGED, FlagRule, FlagSection, find_field_problems, raise_problems
+from megatron.core.transformer.model_options import ACTIVATIONS, ModelOptions
+
+_SHARED_EXPERT = "moe_shared_expert_intermediate_size"
+_LOSSES = "moe_router_load_balancing_type"
 
 
 @dataclass
 class TransformerConfig(ModelOptions, FlagSection):
     """A complete and consistent definition of a model; it is stored in checkpoints."""
+
+    # Rules of values and of several flags; those of one flag are in its field.
+    RULES: ClassVar[tuple[FlagRule, ...]] = (
+        FlagRule(
+            {"clip_qkv": True, "qk_layernorm": True},
+            requires={"qk_layernorm_across_heads": True},
+            reason="published models clip before the norm of all heads, but after that of each",
+        ),
+        FlagRule(
+            {"rope_type": ("yarn", "longrope")},
+            requires={"rotary_scaling_factor": True, "original_max_position_embeddings": True},
+        ),
+        FlagRule({"rope_type": "longrope"}, requires={"rotary_stretch": 1.0}),
+        FlagRule(
+            {"query_length_scaling": CHANGED, "multi_latent_attention": False},
+            requires={"position_embedding_type": "rope"},
+        ),
+        FlagRule(
+            {"recompute_granularity": "full"},
+            requires={"recompute_method": True, "recompute_num_layers": True},
+        ),
+        FlagRule(
+            {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"},
+            requires={"transformer_impl": "transformer_engine"},
+            reason="it has the kernel",
+        ),
+        # The options of experts have no effect in a dense model.
+        FlagRule(
+            {"experts": True, "moe_shared_expert_gate": True}, requires={_SHARED_EXPERT: True}
+        ),
+        FlagRule(
+            {"experts": True, "moe_average_shared_expert": True}, requires={_SHARED_EXPERT: True}
+        ),
+        FlagRule(
+            {"experts": True, _SHARED_EXPERT: True},
+            requires={"add_bias_linear": False},
+            reason="shared experts do not have biases",
+        ),
+        FlagRule(
+            {"experts": True, "moe_router_num_groups": CHANGED},
+            requires={"moe_router_group_topk": CHANGED},
+        ),
+        FlagRule(
+            {"experts": True, "moe_router_group_topk": CHANGED},
+            requires={"moe_router_num_groups": CHANGED},
+        ),
+        FlagRule(
+            {"experts": True, "moe_pad_expert_input_to_capacity": True},
+            requires={"moe_expert_capacity_factor": True},
+        ),
+        FlagRule(
+            {"experts": True, "moe_pad_expert_input_to_capacity": True},
+            excludes={"moe_router_enable_expert_bias": True},
+            reason="padding gives all experts the same load, so the bias never changes",
+        ),
+        # The counts of tokens accumulate over the micro-batches of a step.
+        FlagRule(
+            {"experts": True, _LOSSES: "global_aux_loss"},
+            excludes={"recompute_granularity": "full"},
+            reason="recomputed layers would count their tokens twice; use aux_loss or seq_aux_loss",
+        ),
+        FlagRule(
+            {"experts": True, _LOSSES: "sinkhorn"},
+            excludes={
+                "moe_router_score_function": "sigmoid",
+                "moe_router_enable_expert_bias": True,
+                "moe_router_num_groups": True,
+                "moe_router_topk_scaling_factor": True,
+                "moe_expert_capacity_factor": True,
+            },
+            reason="they do not affect the choice by sinkhorn",
+        ),
+    )
 
     def __post_init__(self) -> None:
         """Fill defaults that depend on other fields.
@@ -24,7 +100,7 @@ class TransformerConfig(ModelOptions, FlagSection):
         self._convert_losses_to_lists()
         # Defaults depend on valid sizes.
         raise_problems(find_field_problems(self))
-        raise_problems(model_rules.find_size_problems(self))
+        raise_problems(self._find_size_problems())
         self._fill_rope_type()
         if self.mtp_num_layers == 0:
             self.mtp_num_layers = None
@@ -38,7 +114,17 @@ class TransformerConfig(ModelOptions, FlagSection):
             self.num_query_groups = 1
         if self.has_experts and self.moe_ffn_hidden_size is None:
             self.moe_ffn_hidden_size = self.ffn_hidden_size
-        raise_problems([*find_field_problems(self), *model_rules.find_problems(self)])
+        super().__post_init__()
+
+    def _find_size_problems(self) -> Iterator[str]:
+        """Yield the problems of the sizes from which the defaults of other fields are derived."""
+        # The default head width is hidden_size / heads. Latent attention has widths of its own.
+        needs_default = self.kv_channels is None and not self.multi_latent_attention
+        if needs_default and self.hidden_size % self.num_attention_heads:
+            yield (
+                f"--hidden-size {self.hidden_size} is not a multiple of --num-attention-heads "
+                f"{self.num_attention_heads}: change one of them or give --kv-channels"
+            )
 
     def _fill_rope_type(self) -> None:
         if self.position_embedding_type == "yarn":
@@ -56,6 +142,330 @@ class TransformerConfig(ModelOptions, FlagSection):
             # A gated MLP has three matrices: as many parameters as two of width 4 * hidden_size.
             return int(4 * self.hidden_size * 2 / 3 / 64) * 64
         return 4 * self.hidden_size
+
+    # Rules that are not a `FlagRule`
+
+    def find_problems(self) -> Iterator[str]:
+        yield from self._find_mlp_problems()
+        yield from self._find_pattern_problems()
+        yield from self._find_position_problems()
+        # All heads expand the same latent vector, so they do not form groups.
+        if self.multi_latent_attention and self.query_groups != self.num_attention_heads:
+            yield (
+                "--multi-latent-attention has keys and values for every head: leave out "
+                "--group-query-attention"
+            )
+        if self.share_parallel_norm and self.recomputes("layernorm"):
+            yield ("--share-parallel-norm and --recompute-modules layernorm are mutually exclusive")
+        if self.has_experts:
+            yield from self._find_router_problems()
+            yield from self._find_group_problems()
+
+    def _find_mlp_problems(self) -> Iterator[str]:
+        # 8/3 of the width, rounded down to a multiple of 64, is 0 for widths below 24.
+        if self.ffn_size < 1:
+            yield (
+                f"--hidden-size {self.hidden_size} is too small for --swiglu without "
+                "--ffn-hidden-size: give one"
+            )
+        activations = [flag_name(name) for name in ACTIVATIONS if getattr(self, name)]
+        if len(activations) > 1:
+            yield f"{' and '.join(activations)} are mutually exclusive"
+        # The low-precision kernels require both dimensions of every matrix to be multiples of 16.
+        if self.low_precision is not None:
+            for name in ("hidden_size", "ffn_hidden_size"):
+                size = getattr(self, name)
+                if size % 16:
+                    yield (
+                        f"{flag_name(name)} {size} is not a multiple of 16, as the "
+                        f"{self.low_precision} kernels require"
+                    )
+
+    def _find_pattern_problems(self) -> Iterator[str]:
+        """Check the patterns of layers: one entry per layer, or every n-th layer."""
+        for name in ("window_attn_skip_freq", "no_rope_freq", "moe_layer_freq"):
+            freq = getattr(self, name)
+            if freq is None or (name == "moe_layer_freq" and not self.has_experts):
+                continue
+            if isinstance(freq, int):
+                if freq < 1:
+                    yield f"{flag_name(name)} must be positive, got {freq}"
+            elif len(freq) != self.num_layers or not set(freq) <= {0, 1}:
+                yield (
+                    f"{flag_name(name)} {freq} must have a 0 or a 1 for each of the --num-layers "
+                    f"{self.num_layers}"
+                )
+
+    def _find_position_problems(self) -> Iterator[str]:
+        # RoPE rotates pairs of elements, each with a frequency of its own.
+        if self.multi_latent_attention:
+            rotated = self.qk_pos_emb_head_dim
+            if rotated is not None and rotated % 2:
+                yield f"--qk-pos-emb-head-dim must be even and positive, got {rotated}"
+        elif self.rope_type == "longrope":
+            pairs = int(self.head_dim * self.rotary_percent) // 2
+            for name in ("longrope_short_factor", "longrope_long_factor"):
+                factors = getattr(self, name) or []
+                if len(factors) != pairs or min(factors) <= 0:
+                    yield (
+                        f"--rope-type longrope: {flag_name(name)} needs a positive number for each "
+                        f"of the {pairs} rotated pairs of a head, got {factors}"
+                    )
+
+    def _find_router_problems(self) -> Iterator[str]:
+        topk = self.moe_router_topk
+        if not 1 <= topk <= self.experts:
+            yield f"--moe-router-topk {topk} must be between 1 and --num-experts {self.experts}"
+        # The weights of the chosen experts sum to 1; with one expert the weight is constant.
+        is_softmax = self.score_function == "softmax"
+        if topk == 1 and is_softmax and not self.softmax_before_choice:
+            yield (
+                "--moe-router-topk 1 requires --moe-router-pre-softmax: a softmax over one expert "
+                "has no gradient"
+            )
+        losses = self.moe_router_load_balancing_type
+        coefficients = self.moe_aux_loss_coeff
+        if len(losses) != len(coefficients):
+            yield f"--moe-aux-loss-coeff {coefficients} must have one value for each of {losses}"
+        if len(set(losses)) < len(losses):
+            yield f"--moe-router-load-balancing-type {losses} contains duplicates"
+        if "sinkhorn" in losses and (len(losses) > 1 or any(coefficients)):
+            yield (
+                f"--moe-router-load-balancing-type {' '.join(losses)} with --moe-aux-loss-coeff "
+                f"{coefficients}: sinkhorn balances without a loss; give it alone and with 0"
+            )
+
+    def _find_group_problems(self) -> Iterator[str]:
+        experts = self.experts
+        topk = self.moe_router_topk
+        groups = self.moe_router_num_groups
+        group_topk = self.moe_router_group_topk
+        if not groups or not group_topk:
+            return
+        if self.moe_router_group_score_topk is not None:
+            scores = self.moe_router_group_score_topk
+            if not 1 <= scores <= experts // groups:
+                yield (
+                    f"--moe-router-group-score-topk {scores} must be between 1 and "
+                    f"{experts // groups}, the experts per group"
+                )
+            return
+        # The score of a group is the sum over its topk / group_topk best experts.
+        # Each chosen group contributes the same number of experts.
+        is_even = experts % groups == 0 and topk % group_topk == 0
+        fits_in_groups = groups >= group_topk and topk * groups <= experts * group_topk
+        if not (is_even and fits_in_groups):
+            yield (
+                f"--moe-router-num-groups {groups} must divide --num-experts {experts}, and "
+                f"--moe-router-group-topk {group_topk} must be at most {groups} and divide "
+                f"--moe-router-topk {topk} into shares that fit in a group"
+            )
+
+    # Quantities derived from the fields
+    @property
+    def moe_layer_pattern(self) -> list[int]:
+        """1 for each layer with experts, 0 for each dense one."""
+        if not self.has_experts:
+            return [0] * self.num_layers
+        freq = self.moe_layer_freq
+        if isinstance(freq, list):
+            return list(freq)
+        # Every `freq`-th layer has experts, starting with the first.
+        return [int(number % freq == 0) for number in range(self.num_layers)]
+
+    @property
+    def has_dense_layers(self) -> bool:
+        return 0 in self.moe_layer_pattern
+
+    @property
+    def num_mtp_layers(self) -> int:
+        """Number of layers for multi-token prediction."""
+        return self.mtp_num_layers or 0
+
+    @property
+    def moe_layer_pattern_with_mtp(self) -> list[int]:
+        """`moe_layer_pattern`, followed by the layers for multi-token prediction."""
+        pattern = self.moe_layer_pattern
+        return pattern + pattern[-1:] * self.num_mtp_layers
+
+    @property
+    def window_pattern(self) -> list[int]:
+        """1 for each layer with a sliding window, 0 for each other one."""
+        skip = self.window_attn_skip_freq
+        if isinstance(skip, list):
+            return list(skip)
+        if self.window_size is None:
+            return [0] * self.num_layers
+        if skip is None:
+            return [1] * self.num_layers
+        # Every `skip`-th layer, counted from 1, has no window.
+        return [int(number % skip > 0) for number in range(1, self.num_layers + 1)]
+
+    @property
+    def no_rope_pattern(self) -> list[int]:
+        """1 for each layer without RoPE, 0 for each other one."""
+        freq = self.no_rope_freq
+        if freq is None:
+            return [0] * self.num_layers
+        if isinstance(freq, list):
+            return list(freq)
+        # Every `freq`-th layer, counted from 1, has no RoPE.
+        return [int(number % freq == 0) for number in range(1, self.num_layers + 1)]
+
+    def get_window(self, number: int) -> tuple[int, int] | None:
+        """Return the sliding window of layer `number`, if it has one."""
+        if not self.window_pattern[number]:
+            return None
+        return self.window_size
+
+    @property
+    def head_dim(self) -> int:
+        assert self.kv_channels is not None
+        return self.kv_channels
+
+    @property
+    def qk_width(self) -> int:
+        """Width of a query or key head."""
+        if self.multi_latent_attention:
+            return self.qk_head_dim + self.qk_pos_emb_head_dim
+        return self.head_dim
+
+    @property
+    def v_width(self) -> int:
+        """Width of a value head."""
+        if self.multi_latent_attention:
+            return self.v_head_dim
+        return self.head_dim
+
+    @property
+    def core_head_dim(self) -> int:
+        """Width of the heads in core attention, which is the same for queries, keys and values."""
+        return max(self.qk_width, self.v_width)
+
+    @property
+    def attends_in_blocks(self) -> bool:
+        """Return whether attention needs a score modification that torch's SDPA does not support.
+
+        Then `blockwise_attention` or `local_attention` computes it.
+        """
+        return self.attn_logit_softcapping is not None or self.softmax_type != "vanilla"
+
+    @property
+    def separate_rotary_base_local(self) -> float | None:
+        """Base of the rotary frequencies in layers with a window, if theirs differ."""
+        is_scaled = self.use_rope_scaling or self.rope_type != "rope" or self.rotary_stretch != 1.0
+        if self.rotary_base_local == self.rotary_base and not is_scaled:
+            return None
+        return self.rotary_base_local
+
+    @property
+    def latent_epsilon(self) -> float:
+        if self.latent_norm_epsilon is None:
+            return self.norm_epsilon
+        return self.latent_norm_epsilon
+
+    @property
+    def rotary_stretch(self) -> float:
+        return self.rotary_seq_len_interpolation_factor or 1.0
+
+    @property
+    def width_mult(self) -> float:
+        """Width of the model relative to the base model of --use-mup."""
+        if not self.use_mup or self.mup_base_hidden_size is None:
+            return 1.0
+        return self.hidden_size / self.mup_base_hidden_size
+
+    @property
+    def embedding_factor(self) -> float:
+        """Factor of the embedding, not including --scale-embeddings."""
+        if not self.use_mup:
+            return self.embedding_multiplier
+        return self.embedding_multiplier * self.mup_embedding_mult
+
+    @property
+    def logits_divisor(self) -> float:
+        """Divisor of the logits."""
+        if not self.use_mup:
+            return self.logits_scaling
+        # As in Megatron-LM, the value 1 of a wider model means the default.
+        if self.mup_output_mult == 1.0:
+            return self.logits_scaling * self.width_mult
+        return self.logits_scaling / self.mup_output_mult
+
+    @property
+    def chosen_score_scale(self) -> float | None:
+        """Factor of the attention scores; None for the usual 1 / sqrt(width of a head)."""
+        if self.softmax_scale is not None or not self.use_mup:
+            return self.softmax_scale
+        base = 1.0 if self.mup_base_head_dim is None else self.mup_base_head_dim**0.5
+        return base / float(self.head_dim**self.mup_attn_scale_power)
+
+    @property
+    def score_scale(self) -> float:
+        """Factor of the attention scores."""
+        return self.chosen_score_scale or self.head_dim**-0.5
+
+    @property
+    def query_groups(self) -> int:
+        assert self.num_query_groups is not None
+        return self.num_query_groups
+
+    @property
+    def ffn_size(self) -> int:
+        assert self.ffn_hidden_size is not None
+        return self.ffn_hidden_size
+
+    @property
+    def has_input_norms(self) -> bool:
+        """Return whether each branch has a norm of its own before its first projection."""
+        return self.norm_placement != "post" and not self.share_parallel_norm
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        return self.add_bias_linear or self.add_qkv_bias
+
+    @property
+    def hidden_init_std(self) -> float:
+        """Standard deviation of the initial matrices of the layers."""
+        return self.init_method_std / math.sqrt(self.width_mult)
+
+    @property
+    def output_init_std(self) -> float:
+        """Standard deviation of projections to the residual stream (Radford et al. 2019)."""
+        return self.hidden_init_std / math.sqrt(2.0 * self.num_layers)
+
+    @property
+    def gated(self) -> bool:
+        """Return whether the MLP is gated; gate and up projection are stacked in one matrix."""
+        return self.swiglu or self.quick_geglu or self.geglu
+
+    @property
+    def activation(self) -> str:
+        """Name of the activation function of the MLP."""
+        for name in ACTIVATIONS:
+            if getattr(self, name):
+                return name
+        if self.tanh_gelu:
+            return "gelu (tanh)"
+        return "gelu (erf)"
+
+    @property
+    def tanh_gelu(self) -> bool:
+        """Return whether GELU is the tanh approximation.
+
+        Megatron-LM uses it where GELU is fused with a bias, and the exact function elsewhere.
+        """
+        return self.openai_gelu or (self.bias_gelu_fusion and self.add_bias_linear)
+
+    def quantizes(self, number: int) -> bool:
+        """Return whether layer `number` computes in fp8 or fp4."""
+        if self.low_precision is None:
+            return False
+        if not self.first_last_layers_bf16:
+            return True
+        first = self.num_layers_at_start_in_bf16
+        end = self.num_layers - self.num_layers_at_end_in_bf16
+        return first <= number < end
 
 
 class LayerKind(NamedTuple):

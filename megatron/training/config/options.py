@@ -30,7 +30,9 @@ class TrainingConfig(FlagSection):
     """Number of samples per optimizer step, over all replicas. Default: micro-batch size x
     data-parallel size.
     """
-    rampup_batch_size: list[int] | None = flag(None)
+    rampup_batch_size: list[int] | None = flag(
+        None, requires={"train_samples": True}, reason="the samples per iteration change"
+    )
     """Increase the global batch size linearly. Takes START INCREMENT SAMPLES: from START, in steps
     of INCREMENT, over SAMPLES samples.
     """
@@ -46,7 +48,7 @@ class TrainingConfig(FlagSection):
     """
     train_iters: int | None = flag(None, positive=True)
     """Number of optimizer steps. Mutually exclusive with --train-samples."""
-    train_samples: int | None = flag(None, positive=True)
+    train_samples: int | None = flag(None, positive=True, excludes={"train_iters": True})
     """Number of training samples. Mutually exclusive with --train-iters."""
     seed: int = flag(1234)
     """Random seed for initial weights (together with the parameter's name), data order and dropout.
@@ -62,7 +64,13 @@ class TrainingConfig(FlagSection):
     """Number of global batches per evaluation. 0 or a negative number disables evaluation."""
     eval_interval: int | None = flag(1000, positive=True)
     """Number of iterations between evaluations on the validation set."""
-    eval_ema: bool = flag(False)
+    eval_ema: bool = flag(
+        False,
+        requires={"ema_decay": True},
+        excludes={"fp8": True},
+        reason="it evaluates the average of the weights, which has no fp8 scales; with fp8, "
+        "evaluate an export (convert.py --weights ema)",
+    )
     """Evaluate the average of --ema-decay instead of the weights that are trained."""
     exit_interval: int | None = flag(None, positive=True)
     """Save and exit when the iteration is a multiple of this number."""
@@ -247,7 +255,11 @@ class CheckpointConfig(FlagSection):
     save: str | None = flag(None)
     """Directory for checkpoints."""
     save_interval: int | None = flag(
-        None, "--save-interval", "--persistent-save-interval", positive=True
+        None,
+        "--save-interval",
+        "--persistent-save-interval",
+        positive=True,
+        divides="save_hf_interval",
     )
     """Number of iterations between checkpoints; another one is saved at the end of the run."""
     save_interval_secs: float | None = flag(None, positive=True)
@@ -262,21 +274,34 @@ class CheckpointConfig(FlagSection):
     """Keep the checkpoints at multiples of this number of iterations, and delete others when there
     is a newer one.
     """
-    keep_best_n: int | None = flag(None, positive=True)
+    keep_best_n: int | None = flag(
+        None,
+        positive=True,
+        requires={"eval_iters": True, "eval_interval": True},
+        excludes={"ckpt_format": "torch"},
+        reason="it compares validation losses, which legacy files do not contain",
+    )
     """Keep the N checkpoints with the lowest validation loss, among those saved at an evaluation.
     """
     save_hf: str | None = flag(None)
     """Directory in which the final model is also saved in Hugging Face format. With
     --save-hf-interval also s3://bucket/prefix.
     """
-    save_hf_interval: int | None = flag(None, positive=True)
+    save_hf_interval: int | None = flag(
+        None,
+        positive=True,
+        requires={"save": True, "save_hf": True, "save_interval": True},
+        reason="models are saved next to checkpoints",
+    )
     """Save a Hugging Face model next to every checkpoint whose iteration is a multiple of this
     number, and at the end of the run, as iter_NNNNNNN in --save-hf. All ranks write it while they
     write the checkpoint; with object storage or fp8-block, rank 0 converts the checkpoint.
     """
-    save_hf_keep_last: int | None = flag(None, positive=True)
+    save_hf_keep_last: int | None = flag(None, positive=True, requires={"save_hf_interval": True})
     """Keep the last N models of --save-hf-interval and delete older ones. Default: all."""
-    save_hf_dtype: str | None = flag(None, choices=(*HF_DTYPES, *HF_QUANTIZATIONS))
+    save_hf_dtype: str | None = flag(
+        None, choices=(*HF_DTYPES, *HF_QUANTIZATIONS), requires={"save_hf": True}
+    )
     """Data type of the matrices in models of --save-hf, cast from the weights. fp8-block has a
     scale per block of 128 x 128. Default: that of the weights.
     """
@@ -294,7 +319,7 @@ class CheckpointConfig(FlagSection):
     """Directory to load a checkpoint from. If it is empty or missing, training starts from random
     weights, with a warning.
     """
-    ckpt_step: int | None = flag(None)
+    ckpt_step: int | None = flag(None, requires={"load": True})
     """Load the checkpoint of this iteration instead of the newest."""
     finetune: bool = flag(False)
     """Load only the weights and start at iteration 0, without optimizer, schedule, random number
@@ -352,29 +377,51 @@ class CheckpointConfig(FlagSection):
     """
     ckpt_save_timeout_minutes: float = flag(10.0, positive=True)
     """Time that the process of a rank can be dead or suspended before a save fails."""
-    non_persistent_save_interval: int | None = flag(None, positive=True)
+    non_persistent_save_interval: int | None = flag(
+        None, positive=True, requires={"non_persistent_ckpt_type": True}
+    )
     """Number of iterations between node-local checkpoints. When --save is due as well: with
     --async-save it is copied from the local one, otherwise only --save is written.
     """
-    non_persistent_ckpt_type: str | None = flag(None, choices=("local", "global", "in_memory"))
+    non_persistent_ckpt_type: str | None = flag(
+        None,
+        choices=("local", "global", "in_memory"),
+        requires={
+            "non_persistent_save_interval": True,
+            "non_persistent_local_ckpt_dir": True,
+            "save": True,
+        },
+        excludes={"ckpt_format": "torch"},
+        reason="when more nodes are lost than there are copies, --save is loaded",
+    )
     """Kind of non-persistent checkpoints; only local is supported."""
     non_persistent_local_ckpt_dir: str | None = flag(None)
     """Directory for local checkpoints on a disk of the node; environment variables are expanded."""
-    replication: bool = flag(False)
+    replication: bool = flag(False, requires={"non_persistent_ckpt_type": True})
     """Keep copies of local checkpoints on the disks of other nodes."""
     replication_jump: int | None = flag(None, positive=True)
     """Distance in ranks between a writer and its replicas. Default: the number of ranks per node.
     """
     replication_factor: int = flag(2, positive=True)
     """Number of nodes that store each file of a local checkpoint, with --replication."""
-    replication_interval: int = flag(1, positive=True)
+    replication_interval: int = flag(
+        1,
+        positive=True,
+        requires={"replication": True},
+        reason="without it, no local checkpoint is stored on other nodes",
+    )
     """Number of local checkpoints of which the first one is stored on other nodes, with
     --replication. A larger number costs less training time, and more iterations after the loss of a
     node.
     """
     exit_on_save_failure: bool = flag(False)
     """Stop if a checkpoint cannot be saved, instead of warning."""
-    ckpt_convert_format: str | None = flag(None, choices=("torch_dist", "torch"))
+    ckpt_convert_format: str | None = flag(
+        None,
+        choices=("torch_dist", "torch"),
+        requires={"load": True, "ckpt_convert_save": True},
+        reason="it converts the checkpoint of --load",
+    )
     """Save the loaded checkpoint in this format and exit."""
-    ckpt_convert_save: str | None = flag(None)
+    ckpt_convert_save: str | None = flag(None, requires={"ckpt_convert_format": True})
     """Parent directory for --ckpt-convert-format, which writes to its subdirectory FORMAT."""

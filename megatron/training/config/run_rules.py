@@ -1,45 +1,57 @@
-"""Rules between flags. Each rule yields its problems: values, reason and fix."""
+"""Rules between flags of several sections. The rules of one flag are in its field."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 import torch
 
+from megatron.core.flags import CHANGED, FlagRule
 from megatron.core.optimizer import get_update_rule
 from megatron.core.pipeline_parallel import check_group_size, count_mtp_layers, groups_fit
 from megatron.training.config.options import HF_DTYPES, HF_QUANTIZATIONS
 from megatron.training.config.run_config import Config
 
+_TP = "tensor_model_parallel_size"
+_LEGACY = "Megatron-LM's legacy files cannot store the average: use the format torch_dist"
 
-def _check_divisible(sizes: Mapping[str, int], by: str, divisor: int) -> Iterator[str]:
-    """Yield a problem for each of `sizes` (by flag) that is not a multiple of `divisor`."""
-    for name, value in sizes.items():
-        if value % max(divisor, 1):
-            yield f"{name} {value} is not divisible by {by} {divisor}: change one of them"
+RULES = (
+    # A schedule of batch sizes replaces the flags that define them otherwise.
+    FlagRule(
+        {"step_batch_size_schedule": CHANGED},
+        excludes={"global_batch_size": CHANGED, "rampup_batch_size": CHANGED},
+    ),
+    # Sizes that parallelism splits, if the model has them
+    FlagRule({"group_query_attention": True}, divides={_TP: "num_query_groups"}),
+    FlagRule({"has_dense_layers": True}, divides={_TP: "ffn_hidden_size"}),
+    FlagRule({"sequence_parallel": True}, divides={_TP: "seq_length"}),
+    FlagRule({"experts": True}, divides={"expert_model_parallel_size": "num_experts"}),
+    FlagRule({"experts": True}, divides={"etp_size": "moe_ffn_hidden_size"}),
+    FlagRule({"experts": True}, divides={_TP: "moe_shared_expert_intermediate_size"}),
+    # With a replicated sequence, the ranks of a TP group would dispatch the same tokens.
+    FlagRule(
+        {"experts": True, _TP: CHANGED},
+        requires={"sequence_parallel": True},
+        reason="every rank routes its own tokens",
+    ),
+    FlagRule(
+        {"tp_comm_overlap": True, "transformer_impl": "transformer_engine", _TP: CHANGED},
+        requires={"sequence_parallel": True},
+        reason="it overlaps the all-gathers and reduce-scatters of the sequence",
+    ),
+    FlagRule(
+        {"save": CHANGED, "ckpt_format": "torch"}, excludes={"ema_decay": CHANGED}, reason=_LEGACY
+    ),
+    FlagRule({"ckpt_convert_format": "torch"}, excludes={"ema_decay": CHANGED}, reason=_LEGACY),
+)
 
 
 def _check_length(config: Config, world_size: int) -> Iterator[str]:
     training = config.training
-    if training.train_iters is not None and training.train_samples is not None:
-        yield (
-            f"--train-iters {training.train_iters} and --train-samples {training.train_samples} "
-            "are mutually exclusive"
-        )
     if training.train_iters is None and training.train_samples is None:
         yield "--train-iters or --train-samples must be given: the length of the run"
-    # Three flags define the global batch size over the run; a schedule excludes the others.
-    if training.step_batch_size_schedule is not None:
-        for name in ("global_batch_size", "rampup_batch_size"):
-            if getattr(training, name) is not None:
-                yield (
-                    f"--step-batch-size-schedule and --{name.replace('_', '-')} are "
-                    "mutually exclusive"
-                )
-    if training.train_iters is not None and training.rampup_batch_size is not None:
-        yield "--rampup-batch-size requires --train-samples: the samples per iteration change"
 
 
 def _check_positions(config: Config, world_size: int) -> Iterator[str]:
@@ -48,22 +60,6 @@ def _check_positions(config: Config, world_size: int) -> Iterator[str]:
             f"--seq-length {config.data.seq_length} is longer than --max-position-embeddings "
             f"{config.model.max_position_embeddings}"
         )
-
-
-def _check_tensor_parallel(config: Config, world_size: int) -> Iterator[str]:
-    tp_size = config.parallel.tp_size
-    split = {
-        "--num-attention-heads": config.model.num_attention_heads,
-        "--num-query-groups": config.model.query_groups,
-        "--ffn-hidden-size": config.model.ffn_size,
-    }
-    if not config.model.group_query_attention:
-        del split["--num-query-groups"]  # one for each head
-    if config.parallel.sequence_parallel:
-        split["--seq-length (with --sequence-parallel)"] = config.data.seq_length
-    if 0 not in config.model.moe_layer_pattern:
-        del split["--ffn-hidden-size"]  # every layer has experts
-    yield from _check_divisible(split, "--tensor-model-parallel-size", tp_size)
 
 
 def _check_low_precision(config: Config, world_size: int) -> Iterator[str]:
@@ -163,14 +159,6 @@ def _check_backend(config: Config, world_size: int) -> Iterator[str]:
     parallel = config.parallel
     if model.transformer_impl == "local":
         return
-    if model.tp_comm_overlap and parallel.tp_size > 1 and not parallel.sequence_parallel:
-        yield (
-            "--tp-comm-overlap requires --sequence-parallel, whose all-gathers and "
-            "reduce-scatters it overlaps"
-        )
-    # Without sharding, parameters are not gathered.
-    if model.fp8_param_gather and not config.ddp.use_distributed_optimizer:
-        yield "--fp8-param-gather requires --use-distributed-optimizer, whose all-gather it changes"
     if parallel.cp_size == 1 or len(parallel.cp_comm_type) not in (1, model.num_layers):
         return
 
@@ -194,30 +182,9 @@ def _check_backend(config: Config, world_size: int) -> Iterator[str]:
 
 
 def _check_experts(config: Config, world_size: int) -> Iterator[str]:
-    model = config.model
-    parallel = config.parallel
-    if not model.has_experts:
-        if parallel.ep_size > 1:
-            yield (
-                f"--expert-model-parallel-size {parallel.ep_size} requires "
-                "--num-experts: the model has no experts"
-            )
-        return
-    experts = {"--num-experts": model.experts}
-    width = {"--moe-ffn-hidden-size": model.moe_ffn_size}
-    shared_width = {
-        "--moe-shared-expert-intermediate-size": model.moe_shared_expert_intermediate_size or 0
-    }
-    yield from _check_divisible(experts, "--expert-model-parallel-size", parallel.ep_size)
-    yield from _check_divisible(width, "--expert-tensor-parallel-size", parallel.etp_size)
-    yield from _check_divisible(shared_width, "--tensor-model-parallel-size", parallel.tp_size)
-    # With a replicated sequence, the ranks of a TP group would dispatch the same tokens.
-    if parallel.tp_size > 1 and not parallel.sequence_parallel:
-        yield (
-            f"--num-experts with --tensor-model-parallel-size {parallel.tp_size} requires "
-            "--sequence-parallel: every rank routes its own tokens"
-        )
-    parallel.edp_size(world_size)  # raises ValueError if the world size is not a multiple
+    if config.model.has_experts:
+        config.parallel.edp_size(world_size)  # raises ValueError if it is not a multiple
+    yield from ()
 
 
 def _check_batches(config: Config, world_size: int) -> Iterator[str]:
@@ -257,14 +224,6 @@ def _check_evaluation(config: Config, world_size: int) -> Iterator[str]:
             f"--eval-global-batch-size {size} is not a multiple of micro-batch size "
             f"{training.micro_batch_size} x data-parallel size {dp_size}"
         )
-
-
-def _check_gradients(config: Config, world_size: int) -> Iterator[str]:
-    if config.ddp.reduces_in_bf16 and config.model.params_dtype != torch.bfloat16:
-        flag = "--main-grads-dtype bf16"
-        if config.ddp.grad_reduce_in_bf16:
-            flag = "--grad-reduce-in-bf16"
-        yield (f"{flag} requires --bf16: gradients of an fp32 or fp16 model are reduced in fp32")
 
 
 def _check_schedules(config: Config, world_size: int) -> Iterator[str]:
@@ -329,14 +288,6 @@ def _check_profile_ranks(config: Config, world_size: int) -> Iterator[str]:
 
 def _check_checkpoint(config: Config, world_size: int) -> Iterator[str]:
     checkpoint = config.checkpoint
-    is_evaluated = config.training.eval_iters and config.training.eval_interval
-    if checkpoint.keep_best_n is not None and not is_evaluated:
-        yield (
-            f"--keep-best-n {checkpoint.keep_best_n} compares validation losses: give "
-            "--eval-interval (one that meets the saved iterations) and --eval-iters"
-        )
-    if checkpoint.ckpt_format == "torch" and checkpoint.keep_best_n is not None:
-        yield f"--keep-best-n {checkpoint.keep_best_n}: --ckpt-format torch does not store the loss"
     # Rank 0 writes legacy files from the complete torch_dist files of all ranks, on a file system.
     targets = []
     if checkpoint.ckpt_format == "torch":
@@ -351,12 +302,6 @@ def _check_checkpoint(config: Config, world_size: int) -> Iterator[str]:
                 f"{format_flag} torch: object storage ({target_flag} {target}) supports only "
                 "torch_dist checkpoints"
             )
-    if (checkpoint.ckpt_convert_format is None) != (checkpoint.ckpt_convert_save is None):
-        yield "--ckpt-convert-format and --ckpt-convert-save go together"
-    if checkpoint.ckpt_convert_format is not None and checkpoint.load is None:
-        yield "--ckpt-convert-format needs --load, the checkpoint to convert"
-    if checkpoint.ckpt_step is not None and checkpoint.load is None:
-        yield f"--ckpt-step {checkpoint.ckpt_step} needs --load"
 
 
 def _check_hf_exports(config: Config, world_size: int) -> Iterator[str]:
@@ -369,26 +314,9 @@ def _check_hf_exports(config: Config, world_size: int) -> Iterator[str]:
             "checkpoints: give --save-hf-interval, or a directory"
         )
     yield from _check_hf_dtype(config)
-    if interval is None:
-        if checkpoint.save_hf_keep_last is not None:
-            yield f"--save-hf-keep-last {checkpoint.save_hf_keep_last} needs --save-hf-interval"
+    if interval is None or checkpoint.save is None or checkpoint.save_hf is None:
         return
-    # The model is written from the staging buffers of a save, so each export needs one.
-    missing = []
-    for name in ("save", "save_hf", "save_interval"):
-        if getattr(checkpoint, name) is None:
-            missing.append(f"--{name.replace('_', '-')}")
-    if missing:
-        yield (
-            f"--save-hf-interval {interval} saves models next to checkpoints: give "
-            f"{' and '.join(missing)}"
-        )
-    elif checkpoint.save_interval and interval % checkpoint.save_interval:
-        yield (
-            f"--save-hf-interval {interval} must be a multiple of --save-interval "
-            f"{checkpoint.save_interval}: models are saved together with checkpoints"
-        )
-    elif os.path.abspath(checkpoint.save_hf or "") == os.path.abspath(checkpoint.save or ""):
+    if os.path.abspath(checkpoint.save_hf) == os.path.abspath(checkpoint.save):
         yield (
             f"--save-hf {checkpoint.save_hf} is the directory of --save: with --save-hf-interval "
             "give another one"
@@ -400,8 +328,6 @@ def _check_hf_dtype(config: Config) -> Iterator[str]:
     dtype = config.checkpoint.save_hf_dtype
     if dtype is None:
         return
-    if config.checkpoint.save_hf is None:
-        yield f"--save-hf-dtype {dtype} needs --save-hf"
     weights = config.model.params_dtype
     if dtype in HF_QUANTIZATIONS:
         return
@@ -421,30 +347,6 @@ def _check_main_parameters(config: Config, world_size: int) -> Iterator[str]:
         yield (
             f"--main-params-dtype {dtype} requires --bf16 or --fp16: an fp32 model has no separate "
             "main parameters"
-        )
-    if config.model.fp8_param_gather:
-        yield (
-            f"--main-params-dtype {dtype} and --fp8-param-gather are mutually exclusive: weights "
-            "in fp8 are cast from fp32 main parameters"
-        )
-
-
-def _check_average(config: Config, world_size: int) -> Iterator[str]:
-    """Check the uses of the average of the weights."""
-    decay = config.optimizer.ema_decay
-    if config.training.eval_ema and decay is None:
-        yield "--eval-ema evaluates the average of the weights: give --ema-decay, e.g. 0.999"
-    if config.training.eval_ema and config.model.fp8 is not None:
-        yield (
-            f"--eval-ema with --fp8 {config.model.fp8} is not supported: the average has no fp8 "
-            "scales; evaluate an export of it (convert.py --weights ema)"
-        )
-    checkpoint = config.checkpoint
-    saves_legacy = checkpoint.save is not None and checkpoint.ckpt_format == "torch"
-    if decay is not None and (saves_legacy or checkpoint.ckpt_convert_format == "torch"):
-        yield (
-            f"--ema-decay {decay}: Megatron-LM's legacy files cannot store the average: use the "
-            "format torch_dist, or leave --ema-decay out"
         )
 
 
@@ -468,56 +370,35 @@ def _check_legacy_optimizer(config: Config, world_size: int) -> Iterator[str]:
 
 def _check_local_tier(config: Config, world_size: int) -> Iterator[str]:
     checkpoint = config.checkpoint
-    kind = checkpoint.non_persistent_ckpt_type
-    interval = checkpoint.non_persistent_save_interval
-    if kind in ("global", "in_memory"):
+    tier = checkpoint.non_persistent_ckpt_type
+    if tier in ("global", "in_memory"):
         yield (
-            f"--non-persistent-ckpt-type {kind} is not supported: use local, or for global a "
+            f"--non-persistent-ckpt-type {tier} is not supported: use local, or for global a "
             "shorter --save-interval with --keep-last-n"
         )
-    if checkpoint.replication and (kind is None or checkpoint.replication_factor < 2):
+    if checkpoint.replication and checkpoint.replication_factor < 2:
         yield (
-            f"--replication with --replication-factor {checkpoint.replication_factor} needs a "
-            "factor of at least 2 and --non-persistent-ckpt-type local"
+            f"--replication with --replication-factor {checkpoint.replication_factor} requires a "
+            "factor of at least 2"
         )
-    if checkpoint.replication_interval > 1 and not checkpoint.replication:
-        yield (
-            f"--replication-interval {checkpoint.replication_interval} needs --replication: "
-            "without it, no local checkpoint is stored on other nodes"
-        )
-    # All of these flags belong together.
-    needed = {
-        "--non-persistent-ckpt-type": kind,
-        "--non-persistent-save-interval": interval,
-        "--non-persistent-local-ckpt-dir": checkpoint.non_persistent_local_ckpt_dir,
-        "--save (for when more nodes are lost than there are copies)": checkpoint.save,
-    }
-    missing = [name for name, value in needed.items() if value is None]
-    if missing and (kind is not None or interval is not None):
-        yield f"checkpoints on the nodes' disks need {' and '.join(missing)}"
-    if kind is not None and checkpoint.ckpt_format == "torch":
-        yield f"--non-persistent-ckpt-type {kind} needs --ckpt-format torch_dist"
 
 
-# The rules, each with the parts of `Config` that it needs. A rule yields problems or raises
+# The other rules, each with the sections of `Config` that it needs. They yield problems or raise
 # ValueError.
 CHECKS: tuple[tuple[Callable[[Config, int], Iterator[str]], str], ...] = (
     (_check_length, "training"),
     (_check_positions, "model data"),
-    (_check_tensor_parallel, "model parallel data"),
     (_check_low_precision, "model parallel data training"),
     (_check_context_parallel, "model parallel data"),
-    (_check_backend, "model parallel data ddp"),
-    (_check_experts, "model parallel optimizer"),
+    (_check_backend, "model parallel data"),
+    (_check_experts, "model parallel"),
     (_check_batches, "training parallel data"),
     (_check_evaluation, "training parallel"),
-    (_check_gradients, "model ddp"),
     (_check_schedules, "training parallel optimizer scheduler"),
     (_check_layers, "model parallel pipeline_layout"),
-    (_check_checkpoint, "training checkpoint"),
-    (_check_hf_exports, "checkpoint"),
+    (_check_checkpoint, "checkpoint"),
+    (_check_hf_exports, "model checkpoint"),
     (_check_main_parameters, "model optimizer"),
-    (_check_average, "training model optimizer checkpoint"),
     (_check_legacy_optimizer, "checkpoint optimizer"),
     (_check_local_tier, "checkpoint"),
     (_check_profile_ranks, "profiling"),

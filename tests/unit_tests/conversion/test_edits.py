@@ -390,7 +390,7 @@ def test_boxes_of_experts_fit_together():
     [
         (["--upcycle-experts", "1"], "has at least 2"),
         (["--upcycle-experts", "4", "--topk", "5"], "--moe-router-topk 5 must be between 1 and"),
-        (["--upcycle-experts", "4", "--topk", "1"], "needs --moe-router-pre-softmax"),
+        (["--upcycle-experts", "4", "--topk", "1"], "requires --moe-router-pre-softmax"),
         (["--topk", "2"], "--topk 2 needs --upcycle-experts"),
         (
             ["--upcycle-experts", "4", "--moe-shared-expert-intermediate-size", "8"],

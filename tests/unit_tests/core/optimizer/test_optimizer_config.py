@@ -21,7 +21,7 @@ from megatron.core.optimizer import OptimizerConfig, SchedulerConfig
         ({"exp_avg_dtype": "fp8", "optimizer": "lion"}, "--exp-avg-dtype fp8.*--optimizer adam"),
         (
             {"main_params_dtype": "fp16", "ema_decay": 0.9},
-            "--ema-decay 0.9 requires --main-params-dtype fp32, got fp16",
+            "--main-params-dtype fp16 and --ema-decay 0.9 are mutually exclusive: .* the average",
         ),
         ({"weight_decay_incr_style": "linear"}, "--start-weight-decay"),
         (

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.flags import explain_error
+from megatron.core.flags import explain_error, list_rules
 from megatron.training.config.arguments import (
     field_docs,
     flag_fields,
@@ -17,6 +17,7 @@ from megatron.training.config.arguments import (
 )
 from megatron.training.config.parsing import make_flag_parser, parse_args
 from megatron.training.config.run_config import SECTIONS
+from megatron.training.config.run_rules import RULES
 from tests import ROOT
 
 GOLDEN = ROOT / "tests/golden/megatron_lm_flags"
@@ -130,7 +131,7 @@ def test_impossible_context_parallelism(flags, world, message):
 @pytest.mark.parametrize(
     "flags,message",
     [
-        ("--window-attn-skip-freq 2", "--window-attn-skip-freq 2 needs --window-size"),
+        ("--window-attn-skip-freq 2", "--window-attn-skip-freq 2 requires --window-size"),
         (
             "--window-size 4,0 --window-attn-skip-freq 0",
             "--window-attn-skip-freq must be positive, got 0",
@@ -141,20 +142,20 @@ def test_impossible_context_parallelism(flags, world, message):
         ),
         (
             "--attn-logit-softcapping 50",
-            "--attention-dropout 0.1: the kernels that modify scores do not support dropout",
+            r"requires --attention-dropout 0 \(now 0.1\): the kernels that modify scores do not support",
         ),
         (
             "--softmax-type learnable",
-            "--softmax-type learnable with --attention-dropout 0.1: the kernels",
+            r"--softmax-type learnable requires --attention-dropout 0 \(now 0.1\): the kernels",
         ),
         (
             "--glu-linear-offset 1 --swiglu",
-            "--glu-linear-offset 1.0 needs --quick-geglu, whose gate it changes",
+            "--glu-linear-offset 1.0 requires --quick-geglu: it changes the gate",
         ),
         ("--final-logit-softcapping 0", "--final-logit-softcapping must be positive, got 0"),
         (
             "--qk-layernorm-across-heads --qk-layernorm",
-            "needs --qk-layernorm and --normalization RMSNorm",
+            r"requires --normalization RMSNorm \(now LayerNorm\)",
         ),
         ("--swiglu --geglu", "--swiglu and --geglu are mutually exclusive"),
         (
@@ -215,7 +216,7 @@ def test_step_batch_size_schedule_and_evaluation_batch():
     assert [parsed.batch_schedule(1).global_batch_size_at(n) for n in (0, 9, 10)] == [4, 4, 8]
     with pytest.raises(
         ValueError,
-        match="--step-batch-size-schedule and --global-batch-size are mutually exclusive",
+        match="--step-batch-size-schedule 0:4 and --global-batch-size 4 are mutually exclusive",
     ):
         config("--step-batch-size-schedule 0:4 --global-batch-size 4")
     with pytest.raises(
@@ -352,7 +353,7 @@ def test_ungrouped_heads_are_one_problem():
     with pytest.raises(ValueError) as error:
         config("--tensor-model-parallel-size 3", 3)
     assert str(error.value).splitlines()[0] == (
-        "--num-attention-heads 4 is not divisible by --tensor-model-parallel-size 3: change one of "
+        "--num-attention-heads 4 is not a multiple of --tensor-model-parallel-size 3: change one of "
         "them"
     )
     assert "--num-query-groups" not in str(error.value)
@@ -512,8 +513,41 @@ def test_every_flag_is_read_somewhere():
         )
     ]
     assert unread == [
+        "model.moe_pad_expert_input_to_capacity",  # has no effect, but rules
         "distributed.dry_run",  # pretrain_gpt.py looks for it before parsing
     ]
+
+
+def test_rules_name_fields_and_properties():
+    """A rule with a misspelled name would never be checked."""
+    sections = [section for _, section in SECTIONS.values()]
+    rules = [*RULES]
+    for section in sections:
+        rules += list_rules(section)
+    assert len(rules) >= 70
+    for rule in rules:
+        for name in rule.names:
+            assert any(hasattr(section, name) for section in sections), name
+
+
+def test_rules_between_sections():
+    """A field of one section requires, excludes and divides fields of others."""
+    with pytest.raises(ValueError) as error:
+        config(
+            "--tensor-model-parallel-size 3 --main-grads-dtype bf16 --keep-best-n 2 --eval-iters 0 "
+            "--main-params-dtype fp16 --ema-decay 0.9 --ckpt-format torch --save x --fp16",
+            world_size=3,
+        )
+    assert set(error.value.problems) >= {
+        "--num-attention-heads 4 is not a multiple of --tensor-model-parallel-size 3: change one of "
+        "them",
+        "--main-grads-dtype bf16 requires --bf16: gradients of an fp32 or fp16 model are reduced in "
+        "fp32",
+        "--keep-best-n 2 requires --eval-iters: it compares validation losses, which legacy files "
+        "do not contain",
+        "--save x with --ckpt-format torch and --ema-decay 0.9 are mutually exclusive: Megatron-LM's "
+        "legacy files cannot store the average: use the format torch_dist",
+    }
 
 
 @pytest.mark.parametrize(
