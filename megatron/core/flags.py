@@ -111,7 +111,7 @@ def flag(
 class InvalidFlagsError(ValueError):
     """All problems of a command line or of some flags, one per line of the message.
 
-    `section` contains these flags if each value is valid by itself.
+    `section` contains the flags if each value is valid by itself.
     """
 
     section: FlagSection | None = None
@@ -149,11 +149,13 @@ class FlagSection:
     def __post_init__(self) -> None:
         raise_problems(find_field_problems(self))
         section: type = self.__class__
-        problems = list(find_rule_problems(list_rules(section), self))
+        contradictions = list(find_rule_problems(list_rules(section), self))
+        problems = list(self.find_problems())
         try:
-            raise_problems([*problems, *self.find_problems()])
+            raise_problems(contradictions + problems)
         except InvalidFlagsError as error:
-            error.section = self
+            if not problems:
+                error.section = self
             raise
 
     def find_problems(self) -> Iterator[str]:
@@ -315,13 +317,22 @@ def list_rules(section: Any) -> tuple[FlagRule, ...]:
 
 
 def list_shared_rules(sections: Iterable[type]) -> list[FlagRule]:
-    """Return the rules of flags that read several sections, which no section checks itself."""
+    """Return the conditions of rules on other sections, which no section checks itself."""
     rules = []
     for section in sections:
         for rule in list_rules(section):
-            if not all(hasattr(section, name) for name in rule.names):
-                rules.append(rule)
+            shared = rule._replace(
+                requires=_drop_fields(rule.requires, section),
+                excludes=_drop_fields(rule.excludes, section),
+                divides={a: b for a, b in rule.divides.items() if not hasattr(section, b)},
+            )
+            if shared.requires or shared.excludes or shared.divides:
+                rules.append(shared)
     return rules
+
+
+def _drop_fields(conditions: Mapping[str, Any], section: type) -> dict[str, Any]:
+    return {name: value for name, value in conditions.items() if not hasattr(section, name)}
 
 
 def find_rule_problems(rules: Iterable[FlagRule], *sections: Any) -> Iterator[str]:

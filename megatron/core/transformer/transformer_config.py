@@ -67,11 +67,8 @@ class TransformerConfig(ModelOptions, FlagSection):
         FlagRule(
             {"experts": True, "moe_pad_expert_input_to_capacity": True},
             requires={"moe_expert_capacity_factor": True},
-        ),
-        FlagRule(
-            {"experts": True, "moe_pad_expert_input_to_capacity": True},
             excludes={"moe_router_enable_expert_bias": True},
-            reason="padding gives all experts the same load, so the bias never changes",
+            reason="padding gives all experts the same load, so their bias never changes",
         ),
         # The counts of tokens accumulate over the micro-batches of a step.
         FlagRule(
@@ -125,6 +122,15 @@ class TransformerConfig(ModelOptions, FlagSection):
                 f"--hidden-size {self.hidden_size} is not a multiple of --num-attention-heads "
                 f"{self.num_attention_heads}: change one of them or give --kv-channels"
             )
+        # 8/3 of the width, rounded down to a multiple of 64, is 0 for widths below 24.
+        ffn_size = self.ffn_hidden_size
+        if ffn_size is None:
+            ffn_size = self._compute_default_ffn_size()
+        if ffn_size < 1:
+            yield (
+                f"--hidden-size {self.hidden_size} is too small for --swiglu without "
+                "--ffn-hidden-size: give one"
+            )
 
     def _fill_rope_type(self) -> None:
         if self.position_embedding_type == "yarn":
@@ -162,12 +168,6 @@ class TransformerConfig(ModelOptions, FlagSection):
             yield from self._find_group_problems()
 
     def _find_mlp_problems(self) -> Iterator[str]:
-        # 8/3 of the width, rounded down to a multiple of 64, is 0 for widths below 24.
-        if self.ffn_size < 1:
-            yield (
-                f"--hidden-size {self.hidden_size} is too small for --swiglu without "
-                "--ffn-hidden-size: give one"
-            )
         activations = [flag_name(name) for name in ACTIVATIONS if getattr(self, name)]
         if len(activations) > 1:
             yield f"{' and '.join(activations)} are mutually exclusive"

@@ -68,8 +68,8 @@ class TrainingConfig(FlagSection):
         False,
         requires={"ema_decay": True},
         excludes={"fp8": True},
-        reason="it evaluates the average of the weights, which has no fp8 scales; with fp8, "
-        "evaluate an export (convert.py --weights ema)",
+        reason="it evaluates the average of the weights (e.g. --ema-decay 0.999), which has no fp8 "
+        "scales: with fp8, evaluate an export (convert.py --weights ema)",
     )
     """Evaluate the average of --ema-decay instead of the weights that are trained."""
     exit_interval: int | None = flag(None, positive=True)
@@ -378,7 +378,14 @@ class CheckpointConfig(FlagSection):
     ckpt_save_timeout_minutes: float = flag(10.0, positive=True)
     """Time that the process of a rank can be dead or suspended before a save fails."""
     non_persistent_save_interval: int | None = flag(
-        None, positive=True, requires={"non_persistent_ckpt_type": True}
+        None,
+        positive=True,
+        requires={
+            "non_persistent_ckpt_type": True,
+            "non_persistent_local_ckpt_dir": True,
+            "save": True,
+        },
+        reason="when more nodes are lost than there are copies, --save is loaded",
     )
     """Number of iterations between node-local checkpoints. When --save is due as well: with
     --async-save it is copied from the local one, otherwise only --save is written.
@@ -397,7 +404,7 @@ class CheckpointConfig(FlagSection):
     """Kind of non-persistent checkpoints; only local is supported."""
     non_persistent_local_ckpt_dir: str | None = flag(None)
     """Directory for local checkpoints on a disk of the node; environment variables are expanded."""
-    replication: bool = flag(False, requires={"non_persistent_ckpt_type": True})
+    replication: bool = flag(False, requires={"non_persistent_ckpt_type": "local"})
     """Keep copies of local checkpoints on the disks of other nodes."""
     replication_jump: int | None = flag(None, positive=True)
     """Distance in ranks between a writer and its replicas. Default: the number of ranks per node.

@@ -12,7 +12,6 @@ from datetime import timedelta
 from typing import Any
 
 from megatron.core.flags import (
-    FlagSection,
     InvalidFlagsError,
     find_rule_problems,
     list_shared_rules,
@@ -148,7 +147,6 @@ def _make_config(given: Given, world_size: int, malformed: set[str]) -> tuple[Co
 
     # Build the parts. Each checks its own fields.
     parts: dict[str, Any] = dict.fromkeys(attribute for attribute, _ in SECTIONS.values())
-    sections: list[FlagSection] = []
     for attribute, section in SECTIONS.values():
         names = {field.name for field in flag_fields(section)}
         # Building it with a default would report problems that are not there.
@@ -156,17 +154,16 @@ def _make_config(given: Given, world_size: int, malformed: set[str]) -> tuple[Co
             continue
         try:
             parts[attribute] = build(section, given)
-            sections.append(parts[attribute])
         except ValueError as error:
             problems.append(str(error))
-            # Its values may also contradict those of other sections.
-            if isinstance(error, InvalidFlagsError) and error.section is not None:
-                sections.append(error.section)
+            # Its values may also contradict those of other parts.
+            if isinstance(error, InvalidFlagsError):
+                parts[attribute] = error.section
     config = Config(**parts, notes=notes)
 
     # Check the rules between parts that could be built.
     rules = [*list_shared_rules(section for _, section in SECTIONS.values()), *run_rules.RULES]
-    problems += find_rule_problems(rules, *sections)
+    problems += find_rule_problems(rules, *filter(None, parts.values()))
     for check, needs in run_rules.CHECKS:
         # A rule needs valid values in every part that it reads; otherwise its message misleads.
         needed_parts = [parts[name] for name in needs.split()]

@@ -158,6 +158,8 @@ def test_impossible_context_parallelism(flags, world, message):
             r"requires --normalization RMSNorm \(now LayerNorm\)",
         ),
         ("--swiglu --geglu", "--swiglu and --geglu are mutually exclusive"),
+        # A rule that reads the model is skipped if there is none.
+        ("--swiglu --geglu --save-hf y --save-hf-dtype fp16", "--swiglu and --geglu are mutually"),
         (
             f"{CONTEXT} 2 --cp-comm-type p2p a2a a2a",
             r"--cp-comm-type p2p a2a a2a has 3 values, --num-layers is 4",
@@ -488,7 +490,7 @@ def is_read(part: str, section: str, name: str) -> bool:
     not count.
     """
     anywhere = re.compile(rf"\b{part}\.{name}\b(?!\()")
-    with_class = re.compile(rf"\b(?:config|_config|self|c|stages)\.{name}\b(?!\()")
+    with_class = re.compile(rf"\b(?:config|_config|flags|self|c|stages)\.{name}\b(?!\()")
     named = re.compile(rf"\b{section}\b|\.{part}\b")
     given = re.compile(rf'given\.get\("{name}"')
     return any(
