@@ -8,11 +8,9 @@ from typing import Any
 
 import torch
 
-from megatron.conversion.choices import DTYPES
 from megatron.conversion.command_line import TARGET_FLAGS
 from megatron.conversion.convert import ConversionReport
-from megatron.conversion.edit_options import EditOptions
-from megatron.conversion.options import ReadOptions, WriteOptions, parse_size
+from megatron.conversion.options import DTYPES, EditOptions, ReadOptions, WriteOptions, parse_size
 from megatron.core.terminal import print_line
 
 _MOST_LINES = 30  # about foreign tensors

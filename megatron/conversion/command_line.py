@@ -13,15 +13,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
-from megatron.conversion.choices import (
+from megatron.conversion.options import (
     DTYPES,
     FORMAT_NAMES,
     NEW_ROWS,
     QKV_LAYOUTS,
     QUANTIZATIONS,
     UNIVERSAL_STYLES,
+    parse_foreign_split,
+    parse_layers,
+    parse_rename,
 )
-from megatron.conversion.edit_options import parse_foreign_split, parse_layers, parse_rename
 from megatron.core.object_path import path_of
 from megatron.core.terminal import format_error, print_line
 

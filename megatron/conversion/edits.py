@@ -10,7 +10,6 @@ import re
 
 import torch
 
-from megatron.conversion.edit_options import EditOptions
 from megatron.conversion.huggingface.tokenizer import count_tokens
 from megatron.conversion.lora import merge_adapters
 from megatron.conversion.model_space.model import (
@@ -21,7 +20,7 @@ from megatron.conversion.model_space.model import (
 )
 from megatron.conversion.model_space.optimizer_states import full_precision_key, optimizer_states
 from megatron.conversion.model_space.views import SourceView
-from megatron.conversion.options import WriteOptions
+from megatron.conversion.options import EditOptions, WriteOptions
 from megatron.core.dist_checkpointing.mapping import Box, Shape, cut_rows
 from megatron.core.dist_checkpointing.source import TensorInfo
 from megatron.core.distributed.param_and_grad_buffer import ParamSpec

@@ -13,12 +13,11 @@ from pathlib import Path
 import torch
 
 from megatron.conversion.convert import convert
-from megatron.conversion.edit_options import EditOptions
 from megatron.conversion.edits import apply_edits
 from megatron.conversion.huggingface.directory import write_huggingface
 from megatron.conversion.model_space.pieces import is_bitwise_equal
 from megatron.conversion.opening import open_checkpoint
-from megatron.conversion.options import WriteOptions
+from megatron.conversion.options import EditOptions, WriteOptions
 from megatron.core.dist_checkpointing.source import read_whole
 from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS
 from tests.interop import peft_trl_train

@@ -16,7 +16,6 @@ import argparse
 import sys
 from typing import Any
 
-from megatron.conversion.choices import FORMAT_NAMES
 from megatron.conversion.command_line import (
     add_edit_flags,
     add_read_flags,
@@ -24,6 +23,7 @@ from megatron.conversion.command_line import (
     reported_errors,
 )
 from megatron.conversion.huggingface.config_fields import start_transformers
+from megatron.conversion.options import FORMAT_NAMES
 from megatron.core.imports import program_imports
 from megatron.core.object_path import path_of
 from megatron.core.parallel_config import ParallelConfig

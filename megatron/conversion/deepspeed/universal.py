@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from megatron.conversion.choices import QKV_LAYOUTS
 from megatron.conversion.deepspeed.files import (
     FOREIGN_FILE,
     MODEL_STATE_SCHEMA,
@@ -59,7 +58,7 @@ from megatron.conversion.model_space.pieces import (
     unpack_rows,
     write_archive,
 )
-from megatron.conversion.options import ReadOptions, WriteOptions
+from megatron.conversion.options import QKV_LAYOUTS, ReadOptions, WriteOptions
 from megatron.core.dist_checkpointing.mapping import Shape
 from megatron.core.dist_checkpointing.saving.commit import Progress, no_progress
 from megatron.core.dist_checkpointing.source import TensorInfo

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from megatron.conversion.edit_options import rename_tensors
 from megatron.conversion.huggingface.adapters import refuse_adapted_modules, refuse_adapter
 from megatron.conversion.huggingface.config_fields import refusal_of_transformers
 from megatron.conversion.huggingface.families import choose_family, find_family
@@ -70,7 +69,7 @@ from megatron.conversion.model_space.model import (
 )
 from megatron.conversion.model_space.optimizer_states import full_precision_key, optimizer_key
 from megatron.conversion.model_space.pieces import is_bitwise_equal, make_empty_directory
-from megatron.conversion.options import ReadOptions, WriteOptions
+from megatron.conversion.options import ReadOptions, WriteOptions, rename_tensors
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.dist_checkpointing.files import CLAIM
 from megatron.core.dist_checkpointing.mapping import Shape

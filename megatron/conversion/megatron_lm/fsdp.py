@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.conversion.edit_options import rename_tensors
 from megatron.conversion.megatron_lm.args import read_arguments
 from megatron.conversion.megatron_lm.optimizer_state import (
     PieceTable,
@@ -38,7 +37,7 @@ from megatron.conversion.model_space.model import (
 )
 from megatron.conversion.model_space.optimizer_states import optimizer_key
 from megatron.conversion.model_space.pieces import ReadRegion
-from megatron.conversion.options import ReadOptions
+from megatron.conversion.options import ReadOptions, rename_tensors
 from megatron.core.dist_checkpointing import CheckpointError, Reader
 from megatron.core.dist_checkpointing.mapping import Shape
 from megatron.core.dist_checkpointing.source import TensorInfo

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.conversion.edit_options import ForeignSplit
 from megatron.conversion.megatron_lm.legacy_files import MegatronRank
 from megatron.conversion.model_space.foreign import StoredTensor, read_stored
 from megatron.conversion.model_space.pieces import is_bitwise_equal
+from megatron.conversion.options import ForeignSplit
 from megatron.core.dist_checkpointing import CheckpointError, Shape
 from megatron.core.dist_checkpointing.mapping import cut_rows
 

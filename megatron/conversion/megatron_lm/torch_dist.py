@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.conversion.edit_options import rename_tensors
 from megatron.conversion.megatron_lm.args import (
     build_grad_scaler,
     find_all_param_groups,
@@ -62,7 +61,7 @@ from megatron.conversion.model_space.optimizer_states import (
 )
 from megatron.conversion.model_space.pieces import ReadFlat, ReadRegion, make_region_reader
 from megatron.conversion.model_space.views import SourceView
-from megatron.conversion.options import ReadOptions
+from megatron.conversion.options import ReadOptions, rename_tensors
 from megatron.core.dist_checkpointing import (
     CheckpointError,
     Reader,

@@ -11,13 +11,12 @@ from safetensors.numpy import load_file, save_file
 from torch import nn
 
 from megatron.conversion.convert import WRITERS, convert
-from megatron.conversion.edit_options import EditOptions, parse_layers
 from megatron.conversion.edits import apply_edits
 from megatron.conversion.huggingface.directory import write_huggingface
 from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
 from megatron.conversion.model_space.optimizer_states import ADAM, optimizer_key
 from megatron.conversion.opening import open_checkpoint
-from megatron.conversion.options import WriteOptions
+from megatron.conversion.options import EditOptions, WriteOptions, parse_layers
 from megatron.core.dist_checkpointing import Reader, ShardedTensor, load_common, save
 from megatron.core.dist_checkpointing.source import read_whole
 from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS

@@ -7,11 +7,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron.conversion.convert import convert
-from megatron.conversion.edit_options import EditOptions
 from megatron.conversion.huggingface import directory
 from megatron.conversion.huggingface.safetensors_files import SafetensorsWriter
 from megatron.conversion.opening import open_checkpoint
-from megatron.conversion.options import ReadOptions, WriteOptions
+from megatron.conversion.options import EditOptions, ReadOptions, WriteOptions
 from megatron.core import object_storage
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.object_path import path_of

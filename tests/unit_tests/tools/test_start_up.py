@@ -7,9 +7,9 @@ import sys
 import pytest
 import torch
 
-from megatron.conversion.choices import FORMAT_NAMES, UNIVERSAL_STYLES
 from megatron.conversion.convert import WRITERS
 from megatron.conversion.deepspeed import names
+from megatron.conversion.options import FORMAT_NAMES, UNIVERSAL_STYLES
 from megatron.core.dist_checkpointing.format.metadata import get_itemsize
 from megatron.core.run_checkpoint.formats import FORMATS
 from tests import ROOT

@@ -12,9 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
-from megatron.conversion.edit_options import parse_rename
 from megatron.conversion.huggingface.directory import HuggingFaceSource, write_huggingface
-from megatron.conversion.options import ReadOptions, WriteOptions
+from megatron.conversion.options import ReadOptions, WriteOptions, parse_rename
 from megatron.core.dist_checkpointing.source import read_whole
 from megatron.core.run_checkpoint.formats import is_huggingface
 from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS

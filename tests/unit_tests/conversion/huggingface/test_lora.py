@@ -13,14 +13,13 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
 from megatron.conversion.convert import WRITERS, convert
-from megatron.conversion.edit_options import EditOptions
 from megatron.conversion.edits import apply_edits
 from megatron.conversion.huggingface import adapter_changes
 from megatron.conversion.huggingface.directory import write_huggingface
 from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
 from megatron.conversion.model_space.optimizer_states import optimizer_states
 from megatron.conversion.opening import open_checkpoint
-from megatron.conversion.options import ReadOptions, WriteOptions
+from megatron.conversion.options import EditOptions, ReadOptions, WriteOptions
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.dist_checkpointing.source import read_whole
 from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS
