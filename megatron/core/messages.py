@@ -47,6 +47,6 @@ def bypass_stream_record(tensor: Tensor) -> Tensor:
     host is ahead. torch does not record streams for memory that comes through DLPack. It is not
     needed: the current stream waits for the message before the memory is released.
     """
-    if tensor.device.type != "cuda":
+    if tensor.device.type != "cuda" or tensor.is_meta:  # a plan has no memory
         return tensor
     return torch.from_dlpack(tensor.detach())

@@ -134,10 +134,10 @@ class LayoutSearch:
                     if not stages:
                         stages = build_stages(config, self.world_size, self.model_provider)
                     # The first stage has the most passes in flight; most layouts fail here.
-                    first = plan_stages(config, self.world_size, stages[:1])
+                    first = plan_stages(config, self.world_size, stages[:1], self.model_provider)
                     if first.largest > self.available:
                         continue
-                    plan = plan_stages(config, self.world_size, stages)
+                    plan = plan_stages(config, self.world_size, stages, self.model_provider)
                     if plan.largest <= self.available:
                         layout = self._make_layout(flags, config, plan)
                         break  # more recomputation only costs time

@@ -34,12 +34,12 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.grouped_linear import GroupedLinear
 from megatron.core.transformer.transformer_config import (
     LOCAL_BACKEND_FIELDS,
-    LayerKind,
     TransformerConfig,
 )
 from megatron.training.config.run_config import Config, ModelProvider
 
 _LINEAR = (ColumnParallelLinear, RowParallelLinear, GroupedLinear)
+FP32 = 4  # bytes
 FP8_BLOCK = 128  # rows and columns that share a scale with --fp8-recipe blockwise
 
 
@@ -90,17 +90,11 @@ class MetaChunk:
     """A pipeline chunk of a rank, without memory."""
 
     module: MegatronModule
-    kinds: tuple[LayerKind, ...]
-    """Kind of each layer."""
-    mtp_kinds: tuple[LayerKind, ...]
-    """Kind of each layer for multi-token prediction."""
+    layers: range
+    """Global layer numbers."""
     pre_process: bool
     post_process: bool
     buffers: tuple[MetaBuffer, ...]
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.kinds)
 
     @cached_property
     def stored(self) -> list[StoredElements]:
@@ -140,21 +134,9 @@ def build_meta_chunks(
     # Tensors on the meta device have shapes but no memory.
     for chunk_spec in make_chunk_specs(layer_ranges, ps, rng, torch.device("meta")):
         module = model_provider(local_config, chunk_spec)
-        kinds = []
-        for number in chunk_spec.layers:
-            comm_type = config.parallel.cp_comm_type_of(number)
-            kinds.append(LayerKind.from_model(local_config.model, number, comm_type))
-        # Layers for multi-token prediction are like the last one of the model.
-        mtp_kinds: list[LayerKind] = []
-        if chunk_spec.post_process:
-            last = config.model.num_layers - 1
-            comm_type = config.parallel.cp_comm_type_of(last)
-            kind = LayerKind.from_model(local_config.model, last, comm_type)
-            mtp_kinds = [kind] * config.model.num_mtp_layers
         yield MetaChunk(
             module,
-            tuple(kinds),
-            tuple(mtp_kinds),
+            chunk_spec.layers,
             chunk_spec.pre_process,
             chunk_spec.post_process,
             tuple(_plan_buffers(config, ps, module, chunk_spec.layers)),

@@ -1,8 +1,8 @@
 """Requirements of a run on every pipeline stage (memory, files, traffic), computed from its flags.
 
 Weights, gradients and optimizer state are exact: `meta_model` builds the model of a rank without
-allocating memory. `activation_memory` counts the activations of a pass, and the pipeline schedule
-determines how many passes keep theirs at the same time.
+allocating memory. `pass_costs` runs its layers on such tensors, which measures the activations of a
+pass, and the pipeline schedule determines how many passes keep theirs at the same time.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from megatron.core.parallel_config import Place
 from megatron.core.parallel_state import ParallelState
 from megatron.core.pipeline_parallel.schedules import list_actions
 from megatron.core.terminal import select_unit
-from megatron.planning.activation_memory import FP32, ActivationMemory
 from megatron.planning.meta_model import (
+    FP32,
     MetaChunk,
     StoredParameter,
     build_meta_chunks,
     count_stored_elements,
 )
+from megatron.planning.pass_costs import Part, PassCosts, list_parts
 from megatron.planning.traffic import AXES, Traffic, plan_traffic
 from megatron.training.config.run_config import Config, ModelProvider
 
@@ -149,7 +150,7 @@ def plan_run(
     default of `device_type` is that of --device, or "cuda".
     """
     chunks = build_stages(config, world_size, model_provider)
-    return plan_stages(config, world_size, chunks, device_type)
+    return plan_stages(config, world_size, chunks, model_provider, device_type)
 
 
 def build_stages(
@@ -172,6 +173,7 @@ def plan_stages(
     config: Config,
     world_size: int,
     chunks_of_stages: Sequence[list[MetaChunk]],
+    model_provider: ModelProvider,
     device_type: str | None = None,
 ) -> RunPlan:
     """Return the plan of a run whose stages have these chunks.
@@ -184,14 +186,15 @@ def plan_stages(
     batches = config.batch_schedule(parallel.dp_size(world_size))
     num_microbatches = batches.num_microbatches
     device_type = device_type or config.distributed.device or "cuda"
-    activations = ActivationMemory.from_run(config, device_type)
+    ps = _find_rank_of_stage(config, world_size, 0)
+    costs = PassCosts(config, ps, model_provider, device_type)
 
     # Plan one rank of each stage.
     stages = []
     all_chunks: list[MetaChunk] = []
     for stage, chunks in enumerate(chunks_of_stages):
         ps = _find_rank_of_stage(config, world_size, stage)
-        stages.append(_plan_stage(config, ps, chunks, activations, num_microbatches))
+        stages.append(_plan_stage(config, ps, chunks, costs, num_microbatches))
         all_chunks += chunks
 
     # Count the parameters of the whole model.
@@ -237,18 +240,23 @@ def _plan_stage(
     config: Config,
     ps: ParallelState,
     chunks: list[MetaChunk],
-    activations: ActivationMemory,
+    costs: PassCosts,
     num_microbatches: int,
 ) -> StagePlan:
     """Return the plan of the stage that rank `ps` is part of."""
     # Memory
-    peak = _find_peak(config, activations, ps, chunks, num_microbatches)
+    passes = [_measure_pass(config, chunk, costs) for chunk in chunks]
+    messages = 0
+    if ps.pp.size > 1:
+        # A result being sent and an input being received.
+        messages = 2 * costs.message_bytes
+    peak = _find_peak(config, ps, passes, messages, num_microbatches)
     weights, gradients, optimizer = _count_buffer_bytes(config, chunks)
     memory = MemoryPlan(
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,
-        tables=sum(_count_tables(activations, chunk) for chunk in chunks),
+        tables=sum(chunk_pass.tables for chunk_pass in passes),
         activations=peak.activations,
         loss=peak.loss,
         temporary=peak.temporary,
@@ -269,18 +277,48 @@ def _plan_stage(
             num_parameters += weight.numel()
     return StagePlan(
         ps,
-        num_layers=sum(chunk.num_layers for chunk in chunks),
+        num_layers=sum(len(chunk.layers) for chunk in chunks),
         num_parameters=num_parameters,
         passes_in_flight=peak.passes,
         memory=memory,
-        traffic=plan_traffic(config, ps, chunks, activations, num_microbatches),
+        traffic=plan_traffic(config, ps, chunks, costs, num_microbatches),
         checkpoint_bytes=checkpoint_bytes,
     )
 
 
-def _count_tables(activations: ActivationMemory, chunk: MetaChunk) -> int:
-    """Return the bytes of the tables of a chunk; layers for multi-token prediction share theirs."""
-    return activations.count_tables(chunk.kinds) + activations.count_tables(chunk.mtp_kinds)
+class _ChunkPass(NamedTuple):
+    """Bytes of the pass of one micro-batch through a chunk."""
+
+    activations: int
+    """Kept for backward by embedding and layers."""
+    loss: int
+    """Kept for backward by the final norm, the loss, and layers for multi-token prediction."""
+    temporary: int
+    """Maximum held during backward in addition to what was kept at its start."""
+    tables: int
+    """Kept between iterations."""
+
+
+def _measure_pass(config: Config, chunk: MetaChunk, costs: PassCosts) -> _ChunkPass:
+    """Return the bytes of a pass through a chunk, from those of its parts."""
+    kept = 0
+    most = 0
+    loss = 0
+    tables: dict[object, int] = {}
+    for part in list_parts(config.model, chunk):
+        cost = costs.measure(part)
+        # Backward begins with the last part: the parts before this one still keep their bytes.
+        kept += cost.kept
+        most = max(most, kept + cost.temporary)
+        if part.post_process:
+            loss = cost.kept
+            tables["prediction"] = cost.tables
+    for layer in chunk.layers:
+        # Layers with experts and without share tables.
+        kind = costs.get_layer_kind(layer)._replace(experts=False)
+        if kind not in tables:
+            tables[kind] = costs.measure(Part(range(layer, layer + 1))).tables
+    return _ChunkPass(kept - loss, loss, max(0, most - kept), sum(tables.values()))
 
 
 def _count_buffer_bytes(config: Config, chunks: list[MetaChunk]) -> tuple[int, int, int]:
@@ -325,9 +363,9 @@ class _Moment(NamedTuple):
 
 def _find_peak(
     config: Config,
-    activations: ActivationMemory,
     ps: ParallelState,
-    chunks: list[MetaChunk],
+    passes: list[_ChunkPass],
+    messages: int,
     num_microbatches: int,
 ) -> _Moment:
     """Return the moment at which the most is held, over the passes of the stage's schedule.
@@ -335,30 +373,14 @@ def _find_peak(
     The peak is during a backward pass, which needs its temporaries while all passes in flight,
     including its own, hold their activations.
     """
-    # Bytes of one pass of each chunk.
-    losses = []
-    layers = []
-    backward = []
-    for chunk in chunks:
-        losses.append(activations.count_losses(chunk.post_process, len(chunk.mtp_kinds)))
-        kept = activations.count_chunk(chunk.kinds) + activations.count_mtp(chunk.mtp_kinds)
-        layers.append(kept)
-        backward.append(
-            activations.count_chunk_backward(chunk.kinds, chunk.post_process, chunk.mtp_kinds)
-        )
-    messages = 0
-    if ps.pp.size > 1:
-        # A result being sent and an input being received.
-        messages = 2 * activations.residual
-
     # Follow the number of passes of each chunk that hold their activations.
-    in_flight = [0] * len(chunks)
+    in_flight = [0] * len(passes)
     peak = _Moment()
     group_size = config.parallel.microbatch_group_size_per_vp_stage
     actions = list_actions(
         ps.pp.rank,
         ps.pp.size,
-        len(chunks),
+        len(passes),
         count_distinct_microbatches(num_microbatches, group_size or ps.pp.size),
         group_size,
     )
@@ -368,9 +390,9 @@ def _find_peak(
             in_flight[number] += 1
             continue
         now = _Moment(
-            activations=sum(map(mul, in_flight, layers)),
-            loss=sum(map(mul, in_flight, losses)),
-            temporary=backward[number] + messages,
+            activations=sum(map(mul, in_flight, [chunk.activations for chunk in passes])),
+            loss=sum(map(mul, in_flight, [chunk.loss for chunk in passes])),
+            temporary=passes[number].temporary + messages,
             passes=sum(in_flight),
         )
         peak = max(peak, now, key=lambda moment: moment.size)

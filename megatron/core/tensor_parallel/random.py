@@ -111,7 +111,7 @@ def recompute_intermediate(
     def pack(saved: Tensor) -> Tensor | torch.Size:
         """Replace the intermediate result by its shape."""
         # Other saved tensors, e.g. weights, are kept as they are.
-        if intermediate is None or saved.data_ptr() != intermediate.data_ptr():
+        if intermediate is None or not _starts_at(saved, intermediate):
             return saved
         # Recomputation reproduces the contiguous layout only.
         if saved.numel() != intermediate.numel() or not saved.is_contiguous():
@@ -129,3 +129,9 @@ def recompute_intermediate(
     # The graph keeps a reference to `pack`, and thereby to this variable.
     intermediate = None
     return y
+
+
+def _starts_at(tensor: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors start at the same element, also on the meta device."""
+    same_storage = tensor.untyped_storage()._cdata == other.untyped_storage()._cdata
+    return same_storage and tensor.storage_offset() == other.storage_offset()

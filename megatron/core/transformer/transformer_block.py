@@ -136,12 +136,33 @@ class TransformerLayer(MegatronModule):
             return F.dropout(branch, self.config.hidden_dropout)
 
 
-class _LayerGroup(NamedTuple):
+class LayerGroup(NamedTuple):
     """Consecutive layers of a chunk, by local index."""
 
     start: int
     stop: int
     recompute: bool
+
+
+def list_layer_groups(config: TransformerConfig, num_layers: int) -> list[LayerGroup]:
+    """Return the groups of a chunk's layers between which training keeps activations."""
+    if config.recompute_granularity != "full":
+        return [LayerGroup(0, num_layers, recompute=False)]
+    size = config.recompute_num_layers
+    assert size is not None
+    groups = []
+    if config.recompute_method == "uniform":
+        # All layers in groups of `size`: only the input of a group is kept.
+        for start in range(0, num_layers, size):
+            stop = min(start + size, num_layers)
+            groups.append(LayerGroup(start, stop, recompute=True))
+        return groups
+    # "block": the first layers are recomputed one by one, the others are not recomputed.
+    num_recomputed = min(size, num_layers)
+    for index in range(num_recomputed):
+        groups.append(LayerGroup(index, index + 1, recompute=True))
+    groups.append(LayerGroup(num_recomputed, num_layers, recompute=False))
+    return groups
 
 
 class TransformerBlock(MegatronModule):
@@ -196,7 +217,10 @@ class TransformerBlock(MegatronModule):
     def forward(self, hidden_states: Tensor, documents: Tensor | None = None) -> Tensor:
         """Return the residual stream after the chunk, `[s, b, h]` (or `[s/tp, b, h]`)."""
         with self.precision.chunk():
-            for start, stop, recompute in self._split_into_groups():
+            groups = [LayerGroup(0, len(self.layers), recompute=False)]
+            if self.training:
+                groups = list_layer_groups(self.config, len(self.layers))
+            for start, stop, recompute in groups:
                 # Keeps only the input of the group, and runs it again in the backward pass.
                 if recompute:
                     hidden_states = self.spec.checkpoint(
@@ -218,27 +242,6 @@ class TransformerBlock(MegatronModule):
             with self.precision.layer(number):
                 hidden_states = self.layers[index](hidden_states, documents)
         return hidden_states
-
-    def _split_into_groups(self) -> list[_LayerGroup]:
-        """Return the groups of layers between which activations are kept."""
-        count = len(self.layers)
-        if self.config.recompute_granularity != "full" or not self.training:
-            return [_LayerGroup(0, count, recompute=False)]
-        size = self.config.recompute_num_layers
-        assert size is not None
-        groups = []
-        if self.config.recompute_method == "uniform":
-            # All layers in groups of `size`: only the input of a group is kept.
-            for start in range(0, count, size):
-                stop = min(start + size, count)
-                groups.append(_LayerGroup(start, stop, recompute=True))
-            return groups
-        # "block": the first layers are recomputed one by one, the others are not recomputed.
-        num_recomputed = min(size, count)
-        for index in range(num_recomputed):
-            groups.append(_LayerGroup(index, index + 1, recompute=True))
-        groups.append(_LayerGroup(num_recomputed, count, recompute=False))
-        return groups
 
     def sharded_state_dict(self, prefix: str = "") -> ShardedStateDict:
         """Return the parameters, under keys with the global numbers of the layers."""
