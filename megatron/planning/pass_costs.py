@@ -87,6 +87,7 @@ class PassCosts:
         self._ps = ps
         self._model_provider = model_provider
         self._device = torch.device(device_type)
+        self._kind_of_layer: dict[int, LayerKind] = {}
         self._cost_of_kind: dict[tuple[Any, ...], PassCost] = {}
 
     @property
@@ -105,8 +106,12 @@ class PassCosts:
 
     def get_layer_kind(self, layer: int) -> LayerKind:
         """Return the kind of a layer by its global number."""
-        comm_type = self._config.parallel.cp_comm_type_of(layer)
-        return LayerKind.from_model(self._config.model, layer, comm_type)
+        if layer not in self._kind_of_layer:
+            # Kept, because the model computes the pattern of its layers for each call.
+            comm_type = self._config.parallel.cp_comm_type_of(layer)
+            kind = LayerKind.from_model(self._config.model, layer, comm_type)
+            self._kind_of_layer[layer] = kind
+        return self._kind_of_layer[layer]
 
     def _measure_kind(self, part: Part, kind: tuple[Any, ...]) -> PassCost:
         """Return the cost of a part unless an equal one was measured for another layout."""
