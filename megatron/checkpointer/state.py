@@ -467,12 +467,13 @@ def _allocate_state(
     dtype = tensor.dtype if is_converted else stored.dtype
     if stored.shape == tuple(tensor.shape):
         return torch.zeros_like(tensor, dtype=dtype, requires_grad=False)
-    if weight is not None and weight.shape != tuple(tensor.shape):
-        raise CheckpointError(
-            f"{parameter.name} has shape {weight.shape} in the checkpoint, but "
-            f"{tuple(tensor.shape)} in the model: build the model with the sizes of the checkpoint"
-        )
     if is_dtensor(tensor):
+        if weight is not None and weight.shape != tuple(tensor.shape):
+            raise CheckpointError(
+                f"model.{parameter.name}: {weight.shape} in the checkpoint, but "
+                f"{tuple(tensor.shape)} in the model: build the model with the sizes of the "
+                "checkpoint"
+            )
         raise CheckpointError(
             f"{key}: shape {stored.shape} in the checkpoint differs from the sharded parameter's "
             f"{tuple(tensor.shape)}: run one step of the optimizer before loading, so that the "

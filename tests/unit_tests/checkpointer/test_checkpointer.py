@@ -257,6 +257,24 @@ def test_another_model_is_refused_before_anything_changes(tmp_path):
         Checkpointer(tmp_path, model, optimizer).load()
 
 
+def load_wider_model(rank, world_size, directory):
+    """Return the error of loading into a sharded model whose last layer is wider."""
+    model = nn.Sequential(Block(), Block())
+    model[1].out = nn.Linear(10, 8)
+    fully_shard(model)
+    ckpt = Checkpointer(directory, model, torch.optim.AdamW(model.parameters()))
+    with pytest.raises(CheckpointError) as caught:
+        ckpt.load()
+    return str(caught.value)
+
+
+def test_another_sharded_model_is_refused_with_both_shapes(pool, tmp_path):
+    """The message was about the state of the optimizer, which does not exist yet."""
+    train(0, 1, "plain", tmp_path, 2, {"save_interval": 2})
+    for message in pool.run(load_wider_model, 2, tmp_path):
+        assert "model.1.out.weight: (6, 10) in the checkpoint, but (8, 10) in the mo" in message
+
+
 def test_stored_weights_that_nobody_requests_are_an_error(tmp_path):
     train(0, 1, "plain", tmp_path, 2, {"save_interval": 2})
     model, _ = build()
