@@ -59,7 +59,6 @@ UNNEEDED = {
     "StageAndWrite._write: self._files_are_open.wait()": "waits for another thread",
     "_copy_from_host: copied.synchronize()": "bounds pinned memory; torch keeps it until the copy ends",
     "_copy_from_host: copied.record(torch.cuda.current_stream(target.device))": "as above",
-    "_FromDisk.stage: self._local.wait()": "waits for another thread",
     "AsyncSaver.wait_staged: events[0].record()": "measures time",
     "AsyncSaver.wait_staged: events[1].record()": "measures time",
 }
@@ -68,6 +67,8 @@ UNNEEDED = {
 NOT_REMOVED = {
     "megatron/conversion/huggingface/config_fields.py": "another process",
     "megatron/core/progress.py": "another thread",
+    "megatron/core/dist_checkpointing/planning/coordination.py": "messages of gloo",
+    "megatron/core/dist_checkpointing/tiers/copier.py": "another thread",
     "megatron/core/dist_checkpointing/tiers/distributed_local_checkpoint.py": "messages of gloo",
     "megatron/core/dist_checkpointing/saving/retention.py": "another thread",
     "megatron/core/dist_checkpointing/saving/run_saver.py": "another thread",

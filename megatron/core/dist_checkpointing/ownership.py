@@ -32,9 +32,10 @@ from megatron.core.dist_checkpointing.generation import (
 from megatron.core.dist_checkpointing.local_checkpoints import Tier
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.dist_checkpointing.visibility import wait_until_visible
-from megatron.core.object_files import check_conditional_requests
 from megatron.core.object_path import ObjectPath
+from megatron.core.wings import resolve
 
+_CHECK_CONDITIONAL_REQUESTS = "megatron.core.object_files:check_conditional_requests"
 _MAX_FORMER_JOBS = 16  # in owner.json
 _MAX_LAUNCHERS = 256  # of one job
 _SHOWN_HOSTS = 8  # in an error message
@@ -160,7 +161,7 @@ def prepare_directory(root: Path) -> None:
 def _create_probe(root: Path) -> Path | None:
     """Create an empty directory for the other ranks to find; None in object storage."""
     if isinstance(root, ObjectPath):
-        check_conditional_requests(root)
+        resolve(_CHECK_CONDITIONAL_REQUESTS)(root)
         return None
     if root.is_symlink() and not root.exists():
         raise ValueError(
