@@ -24,13 +24,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from megatron.core.parallel_state import Axis, ParallelState
-from megatron.core.transformer.attention.kernels import supports_flash
 
 META = torch.device("meta")
-_ATEN = torch.ops.aten
 
 
 @contextmanager
@@ -125,7 +123,8 @@ class LiveBytes(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
+        tensors = [result] if isinstance(result, Tensor) else tree_leaves(result)
+        for tensor in tensors:
             if isinstance(tensor, Tensor) and tensor.is_meta:
                 self._add(tensor.untyped_storage())
         # Counting is slow, and only necessary if the bytes could be a new peak.
@@ -188,6 +187,25 @@ for _method, _operation, _argument in (
 RecordingGroup.recv = lambda *args: _Done()  # type: ignore[method-assign]
 
 
+class _FusedAttention(torch.autograd.Function):
+    """Attention of one kernel in each direction, with its result in the layout of the query.
+
+    It keeps its inputs, its result and an fp32 number per row.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        out = torch.empty_like(query)
+        log_sum_exp = query.new_empty(query.shape[:3], dtype=torch.float32)  # [b, heads, s]
+        ctx.save_for_backward(query, key, value, mask, out, log_sum_exp)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        query, key, value, *_ = ctx.saved_tensors
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
+
+
 class _FusedNorm(torch.autograd.Function):
     """Norm of one kernel in each direction, which keeps its input and fp32 numbers of each row.
 
@@ -232,11 +250,14 @@ class PlannedDevice(TorchFunctionMode):
         if func in _device_constructors():
             kwargs.setdefault("device", META)
             kwargs.pop("pin_memory", None)
-        args, kwargs = tree_map_only(torch.device, self._replace_device, (args, kwargs))
+        args = tuple(map(self._replace_device, args))
+        if "device" in kwargs:
+            kwargs["device"] = self._replace_device(kwargs["device"])
         return func(*args, **kwargs)
 
-    def _replace_device(self, device: torch.device) -> torch.device:
-        return META if device.type == self._device.type else device
+    def _replace_device(self, argument: Any) -> Any:
+        is_planned = isinstance(argument, torch.device) and argument.type == self._device.type
+        return META if is_planned else argument
 
     def get_device(self, tensor: Tensor) -> torch.device:
         return self._device
@@ -267,27 +288,14 @@ class PlannedDevice(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> Tensor:
         """Run the kernel that torch's SDPA selects on the planned device."""
-        is_cpu = self._device.type == "cpu"
-        if is_cpu and dropout_p:
-            # Plain products, which keep all scores
-            out, _ = _ATEN._scaled_dot_product_attention_math(
+        if self._device.type == "cpu" and dropout_p:
+            # Plain products, which keep all scores, as torch selects on the meta device
+            return F.scaled_dot_product_attention(
                 query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
-            return out
         if mask is not None and mask.dtype == torch.bool:
             mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, -torch.inf)
-        if is_cpu:
-            return _ATEN._scaled_dot_product_flash_attention_for_cpu(
-                query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale
-            )[0]
-        # cuDNN's kernel, which torch prefers on some GPUs, keeps the same as flash attention.
-        if mask is None and supports_flash("cuda", query.dtype, query.shape[-1]):
-            return _ATEN._scaled_dot_product_flash_attention(
-                query, key, value, dropout_p, is_causal, scale=scale
-            )[0]
-        return _ATEN._scaled_dot_product_efficient_attention(
-            query, key, value, mask, True, dropout_p, is_causal, scale=scale
-        )[0]
+        return _FusedAttention.apply(query, key, value, mask)
 
     def drop(
         self, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
