@@ -14,7 +14,13 @@ from typing import Any, NamedTuple
 
 from megatron.core.parallel_state import ParallelState
 from megatron.planning.meta_model import MetaChunk
-from megatron.planning.run_plan import RunPlan, StagePlan, build_stages, plan_stages
+from megatron.planning.run_plan import (
+    RunPlan,
+    StagePlan,
+    build_stages,
+    make_pass_costs,
+    plan_stages,
+)
 from megatron.planning.summary import set_planned_vocab_size
 from megatron.training.config.arguments import Given
 from megatron.training.config.parsing import make_config
@@ -134,10 +140,11 @@ class LayoutSearch:
                     if not stages:
                         stages = build_stages(config, self.world_size, self.model_provider)
                     # The first stage has the most passes in flight; most layouts fail here.
-                    first = plan_stages(config, self.world_size, stages[:1], self.model_provider)
+                    costs = make_pass_costs(config, self.world_size, self.model_provider)
+                    first = plan_stages(config, self.world_size, stages[:1], costs)
                     if first.largest > self.available:
                         continue
-                    plan = plan_stages(config, self.world_size, stages, self.model_provider)
+                    plan = plan_stages(config, self.world_size, stages, costs)
                     if plan.largest <= self.available:
                         layout = self._make_layout(flags, config, plan)
                         break  # more recomputation only costs time

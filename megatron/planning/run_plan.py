@@ -107,6 +107,10 @@ class RunPlan:
     --save-hf-interval.
     """
     num_microbatches: int
+    has_activations: bool
+    """Whether the passes were measured; if not, memory consists of weights, gradients and optimizer
+    state, and there is no traffic.
+    """
     bubble: float
     """Fraction of a step in which a stage waits, if all chunks take the same time: (P - 1) / (m V +
     P - 1).
@@ -143,14 +147,28 @@ def plan_run(
     world_size: int,
     model_provider: ModelProvider,
     device_type: str | None = None,
+    measure_passes: bool = True,
 ) -> RunPlan:
     """Return the plan of a run of `world_size` ranks.
 
     `config.model.vocab_size` must be known. CPU and CUDA keep different tensors for backward. The
-    default of `device_type` is that of --device, or "cuda".
+    default of `device_type` is that of --device, or "cuda". Without `measure_passes`, which imports
+    a part of torch's compiler, the plan has no activations and no traffic.
     """
     chunks = build_stages(config, world_size, model_provider)
-    return plan_stages(config, world_size, chunks, model_provider, device_type)
+    costs = None
+    if measure_passes:
+        costs = make_pass_costs(config, world_size, model_provider, device_type)
+    return plan_stages(config, world_size, chunks, costs)
+
+
+def make_pass_costs(
+    config: Config, world_size: int, model_provider: ModelProvider, device_type: str | None = None
+) -> PassCosts:
+    """Return the costs of the passes of a run, which are measured when they are requested."""
+    device_type = device_type or config.distributed.device or "cuda"
+    ps = _find_rank_of_stage(config, world_size, 0)
+    return PassCosts(config, ps, model_provider, device_type)
 
 
 def build_stages(
@@ -173,10 +191,9 @@ def plan_stages(
     config: Config,
     world_size: int,
     chunks_of_stages: Sequence[list[MetaChunk]],
-    model_provider: ModelProvider,
-    device_type: str | None = None,
+    costs: PassCosts | None,
 ) -> RunPlan:
-    """Return the plan of a run whose stages have these chunks.
+    """Return the plan of a run whose stages have these chunks, with the `costs` of their passes.
 
     The chunks depend on TP, PP, the chunks per stage and the split of experts, but not on CP,
     recomputation and the micro-batch size.
@@ -185,9 +202,6 @@ def plan_stages(
     pp_size = parallel.pp_size
     batches = config.batch_schedule(parallel.dp_size(world_size))
     num_microbatches = batches.num_microbatches
-    device_type = device_type or config.distributed.device or "cuda"
-    ps = _find_rank_of_stage(config, world_size, 0)
-    costs = PassCosts(config, ps, model_provider, device_type)
 
     # Plan one rank of each stage.
     stages = []
@@ -218,6 +232,7 @@ def plan_stages(
         checkpoint_bytes=_count_checkpoint_bytes(config, sizes),
         export_bytes=export_bytes,
         num_microbatches=num_microbatches,
+        has_activations=costs is not None,
         bubble=num_idle_ticks / (num_busy_ticks + num_idle_ticks),
     )
 
@@ -240,17 +255,24 @@ def _plan_stage(
     config: Config,
     ps: ParallelState,
     chunks: list[MetaChunk],
-    costs: PassCosts,
+    costs: PassCosts | None,
     num_microbatches: int,
 ) -> StagePlan:
     """Return the plan of the stage that rank `ps` is part of."""
+    # Memory and traffic of passes
+    passes: list[_ChunkPass] = []
+    peak = _Moment()
+    traffic = dict.fromkeys(AXES, Traffic(size=1))
+    if costs is not None:
+        passes = [_measure_pass(config, chunk, costs) for chunk in chunks]
+        messages = 0
+        if ps.pp.size > 1:
+            # A result being sent and an input being received.
+            messages = 2 * costs.message_bytes
+        peak = _find_peak(config, ps, passes, messages, num_microbatches)
+        traffic = plan_traffic(config, ps, chunks, costs, num_microbatches)
+
     # Memory
-    passes = [_measure_pass(config, chunk, costs) for chunk in chunks]
-    messages = 0
-    if ps.pp.size > 1:
-        # A result being sent and an input being received.
-        messages = 2 * costs.message_bytes
-    peak = _find_peak(config, ps, passes, messages, num_microbatches)
     weights, gradients, optimizer = _count_buffer_bytes(config, chunks)
     memory = MemoryPlan(
         weights=weights,
@@ -281,7 +303,7 @@ def _plan_stage(
         num_parameters=num_parameters,
         passes_in_flight=peak.passes,
         memory=memory,
-        traffic=plan_traffic(config, ps, chunks, costs, num_microbatches),
+        traffic=traffic,
         checkpoint_bytes=checkpoint_bytes,
     )
 

@@ -65,7 +65,7 @@ def summarize_start(
     start: str,
 ) -> dict[str, str]:
     """Return the description by topic of a run that starts on `device`."""
-    plan = plan_run(config, world_size, model_provider, device.type)
+    plan = plan_run(config, world_size, model_provider, device.type, measure_passes=False)
     return summarize(config, world_size, plan, f"{_describe_device(device)} on every rank", start)
 
 
@@ -91,7 +91,7 @@ def summarize(
     if config.parallel.pp_size > 1:
         for stage in plan.stages:
             topic = f"stage {stage.ps.pp.rank}"
-            topics[topic] = _describe_stage(config, world_size, stage)
+            topics[topic] = _describe_stage(config, world_size, plan, stage)
         topics["bubble"] = f"{100 * plan.bubble:.1f} % of a step"
     versions = [f"{name} {version}" for name, version in get_versions().items()]
     topics |= {
@@ -175,7 +175,7 @@ def _describe_parameters(plan: RunPlan) -> str:
     return f"{total}, {active} active for every token"
 
 
-def _describe_stage(config: Config, world_size: int, stage: StagePlan) -> str:
+def _describe_stage(config: Config, world_size: int, plan: RunPlan, stage: StagePlan) -> str:
     """Describe the ranks, layers and memory of a pipeline stage."""
     ranks = _describe_ranks(config, world_size, stage)
     chunks = config.layer_ranges()[stage.ps.pp.rank]
@@ -186,6 +186,8 @@ def _describe_stage(config: Config, world_size: int, stage: StagePlan) -> str:
         content += ", output layer"
     num_parameters = format_count(stage.num_parameters)
     memory = format_size(stage.memory.total)
+    if not plan.has_activations:
+        memory += " without activations"
     return f"{ranks}: {content}; {num_parameters} parameters, {memory} on each"
 
 
@@ -263,6 +265,13 @@ def _describe_memory(plan: RunPlan) -> str:
     """Describe the memory of the rank that uses the most."""
     fullest = max(plan.stages, key=lambda stage: stage.memory.total)
     memory = fullest.memory
+    if not plan.has_activations:
+        # Measuring the passes would delay the start of every run.
+        return (
+            f"{format_size(memory.total)} on the fullest rank without activations (weights "
+            f"{format_size(memory.weights)}, gradients {format_size(memory.gradients)}, optimizer "
+            f"{format_size(memory.optimizer)})"
+        )
     # The table of stages lists these separately.
     activations = memory.activations + memory.loss + memory.tables + memory.temporary
     parts = {

@@ -112,7 +112,6 @@ UNNEEDED = (
     "megatron.core.object_files",
     "megatron.core.object_storage",
     "megatron.core.optimizer.rules",
-    "megatron.core.transformer.grouped_linear",
     "megatron.core.transformer.moe",
     "megatron.core.transformer.multi_token_prediction",
     "megatron.core.transformer.transformer_engine",
