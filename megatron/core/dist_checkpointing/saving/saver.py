@@ -155,10 +155,10 @@ class AsyncSaver(SaveThread):
         current = SaveHandle(plan, self._make_barrier(save_id), grows, hooks, started)
         if export is not None:
             current.export = export(save_id)
-        self._start(current)
         # If this rank fails, the others must learn of it: continue, so that the save fails on every
         # rank.
         current.failure = CheckpointError("interrupted")
+        self._start(current)
         try:
             current.make_common, current.transfer = self._take_snapshot(plan, state, common)
             current.failure = None
