@@ -121,7 +121,7 @@ def create_file(path: str | os.PathLike[str]) -> FileIO:
     return FileIO(os.open(path, flags, 0o666), "wb")
 
 
-def write_flushed(path: Path, *parts: bytes) -> None:
+def write_flushed(path: Path, *buffers: bytes) -> None:
     """Write and flush a file; its name is durable after `fsync_directory`.
 
     Use it in a directory that readers do not know yet: an interruption leaves a part of the file.
@@ -130,8 +130,8 @@ def write_flushed(path: Path, *parts: bytes) -> None:
     with naming(path):
         path.unlink(missing_ok=True)
         with create_file(path) as file:
-            for part in parts:
-                view = memoryview(part)
+            for buffer in buffers:
+                view = memoryview(buffer)
                 while view:
                     # An unbuffered write may be short.
                     view = view[file.write(view) :]

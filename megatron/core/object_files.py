@@ -33,12 +33,12 @@ class OpenObject(OpenFile):
         def fetch(start: int) -> None:
             """Fill one part of `view` with one request."""
             stop = min(start + PART_SIZE, length)
-            part = view[start:stop]
+            subview = view[start:stop]
             store = self._object.store
-            content = memoryview(store.get_range(self._object.key, position + start, len(part)))
-            if len(content) != len(part):
-                raise OSError(errno.EIO, f"{len(content)} bytes came instead of {len(part)}")
-            part[:] = content
+            content = memoryview(store.get_range(self._object.key, position + start, len(subview)))
+            if len(content) != len(subview):
+                raise OSError(errno.EIO, f"{len(content)} bytes came instead of {len(subview)}")
+            subview[:] = content
 
         # Large reads are split into parallel requests.
         starts = range(0, length, PART_SIZE)
@@ -74,11 +74,11 @@ class OrderedUpload:
             if position != self._position:
                 self._early[position] = bytes(content)
                 return
-            piece: bytes | memoryview | None = content
-            while piece is not None:
-                self._upload.write(piece)
-                self._position += len(piece)
-                piece = self._early.pop(self._position, None)
+            next_content: bytes | memoryview | None = content
+            while next_content is not None:
+                self._upload.write(next_content)
+                self._position += len(next_content)
+                next_content = self._early.pop(self._position, None)
 
     def close(self) -> None:
         """Complete the object. Without this call it never appears."""

@@ -35,8 +35,8 @@ class ObjectPath(type(Path())):  # type: ignore[misc]
     def __str__(self) -> str:
         if not self.parts:  # the last of `parents`
             return "."
-        scheme, *rest = self.parts
-        return f"{scheme}//{'/'.join(rest)}"
+        scheme, *components = self.parts
+        return f"{scheme}//{'/'.join(components)}"
 
     def __fspath__(self) -> str:
         raise ValueError(
@@ -96,12 +96,12 @@ class ObjectPath(type(Path())):  # type: ignore[misc]
 
     def glob(self, pattern: str) -> Any:  # type: ignore[override]
         """Yield the paths that match a pattern without `**`."""
-        first, _, rest = pattern.partition("/")
+        first, _, remaining_pattern = pattern.partition("/")
         for path in self.iterdir():
             if not fnmatch.fnmatchcase(path.name, first):
                 continue
-            if rest:
-                yield from path.glob(rest)
+            if remaining_pattern:
+                yield from path.glob(remaining_pattern)
             else:
                 yield path
 
@@ -120,10 +120,10 @@ def path_of(name: str | os.PathLike[str]) -> Path:
     if isinstance(name, Path):
         return name
     text = os.fspath(name)
-    scheme, separator, rest = text.partition("://")
+    scheme, separator, bucket_and_key = text.partition("://")
     if not separator:
         return Path(text)
-    if scheme not in SCHEMES or not rest.strip("/"):
-        examples = [f"{known}://bucket/prefix" for known in SCHEMES]
+    if scheme not in SCHEMES or not bucket_and_key.strip("/"):
+        examples = [f"{supported_scheme}://bucket/prefix" for supported_scheme in SCHEMES]
         raise ValueError(f"{text}: give a directory, or one of {', '.join(examples)}")
     return ObjectPath(text)

@@ -132,9 +132,9 @@ class ObjectStore:
             # The answer to a successful request may be lost; the repeated request then finds its
             # own object. All contents name their writer, so equal content is ours.
             with contextlib.suppress(FileNotFoundError):
-                found = self.read(key)
-                if found.content == content:
-                    return found.e_tag
+                existing = self.read(key)
+                if existing.content == content:
+                    return existing.e_tag
             raise
 
     def read(self, key: str) -> Version:
@@ -165,10 +165,10 @@ class ObjectStore:
 
     def upload(self, key: str, size: int) -> Upload:
         """Begin to upload an object of `size` bytes in parts."""
-        part = max(PART_SIZE, -(-size // _MAX_PARTS))
+        part_size = max(PART_SIZE, -(-size // _MAX_PARTS))
         with self.errors(key):
             writer = self._api.open_writer(
-                self._store, key, buffer_size=part, max_concurrency=_CONCURRENCY
+                self._store, key, buffer_size=part_size, max_concurrency=_CONCURRENCY
             )
             return Upload(self, key, writer)
 
@@ -176,14 +176,14 @@ class ObjectStore:
         """Return the sizes of all objects below the directory `prefix`, by key."""
 
         async def collect() -> dict[str, int]:
-            found: dict[str, int] = {}
+            sizes: dict[str, int] = {}
             async for chunk in self._api.list(self._store, prefix):
                 for item in chunk:
-                    found[item["path"]] = item["size"]
+                    sizes[item["path"]] = item["size"]
                 # A hostile store could list objects without end.
-                if len(found) > _MAX_LISTED:
+                if len(sizes) > _MAX_LISTED:
                     raise OSError(errno.EFBIG, f"more than {_MAX_LISTED} objects", prefix)
-            return found
+            return sizes
 
         with self.errors(prefix):
             return self._run_in_time(collect, prefix)
@@ -213,9 +213,9 @@ class ObjectStore:
                 listing = pool.submit(lambda: asyncio.run(run()))
                 return listing.result()
             except (TimeoutError, asyncio.TimeoutError) as error:
-                where = f"{self._root}/{prefix}"
+                url = f"{self._root}/{prefix}"
                 text = f"the list of objects did not end within {seconds:g} seconds"
-                raise OSError(errno.ETIMEDOUT, text, where) from error
+                raise OSError(errno.ETIMEDOUT, text, url) from error
 
     def delete(self, keys: list[str]) -> None:
         """Delete objects; missing ones are ignored."""
@@ -231,20 +231,20 @@ class ObjectStore:
     @contextlib.contextmanager
     def errors(self, key: str) -> Iterator[None]:
         """Turn errors of `obstore` into OSErrors that name the object."""
-        kinds = self._api.exceptions
-        where = f"{self._root}/{key}"
+        exceptions = self._api.exceptions
+        url = f"{self._root}/{key}"
         try:
             yield
         except FileNotFoundError as error:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), where) from error
-        except (kinds.AlreadyExistsError, kinds.PreconditionError) as error:
-            raise ConflictError(errno.EEXIST, "another writer was first", where) from error
-        except (kinds.PermissionDeniedError, kinds.UnauthenticatedError) as error:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), url) from error
+        except (exceptions.AlreadyExistsError, exceptions.PreconditionError) as error:
+            raise ConflictError(errno.EEXIST, "another writer was first", url) from error
+        except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
             raise PermissionError(
-                errno.EACCES, f"access denied: {first_line(error)}", where
+                errno.EACCES, f"access denied: {first_line(error)}", url
             ) from error
-        except kinds.BaseError as error:
-            raise OSError(errno.EIO, first_line(error), where) from error
+        except exceptions.BaseError as error:
+            raise OSError(errno.EIO, first_line(error), url) from error
 
 
 class Upload:
@@ -265,8 +265,8 @@ class Upload:
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error: those of some libraries are pages long."""
-    line, _, _ = str(error).partition("\n")
-    return line[:300]
+    message, _, _ = str(error).partition("\n")
+    return message[:300]
 
 
 @lru_cache

@@ -314,7 +314,7 @@ def write_archive(path: Path, value: Any) -> list[tuple[TensorSlot, int]]:
         for position, fixed in layout.fixed:
             file.seek(position)
             file.write(fixed)
-        for slot, position in layout.places:
+        for slot, position in layout.slot_offsets:
             if slot.content is None:
                 empty_slots.append((slot, position))
             else:

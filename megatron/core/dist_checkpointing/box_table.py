@@ -158,10 +158,10 @@ class BoxTable:
         in_first = (low[hits] - self.offset[hits]).tolist()
         in_second = (low[hits] - start).tolist()
         shapes = extent[hits].tolist()
-        for number, first, second, common in zip(
+        for box_index, first, second, common in zip(
             hits.tolist(), in_first, in_second, shapes, strict=True
         ):
-            yield number, Overlap(tuple(first), tuple(second), tuple(common))
+            yield box_index, Overlap(tuple(first), tuple(second), tuple(common))
 
     def find_gap_or_overlap(self, whole: Shape) -> str | None:
         """Return None if the boxes tile `whole`, else describe the first gap or overlap.
@@ -192,16 +192,16 @@ class BoxTable:
             corners.append((offset + shape * np.array(upper, dtype=np.int64)) @ strides)
             # The mixed difference of a box is +1 at its lower corner, and alternates.
             signs.append(-sign if sum(upper) % 2 else sign)
-        distinct, number = np.unique(np.concatenate(corners), return_inverse=True)
-        counts = np.bincount(number, weights=np.concatenate(signs))
+        distinct, corner_indices = np.unique(np.concatenate(corners), return_inverse=True)
+        counts = np.bincount(corner_indices, weights=np.concatenate(signs))
         # The first corner at which boxes and tensor differ shows the fault.
         wrong = np.flatnonzero(counts)
         if not len(wrong):
             return None
-        place = tuple(int(i) for i in np.unravel_index(distinct[wrong[0]], grid))
+        coordinates = tuple(int(i) for i in np.unravel_index(distinct[wrong[0]], grid))
         if counts[wrong[0]] < 0:
-            return f"element {place} is held by no rank"
-        return f"different boxes overlap at {place}"
+            return f"element {coordinates} is held by no rank"
+        return f"different boxes overlap at {coordinates}"
 
 
 _COLUMNS = [column.name for column in fields(BoxTable) if column.name != "files"]

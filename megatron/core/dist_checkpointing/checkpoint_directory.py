@@ -70,13 +70,15 @@ class CheckpointDirectory:
         if isinstance(self.root, ObjectPath):
             return []  # the tracker, which could have been edited, is only a hint there
         later = [
-            self.path(number) for number in self.list_iterations() if number > lineage.iteration
+            self.path(iteration)
+            for iteration in self.list_iterations()
+            if iteration > lineage.iteration
         ]
         newer = []
-        for path, other in zip(later, map_in_threads(read_lineage, later), strict=True):
+        for path, later_lineage in zip(later, map_in_threads(read_lineage, later), strict=True):
             # Those of an abandoned branch are older: the run has returned before.
-            if other.order > lineage.order and find_problem(path) is None:
-                newer.append(Candidate(str(path), other))
+            if later_lineage.order > lineage.order and find_problem(path) is None:
+                newer.append(Candidate(str(path), later_lineage))
         return newer
 
     def describe(
@@ -116,7 +118,9 @@ class CheckpointDirectory:
         They are copies, such as `cp -r iter_0000004 iter_0009999`.
         """
         lineages = self.read_lineages()
-        names = [number for number, lineage in lineages.items() if lineage.iteration != number]
+        names = [
+            iteration for iteration, lineage in lineages.items() if lineage.iteration != iteration
+        ]
         return [self.path(iteration) for iteration in names]
 
 

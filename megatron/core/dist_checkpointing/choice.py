@@ -124,11 +124,11 @@ class Choice:
         names: dict[str, list[str]] = {}
         for candidate, reason in self.passed_over:
             names.setdefault(reason, []).append(candidate.description)
-        lines = []
+        messages = []
         for reason, descriptions in names.items():
             verb = "is" if len(descriptions) == 1 else "are"
-            lines.append(f"{abbreviate(descriptions)} {verb} not used: {reason}")
-        return lines
+            messages.append(f"{abbreviate(descriptions)} {verb} not used: {reason}")
+        return messages
 
 
 def choose(launch: Launch, inventory: Inventory) -> Choice:

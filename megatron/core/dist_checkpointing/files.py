@@ -134,9 +134,9 @@ def read_commit(directory: ObjectPath) -> dict[str, tuple[int, str]] | None:
     None if it is not committed, or was revoked. Empty for a checkpoint that was written to a file
     system and copied.
     """
-    where = f"{directory / METADATA_JSON}"
+    location = f"{directory / METADATA_JSON}"
     try:
-        content = _COMMIT(read_json(directory / METADATA_JSON), where)
+        content = _COMMIT(read_json(directory / METADATA_JSON), location)
     except FileNotFoundError:
         return None
     # Left by `object_commit.revoke`: the save was superseded or removed.
@@ -145,7 +145,7 @@ def read_commit(directory: ObjectPath) -> dict[str, tuple[int, str]] | None:
     listed = content.get("files", {})
     for name, fields in listed.items():
         for check, value in zip(_FILE, fields, strict=True):
-            check(value, f"{where}: {name}")
+            check(value, f"{location}: {name}")
     return {name: (fields[0], fields[1]) for name, fields in listed.items()}
 
 

@@ -87,7 +87,7 @@ class Generation:
     number: int
     token: str
     owner: dict[str, Any] = field(default_factory=dict, compare=False)
-    known: frozenset[tuple[int, str | None]] = field(default=frozenset(), compare=False)
+    known_starts: frozenset[tuple[int, str | None]] = field(default=frozenset(), compare=False)
 
     @property
     def id(self) -> GenerationId:
@@ -111,14 +111,14 @@ class Generation:
         # Choose a number above all numbers that are or were in use here.
         token = secrets.token_hex(8)
         content = describe_owner(token, owner)
-        known = find_starts(root)
-        numbers = [above, *(number for number, _ in known)]
+        known_starts = find_starts(root)
+        generation_numbers = [above, *(generation_number for generation_number, _ in known_starts)]
         newest = find_newest(root)
         if newest is not None:
-            numbers.append(newest.number)
-        number = max(numbers) + 1
+            generation_numbers.append(newest.number)
+        generation_number = max(generation_numbers) + 1
         while True:
-            generation = cls(root, number, token, content, known)
+            generation = cls(root, generation_number, token, content, known_starts)
             generation._claim()
             # A start that lists the generations after its claim sees all earlier claims: of two
             # simultaneous starts, at least one sees the other.
@@ -126,7 +126,7 @@ class Generation:
             if newest is None or newest <= generation.id:
                 break
             generation._withdraw()
-            number = newest.number + 1
+            generation_number = newest.number + 1
         try:
             generation._revoke_older()
         except OSError:
@@ -185,14 +185,17 @@ class Generation:
             return
         self.check()
         # Refuse a directory that another run has put in this place.
-        unseen = find_starts(self.root) - self.known - {(self.number, self.token)}
-        strangers = sorted(number for number, _ in unseen if number > 0)
+        unseen = find_starts(self.root) - self.known_starts - {(self.number, self.token)}
+        strangers = sorted(
+            generation_number for generation_number, _ in unseen if generation_number > 0
+        )
         if strangers:
-            numbers = ", ".join(map(str, strangers))
+            generation_list = ", ".join(map(str, strangers))
             raise SupersededError(
                 f"{self.root}: this directory was replaced by that of another run: it contains "
-                f"checkpoints of generation {numbers}, which this run (generation {self.number}) "
-                "has not seen. It no longer writes to it; continue it with another --save"
+                f"checkpoints of generation {generation_list}, which this run (generation "
+                f"{self.number}) has not seen. It no longer writes to it; continue it with "
+                "another --save"
             )
         # Claim again, then look for starts that claimed in the meantime, as `take` does.
         self._claim()
@@ -287,15 +290,23 @@ class Generation:
         for attempt in range(_LOOKS):
             if attempt > 0:
                 time.sleep(_PAUSE)
-            others = [found for found in generations_in(self.root) if found != self.id]
-            if others:
-                return others[-1]
+            other_generations = [
+                generation_id
+                for generation_id in generations_in(self.root)
+                if generation_id != self.id
+            ]
+            if other_generations:
+                return other_generations[-1]
         return None
 
     def _revoke_older(self) -> None:
         """Rename earlier generations and claims away, then remove them with their content."""
         # Claims of starts that crashed before their rename are removed, too.
-        older = [found.name for found in generations_in(self.root) if found < self.id]
+        older = [
+            generation_id.name
+            for generation_id in generations_in(self.root)
+            if generation_id < self.id
+        ]
         older += [path.name for path in self.root.glob(f"{_CLAIM}*")]
         for name in older:
             revoked = self.root / f"{_REVOKED}{name.removeprefix('.')}-{self.token}"
@@ -362,19 +373,19 @@ def describe_owner(token: str, owner: dict[str, Any]) -> dict[str, Any]:
 
 def generations_in(root: Path) -> list[GenerationId]:
     """Return the generations that `root` contains, oldest first."""
-    found = []
+    generation_ids = []
     for path in root.glob(f"{GENERATION}*"):
         # Other names are not ours, e.g., of an editor or a file manager.
         match = _NAME.fullmatch(path.name)
         if match is not None:
-            found.append(GenerationId(int(match[1]), match[2] or ""))
-    return sorted(found)
+            generation_ids.append(GenerationId(int(match[1]), match[2] or ""))
+    return sorted(generation_ids)
 
 
 def find_newest(root: Path) -> GenerationId | None:
     """Return the newest generation in `root`, None if there is none."""
-    found = generations_in(root)
-    return found[-1] if found else None
+    generation_ids = generations_in(root)
+    return generation_ids[-1] if generation_ids else None
 
 
 def find_starts(root: Path) -> frozenset[tuple[int, str | None]]:
@@ -418,7 +429,7 @@ def read_current_owner(root: Path) -> dict[str, Any]:
 
 def take_generation(root: Path, owner: dict[str, Any], above: int = 0) -> Generation:
     """Take the next generation of a directory of checkpoints in a file system or object storage."""
-    kind: type[Generation] = Generation
+    generation_class: type[Generation] = Generation
     if isinstance(root, ObjectPath):
-        kind = resolve(_OBJECT_GENERATION)
-    return kind.take(root, owner, above)
+        generation_class = resolve(_OBJECT_GENERATION)
+    return generation_class.take(root, owner, above)

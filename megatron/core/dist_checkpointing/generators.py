@@ -39,14 +39,14 @@ class GeneratorStates(NamedTuple):
 
 def get_generator_states() -> dict[str, Any]:
     """Return the states of this process as plain data, under Megatron-LM's names."""
-    algorithm, keys, *rest = np.random.get_state(legacy=True)
+    algorithm, keys, *remaining_fields = np.random.get_state(legacy=True)
     cuda = None
     # Reading it would create a context of some 500 MB on the GPU for a program on the CPU.
     if torch.cuda.is_initialized():
         cuda = torch.cuda.get_rng_state()
     return {
         "random_rng_state": random.getstate(),
-        "np_rng_state": (algorithm, np.asarray(keys).tolist(), *rest),
+        "np_rng_state": (algorithm, np.asarray(keys).tolist(), *remaining_fields),
         "torch_rng_state": torch.get_rng_state(),
         "cuda_rng_state": cuda,
     }
@@ -78,32 +78,32 @@ def check_generator_states(state: Any) -> GeneratorStates:
 
 def _check_python(value: Any) -> tuple[Any, ...]:
     """Validate (version, 624 words and the position, next Gaussian number or None)."""
-    where = "random_rng_state"
-    schema.sequence(schema.anything, 3, 3)(value, where)
+    state_name = "random_rng_state"
+    schema.sequence(schema.anything, 3, 3)(value, state_name)
     version, words, gauss = value
-    schema.one_of(_PYTHON_VERSION)(version, f"{where}[0]")
-    schema.sequence(_WORD, _NUM_WORDS + 1, _NUM_WORDS + 1)(words, f"{where}[1]")
-    _POSITION(words[-1], f"{where}[1][{_NUM_WORDS}]")
-    schema.optional(schema.number())(gauss, f"{where}[2]")
+    schema.one_of(_PYTHON_VERSION)(version, f"{state_name}[0]")
+    schema.sequence(_WORD, _NUM_WORDS + 1, _NUM_WORDS + 1)(words, f"{state_name}[1]")
+    _POSITION(words[-1], f"{state_name}[1][{_NUM_WORDS}]")
+    schema.optional(schema.number())(gauss, f"{state_name}[2]")
     return version, tuple(words), gauss
 
 
 def _check_numpy(value: Any) -> tuple[Any, ...]:
     """Validate ("MT19937", 624 words, position, has a Gaussian number, Gaussian number)."""
-    where = "np_rng_state"
-    schema.sequence(schema.anything, 5, 5)(value, where)
+    state_name = "np_rng_state"
+    schema.sequence(schema.anything, 5, 5)(value, state_name)
     algorithm, words, position, has_gauss, gauss = value
     if isinstance(words, np.ndarray):  # as Megatron-LM stores it
         words = words.tolist()
-    schema.one_of("MT19937")(algorithm, f"{where}[0]")
-    schema.sequence(_WORD, _NUM_WORDS, _NUM_WORDS)(words, f"{where}[1]")
-    _POSITION(position, f"{where}[2]")
-    schema.one_of(0, 1)(has_gauss, f"{where}[3]")
-    schema.number()(gauss, f"{where}[4]")
+    schema.one_of("MT19937")(algorithm, f"{state_name}[0]")
+    schema.sequence(_WORD, _NUM_WORDS, _NUM_WORDS)(words, f"{state_name}[1]")
+    _POSITION(position, f"{state_name}[2]")
+    schema.one_of(0, 1)(has_gauss, f"{state_name}[3]")
+    schema.number()(gauss, f"{state_name}[4]")
     return algorithm, np.array(words, dtype=np.uint32), position, has_gauss, gauss
 
 
-def check_torch_state(value: Any, device: torch.device, where: str) -> Tensor | None:
+def check_torch_state(value: Any, device: torch.device, location: str) -> Tensor | None:
     """Validate the state of a generator of `device`; None for one of another kind of device."""
     # Not the generator of the process, which an invalid state must not change.
     generator = torch.Generator(device)
@@ -115,7 +115,7 @@ def check_torch_state(value: Any, device: torch.device, where: str) -> Tensor | 
         and value.dim() == 1
     )
     if not is_state:
-        schema.refuse(where, value, "a one-dimensional tensor of bytes")
+        schema.refuse(location, value, "a one-dimensional tensor of bytes")
     if value.numel() != generator.get_state().numel():
         return None  # e.g., of a GPU: the sizes of the states differ
     state: Tensor = value.contiguous()
@@ -123,5 +123,5 @@ def check_torch_state(value: Any, device: torch.device, where: str) -> Tensor | 
         generator.set_state(state)
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
-        raise CheckpointError(f"{where} is not the state of a generator: {reason}") from error
+        raise CheckpointError(f"{location} is not the state of a generator: {reason}") from error
     return state

@@ -98,12 +98,15 @@ class Lineage(NamedTuple):
         """Return the lineage of a checkpoint whose start continued from this one."""
         return Lineage((*self.branch, segment), self.origin, job)
 
-    def includes(self, other: Lineage) -> bool:
-        """Return whether `other` is this checkpoint or an ancestor of it."""
+    def includes(self, candidate: Lineage) -> bool:
+        """Return whether `candidate` is this checkpoint or an ancestor of it."""
         # An ancestor was saved by a start of the branch, before the branch left that start.
         for segment in self.branch:
-            same_start = (segment.generation, segment.token) == (other.generation, other.token)
-            if same_start and other.iteration <= segment.iteration:
+            same_start = (segment.generation, segment.token) == (
+                candidate.generation,
+                candidate.token,
+            )
+            if same_start and candidate.iteration <= segment.iteration:
                 return True
         return False
 

@@ -247,8 +247,8 @@ class ShardedTensor:
             lo = max(start, box_start)
             hi = min(start + data.numel(), box_start + numel)
             if lo < hi:
-                part = data[lo - start : hi - start]
-                cut = split_flat_range(box.shape, lo - box_start, part)
+                box_data = data[lo - start : hi - start]
+                cut = split_flat_range(box.shape, lo - box_start, box_data)
                 boxes += [Box(to_absolute(box.offset, offset), view) for offset, view in cut]
             box_start += numel
         return ShardedTensor(key, self.global_shape, data.dtype, tuple(boxes))

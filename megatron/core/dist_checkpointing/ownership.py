@@ -121,8 +121,8 @@ def read_previous_owner(root: Path, job: Job) -> PreviousOwner:
     if job.is_recorded_in(owner):
         job_id = owner.get("job_id")
         first = owner.get("first_generation", newest.number)
-        known = isinstance(job_id, str) and isinstance(first, int)
-        return PreviousOwner(owner, job_id, first) if known else PreviousOwner(owner)
+        has_job_id = isinstance(job_id, str) and isinstance(first, int)
+        return PreviousOwner(owner, job_id, first) if has_job_id else PreviousOwner(owner)
     # Another job owns the directory. If it took over from this job, the restart must not take it
     # back.
     former = owner.get("former_jobs")
@@ -192,11 +192,11 @@ def _check_shared(root: Path, seen: list[tuple[str, bool]]) -> None:
     if not blind:
         return
     hosts = list(blind.items())[:_SHOWN_HOSTS]
-    places = [f"{host} (rank {', '.join(map(str, ranks[:8]))})" for host, ranks in hosts]
+    host_descriptions = [f"{host} (rank {', '.join(map(str, ranks[:8]))})" for host, ranks in hosts]
     raise ValueError(
         f"{root} is not shared by all ranks: files that rank 0 on {seen[0][0]} writes there are "
-        f"not visible on {'; '.join(places)}. Give a directory on a file system that all nodes "
-        "share"
+        f"not visible on {'; '.join(host_descriptions)}. Give a directory on a file system that "
+        "all nodes share"
     )
 
 

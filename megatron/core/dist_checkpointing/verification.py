@@ -168,7 +168,7 @@ def _check_structure(path: Path, report: VerifyReport) -> CheckpointMetadata | N
             report.problems.append(
                 f"{shard}: truncated: it has {shard.stat().st_size} bytes, {size} are in use"
             )
-    known = {
+    expected_names = {
         METADATA,
         METADATA_JSON,
         COMMON,
@@ -179,9 +179,9 @@ def _check_structure(path: Path, report: VerifyReport) -> CheckpointMetadata | N
         INTEGRITY,
         CLAIM,
     }
-    known |= metadata.file_sizes().keys()
+    expected_names |= metadata.file_sizes().keys()
     for name in _list_files(path):
-        if name not in known:
+        if name not in expected_names:
             report.notes.append(f"{path / name}: belongs to no tensor and no object")
     return metadata
 
@@ -215,8 +215,8 @@ def _check_integrity(
             report.problems.append(f"{path / name}: {INTEGRITY} has no hash of it")
     for name in names:
         try:
-            found = _collect_problems(report, partial(_sha256, path / name, progress))
-            if found not in (None, manifest["files"][name]):
+            digest = _collect_problems(report, partial(_sha256, path / name, progress))
+            if digest not in (None, manifest["files"][name]):
                 report.problems.append(
                     f"{path / name}: damaged: its content does not match the hash in {INTEGRITY}"
                 )
@@ -291,8 +291,8 @@ def _check_content(
         return [str(error)]
     if damaged:
         ranges = []
-        for number in damaged[:_SHOWN_BLOCKS]:
-            start = number * checksums.BLOCK_SIZE
+        for block_index in damaged[:_SHOWN_BLOCKS]:
+            start = block_index * checksums.BLOCK_SIZE
             stop = min(size, start + checksums.BLOCK_SIZE)
             ranges.append(f"{start}..{stop}")
         text = ", ".join(ranges)
@@ -307,13 +307,16 @@ def _find_damaged_blocks(content: bytes | memoryview, first: int, expected: byte
 
     `expected` contains the hashes of all blocks of the file.
     """
-    found = checksums.hash_blocks(content)
+    hashes = checksums.hash_blocks(content)
     size = checksums.DIGEST_SIZE
     damaged = []
-    for number in range(len(found) // size):
-        place = (first + number) * size
-        if found[number * size : (number + 1) * size] != expected[place : place + size]:
-            damaged.append(first + number)
+    for block_index in range(len(hashes) // size):
+        expected_start = (first + block_index) * size
+        if (
+            hashes[block_index * size : (block_index + 1) * size]
+            != expected[expected_start : expected_start + size]
+        ):
+            damaged.append(first + block_index)
     return damaged
 
 
@@ -331,6 +334,6 @@ def compute_digest(slices: Iterable[torch.Tensor]) -> str:
     `slices` are its rows in order, so that a large tensor need not be in memory.
     """
     digest = xxhash.xxh3_128()
-    for part in slices:
-        digest.update(view_bytes(part.contiguous().view(-1)))
+    for tensor_slice in slices:
+        digest.update(view_bytes(tensor_slice.contiguous().view(-1)))
     return digest.hexdigest()

@@ -26,20 +26,20 @@ SIZE = schema.plausible("SIZE", 2**31 - 1, low=0)  # of one dimension of a model
 RANKS = schema.plausible("RANKS", 100_000)  # of an axis or a layout
 
 
-def check_scalar(value: Any, where: str) -> Any:
+def check_scalar(value: Any, location: str) -> Any:
     """Check a number, or a tensor of one element."""
     if isinstance(value, torch.Tensor | FileTensor) and value.numel() == 1:
         return value
-    return schema.number()(value, where)
+    return schema.number()(value, location)
 
 
-def _check_plain(value: Any, where: str) -> Any:
+def _check_plain(value: Any, location: str) -> Any:
     """Check None, a boolean, a number or a text."""
     if value is None or type(value) is bool:
         return value
     if type(value) is str:
-        return text()(value, where)
-    return schema.number()(value, where)
+        return text()(value, location)
+    return schema.number()(value, location)
 
 
 _CHECKS_BY_TYPE: dict[Any, Check] = {
@@ -50,25 +50,25 @@ _CHECKS_BY_TYPE: dict[Any, Check] = {
 }
 
 
-def _make_check(kind: Any) -> Check:
-    """Return the check for a field of a dataclass of type `kind`; None is accepted as well."""
-    if kind in _CHECKS_BY_TYPE:
-        return optional(_CHECKS_BY_TYPE[kind])
-    if typing.get_origin(kind) is tuple:  # a pair, e.g., the attention window
+def _make_check(hint: Any) -> Check:
+    """Return the check for a field of a dataclass of type `hint`; None is accepted as well."""
+    if hint in _CHECKS_BY_TYPE:
+        return optional(_CHECKS_BY_TYPE[hint])
+    if typing.get_origin(hint) is tuple:  # a pair, e.g., the attention window
         return optional(sequence(schema.integer(-1, 2**31 - 1), 2, least=2))
-    alternatives = [arm for arm in typing.get_args(kind) if arm is not types.NoneType]
+    alternatives = [arm for arm in typing.get_args(hint) if arm is not types.NoneType]
     check_one = _make_check(alternatives[0])
-    if typing.get_origin(kind) is not list and len(alternatives) == 1:  # X | None
+    if typing.get_origin(hint) is not list and len(alternatives) == 1:  # X | None
         return check_one
 
     # list[X] or X | list[X].
     check_many = sequence(check_one, 10_000)
 
-    def check_list(value: Any, where: str) -> Any:
+    def check_list(value: Any, location: str) -> Any:
         # Megatron-LM stores one value instead of a list of one.
         if isinstance(value, list | tuple):
-            return check_many(value, where)
-        return check_one(value, where)
+            return check_many(value, location)
+        return check_one(value, location)
 
     return check_list
 
@@ -80,8 +80,8 @@ def _make_model_checks() -> dict[str, Check]:
     TransformerConfig, as for a flag.
     """
     checks = {}
-    for name, kind in typing.get_type_hints(TransformerConfig).items():
-        checks[name] = _make_check(kind)
+    for name, hint in typing.get_type_hints(TransformerConfig).items():
+        checks[name] = _make_check(hint)
     # Narrower than their types.
     checks["num_layers"] = optional(LAYERS)
     checks["mtp_num_layers"] = optional(MTP_LAYERS)
@@ -137,22 +137,22 @@ GRAD_SCALER = record(
 )
 
 
-def check_scheduler(value: Any, where: str) -> Any:
+def check_scheduler(value: Any, location: str) -> Any:
     """Check the state of a learning rate schedule: plain values by name."""
-    schema.mapping(_check_plain)(value, where)
-    return record({"num_steps?": COUNT})(value, where)
+    schema.mapping(_check_plain)(value, location)
+    return record({"num_steps?": COUNT})(value, location)
 
 
-def _check_optimizer(value: Any, where: str) -> Any:
+def _check_optimizer(value: Any, location: str) -> Any:
     """Check an optimizer, or several: dense layers and experts have one each with EP > 1."""
     if isinstance(value, dict) and 0 in value:
-        schema.mapping(anything, keys=schema.integer(0, 63))(value, where)
-        parts = list(value.values())
+        schema.mapping(anything, keys=schema.integer(0, 63))(value, location)
+        optimizers = list(value.values())
     elif isinstance(value, list):
-        parts = value
+        optimizers = value
     else:
-        return _OPTIMIZER(value, where)
-    sequence(_OPTIMIZER, 64, least=1)(parts, where)
+        return _OPTIMIZER(value, location)
+    sequence(_OPTIMIZER, 64, least=1)(optimizers, location)
     return value
 
 
@@ -180,19 +180,19 @@ TRAINING_STATE = record(
 )
 
 
-def check_namespace(value: Any, where: str) -> Any:
+def check_namespace(value: Any, location: str) -> Any:
     """Check the arguments of a run.
 
     Enums of other projects are left to the reader that knows them; `model_config` checks the values
     that it derives from them.
     """
     if not isinstance(value, argparse.Namespace):
-        schema.refuse(where, value, "the arguments of a run (a Namespace)")
-    known = {}
+        schema.refuse(location, value, "the arguments of a run (a Namespace)")
+    checked_args = {}
     for name, item in vars(value).items():
         if not isinstance(item, Placeholder):
-            known[name] = item
-    ARGUMENTS(known, where)
+            checked_args[name] = item
+    ARGUMENTS(checked_args, location)
     return value
 
 
@@ -234,16 +234,16 @@ def plain_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_other_models(
-    args: Mapping[str, Any], known: Mapping[str, tuple[Any, ...]], where: str
+    args: Mapping[str, Any], accepted_values: Mapping[str, tuple[Any, ...]], location: str
 ) -> None:
     """Raise ValueError with the arguments of a run that trained another kind of model than ours.
 
-    `known` contains the values of our models. A missing argument is accepted. Values are compared
-    with ==, so 0, 0.0 and False are equal.
+    `accepted_values` contains the values of our models. A missing argument is accepted. Values are
+    compared with ==, so 0, 0.0 and False are equal.
     """
     wrong = []
-    for name, accepted in known.items():
+    for name, accepted in accepted_values.items():
         if name in args and args[name] not in accepted:
             wrong.append(f"{name} = {schema.format_value(args[name])}")
     if wrong:
-        raise ValueError(f"{where} was trained with {', '.join(wrong)}, which is not supported")
+        raise ValueError(f"{location} was trained with {', '.join(wrong)}, which is not supported")

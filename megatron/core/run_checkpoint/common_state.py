@@ -151,7 +151,7 @@ def list_optimizers(optimizer: Any) -> list[Mapping[str, Any]]:
     """
     # Several optimizers are numbered (0, 1) in torch_dist and listed in legacy files.
     if isinstance(optimizer, Mapping) and 0 in optimizer:
-        return [optimizer[number] for number in sorted(optimizer)]
+        return [optimizer[index] for index in sorted(optimizer)]
     if isinstance(optimizer, list):
         return optimizer
     return [optimizer]

@@ -358,10 +358,10 @@ def _list_branch_of(
     # A checkpoint of generation 0 is of another program, or has lost its lineage, e.g., in a copy
     # of a run in progress. It ends the branch of the latest start, unless complete checkpoints of
     # generation 0 are not on that branch.
-    latest = {number for number in on_branch(lineages) if number <= end.iteration}
-    for number in branch:
-        is_other = number != end.iteration and number not in latest
-        if is_other and find_problem(checkpoints.path(number)) is None:
+    latest = {iteration for iteration in on_branch(lineages) if iteration <= end.iteration}
+    for iteration in branch:
+        is_other = iteration != end.iteration and iteration not in latest
+        if is_other and find_problem(checkpoints.path(iteration)) is None:
             return branch
     return sorted(latest.union(branch), reverse=True)
 
@@ -404,12 +404,12 @@ def find_checkpoint(
         damaged.append((named, problem))
 
     # 2. The newest complete one. Looking at all checkpoints is slow on a parallel file system.
-    others = [directory for directory in list_newest_first(root, named) if directory != named]
-    if reason is None and not others:
+    alternatives = [directory for directory in list_newest_first(root, named) if directory != named]
+    if reason is None and not alternatives:
         _refuse_unread(root)
         return None
     reason = reason or "there is no tracker file"
-    for directory in others:
+    for directory in alternatives:
         problem = find_problem(directory)
         if problem is None:
             note = f"{reason}: taking {directory}, the newest complete checkpoint"
@@ -443,16 +443,16 @@ def _describe_alternative(root: Path, named: Path) -> str | None:
     """Return a note if `root` contains a checkpoint of another program next to the run, or one of
     DeepSpeed's engine that was not converted.
     """
-    other = None
+    alternative = None
     tag = read_latest(root)
     if list_formats(root):
-        other = f"{root} is also a checkpoint itself ({' and '.join(list_formats(root))})"
+        alternative = f"{root} is also a checkpoint itself ({' and '.join(list_formats(root))})"
     elif tag not in (None, named.name):
-        other = f"{LATEST} names {tag}"
-    if other is not None:
+        alternative = f"{LATEST} names {tag}"
+    if alternative is not None:
         return (
-            f"{other}: taking {named}, which training has saved. To use the other one, move it to "
-            "a directory of its own"
+            f"{alternative}: taking {named}, which training has saved. To use the other one, move "
+            "it to a directory of its own"
         )
     if tag is None:
         return None
@@ -484,8 +484,8 @@ def _find_in_object_storage(root: ObjectPath, loader: str) -> CheckpointRef | No
 
 def require_checkpoint(root: Path, step: int | None = None, loader: str = "auto") -> CheckpointRef:
     """Like `find_checkpoint`, but raise NoCheckpointError if there is none, and log the note."""
-    found = find_checkpoint(root, step, loader)
-    if found is None:
+    checkpoint = find_checkpoint(root, step, loader)
+    if checkpoint is None:
         if not root.exists():
             raise NoCheckpointError(f"{root}: no such directory")
         if not root.is_dir():
@@ -497,9 +497,9 @@ def require_checkpoint(root: Path, step: int | None = None, loader: str = "auto"
         raise NoCheckpointError(
             f"{root} holds no checkpoint in a known format ({', '.join(FORMATS)}); {contents}"
         )
-    if found.note is not None:
-        logger.warning(found.note)
-    return found
+    if checkpoint.note is not None:
+        logger.warning(checkpoint.note)
+    return checkpoint
 
 
 def _describe_contents(root: Path) -> str:
@@ -507,16 +507,16 @@ def _describe_contents(root: Path) -> str:
     if not root.is_dir():
         return f"{root} is not a directory"
     complete = []
-    lines = []
+    descriptions = []
     for directory in list_newest_first(root):
         problem = find_problem(directory)
         if problem is None:
             complete.append(directory.name)
         else:
-            lines.append(f"\n  {directory.name}: {problem}")
+            descriptions.append(f"\n  {directory.name}: {problem}")
     if complete:
         return f"complete are: {', '.join(complete)}"
-    text = f"{root} holds no complete checkpoint{''.join(lines[:5])}"
+    text = f"{root} holds no complete checkpoint{''.join(descriptions[:5])}"
     abandoned = _find_abandoned(root)
     if abandoned is not None:
         text += (
@@ -543,7 +543,7 @@ def _find_abandoned(root: Path) -> Path | None:
 
 
 def open_found(
-    found: CheckpointRef,
+    checkpoint: CheckpointRef,
     *,
     optimizer: bool = True,
     verify: bool | None = None,
@@ -555,19 +555,19 @@ def open_found(
     True: it is required; False: never. `waits_for_shards` waits for shards of a torch_dist
     checkpoint that a network file system does not show yet: another rank has seen all of them.
     """
-    if found.format == "torch_dist":
-        run = open_run_checkpoint(found.directory, verify is not False, waits_for_shards)
+    if checkpoint.format == "torch_dist":
+        run = open_run_checkpoint(checkpoint.directory, verify is not False, waits_for_shards)
         if run is not None:
             if verify:
-                require_checksums(found)
+                require_checksums(checkpoint)
             return run
     return open_in_any_form(
-        found, optimizer=optimizer, verify=verify, waits_for_shards=waits_for_shards
+        checkpoint, optimizer=optimizer, verify=verify, waits_for_shards=waits_for_shards
     )
 
 
 def open_in_any_form(
-    found: CheckpointRef,
+    checkpoint: CheckpointRef,
     *,
     optimizer: bool = True,
     verify: bool | None = None,
@@ -578,26 +578,26 @@ def open_in_any_form(
     That reader compares the arguments with the stored tensors. The options are those of
     `open_found`.
     """
-    source: Source = resolve(_OPEN_ANY)(found, optimizer, verify, waits_for_shards)
+    source: Source = resolve(_OPEN_ANY)(checkpoint, optimizer, verify, waits_for_shards)
     return source
 
 
-def require_checksums(found: CheckpointRef) -> None:
+def require_checksums(checkpoint: CheckpointRef) -> None:
     """Raise CheckpointError unless the checkpoint contains checksums.
 
     Blocks are compared with `checksums.bin` when they are read. Megatron-LM's `integrity.json` has
     a hash of each file, so all files are read here, on rank 0 only.
     """
-    if find_checksums(found.directory) is not None:
+    if find_checksums(checkpoint.directory) is not None:
         return
-    if not (found.directory / INTEGRITY).is_file():
+    if not (checkpoint.directory / INTEGRITY).is_file():
         raise CheckpointError(
-            f"--ckpt-verify: {found.directory} ({found.format}) has neither {CHECKSUMS} nor "
-            f"{INTEGRITY} to compare it with: drop the flag, or convert the checkpoint first "
+            f"--ckpt-verify: {checkpoint.directory} ({checkpoint.format}) has neither {CHECKSUMS} "
+            f"nor {INTEGRITY} to compare it with: drop the flag, or convert the checkpoint first "
             "(tools/checkpoint/convert.py --saver torch_dist)"
         )
     if dist.is_initialized() and dist.get_rank() > 0:
         return
-    problems: list[str] = resolve(_FIND_INTEGRITY_PROBLEMS)(found.directory)
+    problems: list[str] = resolve(_FIND_INTEGRITY_PROBLEMS)(checkpoint.directory)
     if problems:
         raise CheckpointError("\n".join(problems))

@@ -91,16 +91,16 @@ def find_norm_key(name: str, names: Container[str]) -> str:
     """
     for local, fused in NORMS.items():
         if f".{local}" in name:
-            before, _, part = name.partition(f".{local}")
+            before, _, suffix = name.partition(f".{local}")
         elif f".{fused}" in name:
-            before, _, part = name.partition(f".{fused}")
+            before, _, suffix = name.partition(f".{fused}")
         else:
             continue
         # The norm is fused if the projection that follows is in the model.
         projection = f"{before}.{fused}".replace(".layer_norm_", ".weight")
         if projection in names:
-            return f"{before}.{fused}{part}"
-        return f"{before}.{local}{part}"
+            return f"{before}.{fused}{suffix}"
+        return f"{before}.{local}{suffix}"
     return name
 
 

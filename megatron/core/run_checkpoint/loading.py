@@ -90,11 +90,11 @@ class _MainParametersFromWeights:
         return key in self._weights.values()
 
     def read_into(self, requests: Sequence[Request], workers: int = 1) -> None:
-        stored = []
+        stored_requests = []
         for request in requests:
             stored_key = self._weights.get(request.key, request.key)
-            stored.append(request._replace(key=stored_key))
-        self._reader.read_into(stored, workers)
+            stored_requests.append(request._replace(key=stored_key))
+        self._reader.read_into(stored_requests, workers)
         self.bytes_needed = self._reader.bytes_needed
         self.bytes_read = self._reader.bytes_read
 
@@ -116,10 +116,10 @@ def load_from_source(
     Raises CheckpointError on every rank if any rank fails; the tensors are undefined then.
     """
     # A checkpoint under its own keys is read directly, in parallel.
-    stored: BoxReader = _SourceReader(source)
+    source_reader: BoxReader = _SourceReader(source)
     if isinstance(source, RunCheckpoint):
-        stored = source.reader
-    reader = _MainParametersFromWeights(stored, state, strictness)
+        source_reader = source.reader
+    reader = _MainParametersFromWeights(source_reader, state, strictness)
 
     # Rank 0 shows its own share: it represents those of the others.
     total = 0
@@ -128,7 +128,7 @@ def load_from_source(
             total += sum(box.tensor.nbytes for box in entry.boxes)
     quiet = dist.is_initialized() and dist.get_rank() > 0
     with ProgressBar(
-        f"loading {source.description}", total, count=lambda: stored.bytes_read, quiet=quiet
+        f"loading {source.description}", total, count=lambda: source_reader.bytes_read, quiet=quiet
     ):
         return fill(
             state,

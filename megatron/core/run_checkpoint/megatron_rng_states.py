@@ -60,5 +60,5 @@ def build_initial_cuda_state(
 def _build_philox_state(seed: int) -> torch.Tensor:
     """Return the state of a CUDA generator (Philox): a seed and an offset, 16 bytes."""
     offset = 0  # numbers drawn so far
-    stored = struct.pack("<QQ", seed, offset)
-    return torch.frombuffer(bytearray(stored), dtype=torch.uint8)
+    packed_state = struct.pack("<QQ", seed, offset)
+    return torch.frombuffer(bytearray(packed_state), dtype=torch.uint8)

@@ -25,8 +25,8 @@ def read_common(reader: Reader, directory: Path, verify: bool = True) -> dict[st
     """Return `common.pt`, or the object that replaces it in newer Megatron-LM."""
     common = load_common(directory, verify=verify)
     if not common and COMMON_STATE in reader.metadata.objects:
-        stored: dict[str, Any] = reader.read_object(COMMON_STATE)
-        return stored
+        common_state: dict[str, Any] = reader.read_object(COMMON_STATE)
+        return common_state
     return common
 
 

@@ -81,12 +81,12 @@ def _list_paths(args: Mapping[str, Any]) -> dict[str, Path]:
         value = args.get(argument)
         if not value or type(value) is not str or "\0" in value:
             continue
-        given = path_of(value)
+        tokenizer_path = path_of(value)
         if name:
-            paths[name] = given
+            paths[name] = tokenizer_path
         else:
             # Only the files that exist are copied.
-            paths |= {each: given / each for each in _HUGGING_FACE}
+            paths |= {file_name: tokenizer_path / file_name for file_name in _HUGGING_FACE}
     return paths
 
 
@@ -98,10 +98,10 @@ def find_stored_tokenizer(args: Mapping[str, Any], directory: Path) -> dict[str,
     folder = directory / DIRECTORY
     if not folder.is_dir() or not any(folder.iterdir()):
         return {}
-    found: dict[str, Any] = {}
+    tokenizer_args: dict[str, Any] = {}
     for argument, name in _FILES.get(str(args.get("tokenizer_type")), {}).items():
         path = folder / name
         if not path.exists():
             return {}
-        found[argument] = str(path)
-    return found
+        tokenizer_args[argument] = str(path)
+    return tokenizer_args

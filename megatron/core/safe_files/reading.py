@@ -212,14 +212,14 @@ def read_json(path: str | os.PathLike[str]) -> Any:
     return parse_json(read_regular(path), escape_control_chars(str(path)))
 
 
-def parse_json(content: bytes, where: str, **options: Any) -> Any:
+def parse_json(content: bytes, location: str, **options: Any) -> Any:
     """Parse JSON; raise CheckpointError if it is invalid or nested deeper than MAX_DEPTH."""
     try:
         value = json.loads(content, **options)
     except RecursionError as error:
-        raise CheckpointError(f"{where} is not valid JSON: it is nested too deep") from error
+        raise CheckpointError(f"{location} is not valid JSON: it is nested too deep") from error
     except ValueError as error:
-        message = f"{where} is not valid JSON ({error}): it is damaged or of another format"
+        message = f"{location} is not valid JSON ({error}): it is damaged or of another format"
         raise CheckpointError(message) from error
 
     # Descend level by level, because the parser's own limit depends on the version of Python.
@@ -228,7 +228,7 @@ def parse_json(content: bytes, where: str, **options: Any) -> Any:
         level = list(_iterate_children(level))
         if not level:
             return value
-    raise CheckpointError(f"{where} is not valid JSON: it is nested more than {MAX_DEPTH} deep")
+    raise CheckpointError(f"{location} is not valid JSON: it is nested more than {MAX_DEPTH} deep")
 
 
 def _iterate_children(values: list[Any]) -> Iterable[Any]:
@@ -240,18 +240,19 @@ def _iterate_children(values: list[Any]) -> Iterable[Any]:
             yield from value
 
 
-def named_file(directory: Path, name: Any, where: str) -> Path:
+def named_file(directory: Path, name: Any, location: str) -> Path:
     """Return the path of a file in `directory` that the content of another file names.
 
-    Raises CheckpointError naming `where` if it is not a name, or not the name of a regular file. A
-    missing file is left to the caller.
+    Raises CheckpointError naming `location` if it is not a name, or not the name of a regular file.
+    A missing file is left to the caller.
     """
-    path = directory / file_name(name, where)
+    path = directory / file_name(name, location)
     target = links.find_outside_target(path)
     if target is not None:
         raise CheckpointError(
-            f"{where}: {name} is a link to {escape_control_chars(target)}, outside of {directory}"
+            f"{location}: {name} is a link to {escape_control_chars(target)}, outside of "
+            f"{directory}"
         )
     if path.exists() and not path.is_file():
-        raise CheckpointError(f"{where}: {name} is not a regular file")
+        raise CheckpointError(f"{location}: {name} is not a regular file")
     return path

@@ -164,7 +164,7 @@ def _build_tensor_v3(
     return _build_tensor(storage, offset, shape, stride, dtype)
 
 
-def _build_tensor_subclass(function: Any, kind: Any, args: Any, state: Any) -> Any:
+def _build_tensor_subclass(function: Any, tensor_class: Any, args: Any, state: Any) -> Any:
     """Build the values of a tensor subclass, without its attributes."""
     builders = (_build_tensor_v2, _build_tensor_v3)
     is_builder = isinstance(function, Function) and function.call in builders
@@ -261,12 +261,12 @@ def _list_pairs(content: Any = ()) -> list[Any]:
     return pairs
 
 
-def _make_dict_function(kind: type[dict]) -> Function:
+def _make_dict_function(dict_class: type[dict]) -> Function:
     """Return the constructor of a dictionary, which hashes its keys."""
 
     def build(*args: Any) -> Any:
         pairs = _list_pairs(*args)
-        return kind(pairs)
+        return dict_class(pairs)
 
     def list_keys(*args: Any) -> list[Any]:
         pairs = _list_pairs(*args)
@@ -275,13 +275,13 @@ def _make_dict_function(kind: type[dict]) -> Function:
     return Function(build, list_keys)
 
 
-def _restrict(make: Callable[..., Any], *kinds: type) -> Function:
+def _restrict(make: Callable[..., Any], *arg_types: type) -> Function:
     """Restrict a function to short arguments of these types."""
 
     def call(*args: Any) -> Any:
         for arg in args:
             is_long = type(arg) is str and len(arg) > 4096
-            if type(arg) not in kinds or is_long:
+            if type(arg) not in arg_types or is_long:
                 arguments = ", ".join(map(format_value, args))
                 raise UnsafePickleError(f"a call with {arguments}")
         return make(*args)

@@ -73,7 +73,7 @@ def safe_load(
     source: str | os.PathLike[str] | bytes,
     *,
     mmap: bool = True,
-    where: str | None = None,
+    location: str | None = None,
     placeholders: bool = True,
 ) -> Any:
     """Load a file like `torch.load(source, weights_only=False, map_location="cpu")`.
@@ -84,24 +84,24 @@ def safe_load(
     used, and writing to them changes memory only. Otherwise the file is read at once. Classes of
     other projects become `Placeholder`s or, without `placeholders`, an error.
 
-    Raises CheckpointError that names `where` (default: the path), and UnsafePickleError for a
+    Raises CheckpointError that names `location` (default: the path), and UnsafePickleError for a
     refused global.
     """
     if isinstance(source, bytes):
-        return _load_archive(bytearray(source), where or "pickle", placeholders, check_crc=True)
+        return _load_archive(bytearray(source), location or "pickle", placeholders, check_crc=True)
     path = path_of(source)
-    where = where or str(path)
+    location = location or str(path)
     try:
         with open_file(path) as file:
             # Objects and empty files cannot be mapped.
             if mmap and file.size > 0 and file.descriptor is not None:
                 # Copy on write: changes of the tensors do not reach the file.
                 mapped = mmap_module.mmap(file.descriptor, 0, access=mmap_module.ACCESS_COPY)
-                return _load_archive(mapped, where, placeholders)
+                return _load_archive(mapped, location, placeholders)
             content = bytearray(file.read_whole())
-            return _load_archive(content, where, placeholders, check_crc=True)
+            return _load_archive(content, location, placeholders, check_crc=True)
     except OSError as error:
-        raise CheckpointError(f"{where}: cannot be read: {error.strerror}") from error
+        raise CheckpointError(f"{location}: cannot be read: {error.strerror}") from error
 
 
 def safe_open(source: str | os.PathLike[str], *, placeholders: bool = True) -> Any:
@@ -115,7 +115,7 @@ def safe_open(source: str | os.PathLike[str], *, placeholders: bool = True) -> A
 
 
 def open_archive(
-    file: OpenFile, start: int, length: int, where: str, placeholders: bool = True
+    file: OpenFile, start: int, length: int, location: str, placeholders: bool = True
 ) -> Any:
     """Open an archive of `length` bytes at byte `start` of a file like `safe_open`."""
     # Strided views may refer to the same bytes repeatedly: bound their copies by the file's size.
@@ -129,7 +129,7 @@ def open_archive(
         view = partial(_view_in_file, file.path, start + position, nbytes, copies)
         return Storage(nbytes, view)
 
-    return _load(read, length, where, find_storage, placeholders)
+    return _load(read, length, location, find_storage, placeholders)
 
 
 def _view_in_file(
@@ -161,7 +161,7 @@ def _view_in_file(
 
 def _load_archive(
     buffer: bytearray | mmap_module.mmap,
-    where: str,
+    location: str,
     placeholders: bool,
     check_crc: bool = False,
 ) -> Any:
@@ -180,7 +180,7 @@ def _load_archive(
     def read(offset: int, size: int) -> memoryview:
         return view[offset : offset + size]
 
-    return _load(read, len(buffer), where, find_storage, placeholders, check_crc)
+    return _load(read, len(buffer), location, find_storage, placeholders, check_crc)
 
 
 def _view_in_memory(
@@ -197,7 +197,7 @@ def _view_in_memory(
 def _load(
     read: Callable[[int, int], bytes | memoryview],
     length: int,
-    where: str,
+    location: str,
     find_storage: Callable[[int, int], Storage],
     placeholders: bool,
     check_crc: bool = False,
@@ -208,16 +208,18 @@ def _load(
     """
     # Check the format.
     if not length:
-        raise CheckpointError(f"{where}: the file is empty")
+        raise CheckpointError(f"{location}: the file is empty")
     start = bytes(read(0, 8))
     if not start.startswith(LOCAL_SIGNATURE):
         raise CheckpointError(
-            f"{where}: not a torch.save archive (zip), it starts with {start!r}. "
+            f"{location}: not a torch.save archive (zip), it starts with {start!r}. "
             "Files of torch < 1.6 must be saved again with a newer torch."
         )
-    archive = Archive(read, length, where)
+    archive = Archive(read, length, location)
     if "byteorder" in archive.records and archive.read("byteorder") != b"little":
-        raise CheckpointError(f"{where}: written on a big-endian machine, which is not supported")
+        raise CheckpointError(
+            f"{location}: written on a big-endian machine, which is not supported"
+        )
 
     # Unpickle. Tensors that share a record share its storage.
     storages: dict[str, Storage] = {}
@@ -225,7 +227,9 @@ def _load(
     def find_record(name: str) -> Storage:
         """Return the storage of a record. Raises CheckpointError if it is missing or damaged."""
         if name not in archive.records:
-            raise CheckpointError(f"{where}: tensor data {escape_control_chars(name)} is missing")
+            raise CheckpointError(
+                f"{location}: tensor data {escape_control_chars(name)} is missing"
+            )
         if name not in storages:
             position = archive.find_data(name)
             nbytes = archive.records[name].size
@@ -234,6 +238,6 @@ def _load(
             storages[name] = find_storage(position, nbytes)
         return storages[name]
 
-    result = unpickle(archive.read("data.pkl"), where, find_record, placeholders)
-    check_bounded(result, where)
+    result = unpickle(archive.read("data.pkl"), location, find_record, placeholders)
+    check_bounded(result, location)
     return result

@@ -83,7 +83,7 @@ class ArchiveLayout(NamedTuple):
     """An archive without the bytes of its tensors, and the positions of these bytes."""
 
     fixed: list[tuple[int, bytes]]  # (position, content), in order
-    places: list[tuple[TensorSlot, int]]  # in the order of the archive
+    slot_offsets: list[tuple[TensorSlot, int]]  # in the order of the archive
     size: int
 
 
@@ -92,12 +92,12 @@ class _Storage:
 
     def __init__(self, dtype: torch.dtype, numel: int, key: str) -> None:
         if dtype in torch.storage._new_dtypes():  # dtypes without a typed storage class
-            kind = torch.UntypedStorage
+            storage_class = torch.UntypedStorage
             size = numel * dtype.itemsize
         else:
-            kind = getattr(torch, torch.storage._dtype_to_storage_type_map()[dtype])
+            storage_class = getattr(torch, torch.storage._dtype_to_storage_type_map()[dtype])
             size = numel
-        self.persistent_id = ("storage", kind, key, "cpu", size)
+        self.persistent_id = ("storage", storage_class, key, "cpu", size)
 
 
 class _Pickler(pickle.Pickler):
@@ -168,10 +168,10 @@ def lay_out_archive(value: Any) -> ArchiveLayout:
 
     # Records of tensors
     fixed = []
-    places = []
+    slot_offsets = []
     start = 0  # of `head` in the archive
-    for number, slot in enumerate(pickler.slots):
-        name = b"archive/data/%d" % number
+    for slot_index, slot in enumerate(pickler.slots):
+        name = b"archive/data/%d" % slot_index
         header_offset = start + len(head)
         local, entry = _encode_data_record(name, slot.nbytes, header_offset)
         head += local
@@ -179,17 +179,17 @@ def lay_out_archive(value: Any) -> ArchiveLayout:
         fixed.append((start, bytes(head)))
 
         data_offset = start + len(head)
-        places.append((slot, data_offset))
+        slot_offsets.append((slot, data_offset))
         start = data_offset + slot.nbytes
         head = bytearray()
 
     # The directory
     central_offset = start + len(head)
-    num_records = len(known_records) + len(places)
+    num_records = len(known_records) + len(slot_offsets)
     end = _encode_end(num_records, len(central), central_offset)
     tail = bytes(head + central) + end
     fixed.append((start, tail))
-    return ArchiveLayout(fixed, places, start + len(tail))
+    return ArchiveLayout(fixed, slot_offsets, start + len(tail))
 
 
 def _encode_local_header(
@@ -268,10 +268,10 @@ def _encode_data_record(name: bytes, nbytes: int, header: int) -> tuple[bytes, b
     return local, entry
 
 
-def _encode_zip64_field(*numbers: int) -> bytes:
+def _encode_zip64_field(*values: int) -> bytes:
     """Return the extra field with 64-bit numbers for fields that have the maximum."""
-    head = struct.pack("<2H", _ZIP64_KIND, 8 * len(numbers))
-    return head + struct.pack(f"<{len(numbers)}Q", *numbers)
+    head = struct.pack("<2H", _ZIP64_KIND, 8 * len(values))
+    return head + struct.pack(f"<{len(values)}Q", *values)
 
 
 @lru_cache(maxsize=65536)
@@ -346,15 +346,15 @@ def pad_archive(archive: bytes, length: int) -> bytes:
 class Archive:
     """The records of an archive of `length` bytes.
 
-    `read(offset, size)` reads from it, and `where` names it in error messages.
+    `read(offset, size)` reads from it, and `location` names it in error messages.
     """
 
     def __init__(
-        self, read: Callable[[int, int], bytes | memoryview], length: int, where: str
+        self, read: Callable[[int, int], bytes | memoryview], length: int, location: str
     ) -> None:
         self._source = read
         self._length = length
-        self._where = where
+        self._location = location
         self.records: dict[str, Record] = {}  # by name, without the top folder
         try:
             self._read_directory()
@@ -404,7 +404,7 @@ class Archive:
 
     def _make_error(self, reason: str) -> CheckpointError:
         """Return an error that names the archive."""
-        return CheckpointError(f"{self._where}: not an intact torch.save archive: {reason}")
+        return CheckpointError(f"{self._location}: not an intact torch.save archive: {reason}")
 
     def _read_directory(self) -> None:
         """Fill `records`."""
@@ -442,8 +442,8 @@ class Archive:
     def _read_entry(self, directory: bytes, position: int) -> int:
         """Add the record at `position` of the directory; return the position after its entry."""
         fields = _CENTRAL.unpack_from(directory, position)
-        signature, _, _, _, method, _, _, crc, packed_size, size, *others = fields
-        name_size, extra_size, comment_size, _, _, _, header = others
+        signature, _, _, _, method, _, _, crc, packed_size, size, *trailing_fields = fields
+        name_size, extra_size, comment_size, _, _, _, header = trailing_fields
 
         # The name and the extra field follow.
         name_start = position + _CENTRAL.size
@@ -479,11 +479,11 @@ def _read_zip64_values(extra: bytes) -> list[int]:
     """Return the numbers of the zip64 extra field, in the order of the fields they replace."""
     position = 0
     while position + 4 <= len(extra):
-        kind, size = struct.unpack_from("<2H", extra, position)
+        field_id, size = struct.unpack_from("<2H", extra, position)
         position += 4
-        if kind == _ZIP64_KIND:
-            numbers = struct.unpack_from(f"<{size // 8}Q", extra, position)
-            return list(numbers)
+        if field_id == _ZIP64_KIND:
+            values = struct.unpack_from(f"<{size // 8}Q", extra, position)
+            return list(values)
         position += size
     return []
 

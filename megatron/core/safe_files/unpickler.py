@@ -230,15 +230,15 @@ class _Unpickler:
         else:
             self.stack.pop()
 
-    def put(self, number: int) -> None:
+    def put(self, memo_index: int) -> None:
         """Store the value on top of the stack in the memo."""
         # Every writer numbers its values consecutively. A memo as long as the number would let a
         # few bytes allocate gigabytes.
-        if number > len(self.memo):
+        if memo_index > len(self.memo):
             raise UnsafePickleError(
-                f"its pickle stores value {number} after {len(self.memo)} others"
+                f"its pickle stores value {memo_index} after {len(self.memo)} others"
             )
-        self.memo[number : number + 1] = [self.stack[-1]]
+        self.memo[memo_index : memo_index + 1] = [self.stack[-1]]
 
     # Containers
 
@@ -250,11 +250,11 @@ class _Unpickler:
         """
         for value in values:
             # Texts and small integers first, for speed.
-            kind = type(value)
-            if kind is str or (kind is int and value.bit_length() <= 64):
+            value_type = type(value)
+            if value_type is str or (value_type is int and value.bit_length() <= 64):
                 continue
             # Large integers can be made to collide.
-            is_leaf = kind is not int and kind in _LEAVES
+            is_leaf = value_type is not int and value_type in _LEAVES
             if is_leaf or isinstance(value, Placeholder) or is_dtype(value):
                 continue
 
@@ -343,9 +343,9 @@ class _Unpickler:
             if (module, name) in torch_globals:
                 return torch_globals[module, name]
             if module == "torch":
-                found = vars(torch).get(name)
-                if isinstance(found, (torch.dtype, torch.layout, torch.memory_format)):
-                    return found
+                constant = vars(torch).get(name)
+                if isinstance(constant, (torch.dtype, torch.layout, torch.memory_format)):
+                    return constant
 
         # Everything else: refused, or an inert placeholder
         full_name = escape_control_chars(f"{module}.{name}")
@@ -416,11 +416,11 @@ class _Unpickler:
         """Return the storage that a persistent id names: the record `data/<key>` as a dtype."""
         # torch's are ("storage", class, key of the record, device, number of elements).
         if type(pid) is tuple and len(pid) >= 5 and self._storage is not None:
-            tag, kind, key, *_ = pid
-            is_storage = tag == "storage" and isinstance(kind, StorageKind)
+            tag, storage_kind, key, *_ = pid
+            is_storage = tag == "storage" and isinstance(storage_kind, StorageKind)
             if is_storage and type(key) in (str, int):
                 content = self._storage(f"data/{key}")
-                return TypedStorage(kind.dtype, content)
+                return TypedStorage(storage_kind.dtype, content)
         raise UnsafePickleError(f"unknown persistent id {format_value(pid)}")
 
 
@@ -504,7 +504,7 @@ _OPCODES: dict[int, Callable[[_Unpickler], object]] = {
 
 def unpickle(
     data: bytes,
-    where: str,
+    location: str,
     storage: Callable[[str], Storage] | None = None,
     placeholders: bool = True,
     names: bool = False,
@@ -518,15 +518,15 @@ def unpickle(
     try:
         return _Unpickler(data, storage, placeholders, names).run()
     except UnsafePickleError as error:
-        raise UnsafePickleError(f"{where}: {error}") from None
+        raise UnsafePickleError(f"{location}: {error}") from None
     except CheckpointError:
         raise
     except Exception as error:  # a damaged pickle can cause any error
         reason = escape_control_chars(f"{type(error).__name__}: {error}")
-        raise CheckpointError(f"{where}: not an intact pickle ({reason[:300]})") from error
+        raise CheckpointError(f"{location}: not an intact pickle ({reason[:300]})") from error
 
 
-def check_bounded(root: Any, where: str) -> None:
+def check_bounded(root: Any, location: str) -> None:
     """Raise CheckpointError for cyclic or deeply nested containers, and ones that unfold too far.
 
     A list that contains another one twice, which contains a third one twice, and so on, takes 60
@@ -543,7 +543,9 @@ def check_bounded(root: Any, where: str) -> None:
         if children is None:
             return 1
         if depth > MAX_DEPTH:
-            raise CheckpointError(f"{where}: its containers are nested more than {MAX_DEPTH} deep")
+            raise CheckpointError(
+                f"{location}: its containers are nested more than {MAX_DEPTH} deep"
+            )
         container = id(value)
         if container in sizes:
             return sizes[container]
@@ -563,7 +565,7 @@ def check_bounded(root: Any, where: str) -> None:
     unfolded = unfold(root, 0)
     if unfolded > _MAX_UNFOLDED + 8 * num_values:
         raise CheckpointError(
-            f"{where}: a container contains itself, "
+            f"{location}: a container contains itself, "
             "or unfolds to far more values than are in the file"
         )
 

@@ -83,47 +83,47 @@ def _get_digests_size(size: int) -> int:
     return count_blocks(size) * DIGEST_SIZE
 
 
-def compute_checksums(*parts: bytes) -> FileChecksums:
-    """Compute the checksums of a file that consists of `parts`."""
-    digests = [hash_blocks(block) for block in split_into_blocks(parts)]
-    size = sum(map(len, parts))
+def compute_checksums(*buffers: bytes) -> FileChecksums:
+    """Compute the checksums of a file that consists of `buffers`."""
+    digests = [hash_blocks(block) for block in split_into_blocks(buffers)]
+    size = sum(map(len, buffers))
     return FileChecksums(size, b"".join(digests))
 
 
-def split_into_blocks(parts: Iterable[bytes]) -> Iterator[bytes]:
+def split_into_blocks(buffers: Iterable[bytes]) -> Iterator[bytes]:
     """Yield the same bytes cut into blocks.
 
     Large parts are copied block by block, because a copy holds the interpreter's lock.
     """
     gathered: list[bytes] = []  # the beginning of the next block
     size = 0  # bytes in `gathered`
-    for part in parts:
-        # Complete as many blocks as possible with this part.
+    for buffer in buffers:
+        # Complete as many blocks as possible with this buffer.
         start = 0
-        while size + len(part) - start >= BLOCK_SIZE:
+        while size + len(buffer) - start >= BLOCK_SIZE:
             end = start + BLOCK_SIZE - size
-            gathered.append(part[start:end])
+            gathered.append(buffer[start:end])
             yield b"".join(gathered)
             gathered = []
             size = 0
             start = end
         # Keep the rest.
-        gathered.append(part[start:])
-        size += len(part) - start
+        gathered.append(buffer[start:])
+        size += len(buffer) - start
     if size:
         yield b"".join(gathered)
 
 
 def encode_checksum_records(files: Mapping[str, FileChecksums]) -> bytes:
     """Encode the records of files."""
-    parts = []
+    fields = []
     for name, file in files.items():
         encoded = name.encode()
-        parts.append(_NAME_LENGTH.pack(len(encoded)))
-        parts.append(encoded)
-        parts.append(_SIZE.pack(file.size))
-        parts.append(file.blocks)
-    return b"".join(parts)
+        fields.append(_NAME_LENGTH.pack(len(encoded)))
+        fields.append(encoded)
+        fields.append(_SIZE.pack(file.size))
+        fields.append(file.blocks)
+    return b"".join(fields)
 
 
 def seal_checksums(*records: bytes) -> tuple[bytes, ...]:
@@ -132,22 +132,22 @@ def seal_checksums(*records: bytes) -> tuple[bytes, ...]:
     The content is large at scale, and joining it would hold the interpreter's lock.
     """
     digest = xxhash.xxh3_64(_HEADER)
-    for part in records:
-        digest.update(part)
+    for record in records:
+        digest.update(record)
     return (_HEADER, *records, digest.digest())
 
 
-def decode_checksums(data: bytes, where: str) -> dict[str, FileChecksums]:
+def decode_checksums(data: bytes, location: str) -> dict[str, FileChecksums]:
     """Decode either form, by file name. Raises CheckpointError if any byte has changed."""
     if data.startswith(b"{"):
-        return _decode_json(data, where)
+        return _decode_json(data, location)
 
     # The hash of the whole content, and the header.
     content = memoryview(data)[:-DIGEST_SIZE]
     if data[-DIGEST_SIZE:] != xxhash.xxh3_64_digest(content):
-        raise CheckpointError(f"{where}: damaged (it does not have the checksum it ends with)")
+        raise CheckpointError(f"{location}: damaged (it does not have the checksum it ends with)")
     if not data.startswith(_HEADER):
-        raise CheckpointError(f"{where}: checksums of an unknown kind: {data[:40]!r}")
+        raise CheckpointError(f"{location}: checksums of an unknown kind: {data[:40]!r}")
 
     # The records.
     files: dict[str, FileChecksums] = {}
@@ -158,7 +158,7 @@ def decode_checksums(data: bytes, where: str) -> dict[str, FileChecksums]:
             (length,) = _NAME_LENGTH.unpack_from(content, position)
             position += _NAME_LENGTH.size
             encoded = bytes(content[position : position + length])
-            name = schema.file_name(encoded.decode(), where)
+            name = schema.file_name(encoded.decode(), location)
             position += length
             # Size.
             (size,) = _SIZE.unpack_from(content, position)
@@ -170,16 +170,16 @@ def decode_checksums(data: bytes, where: str) -> dict[str, FileChecksums]:
             files[name] = FileChecksums(size, bytes(content[position:end]))
             position = end
     except (struct.error, ValueError) as error:
-        raise CheckpointError(f"{where}: damaged: {error}") from error
+        raise CheckpointError(f"{location}: damaged: {error}") from error
     return files
 
 
-def _decode_json(data: bytes, where: str) -> dict[str, FileChecksums]:
+def _decode_json(data: bytes, location: str) -> dict[str, FileChecksums]:
     """Decode the form of older checkpoints: a line of JSON, and its hash."""
-    line, _, digest = data.partition(b"\n")
-    if digest != xxhash.xxh3_64_hexdigest(line).encode() + b"\n":
-        raise CheckpointError(f"{where}: damaged (it does not have the checksum it ends with)")
-    body = _OLD_FORM(parse_json(line, where), where)
+    encoded_body, _, digest = data.partition(b"\n")
+    if digest != xxhash.xxh3_64_hexdigest(encoded_body).encode() + b"\n":
+        raise CheckpointError(f"{location}: damaged (it does not have the checksum it ends with)")
+    body = _OLD_FORM(parse_json(encoded_body, location), location)
     files: dict[str, FileChecksums] = {}
     # The hashes of a file's blocks are stored as hexadecimal digits.
     for name, file in body["files"].items():
@@ -188,11 +188,11 @@ def _decode_json(data: bytes, where: str) -> dict[str, FileChecksums]:
             digests = bytes.fromhex(file["blocks"])
         except ValueError as error:
             raise CheckpointError(
-                f"{where}: {name}: the blocks are not hexadecimal digits"
+                f"{location}: {name}: the blocks are not hexadecimal digits"
             ) from error
         if len(digests) != _get_digests_size(size):
             raise CheckpointError(
-                f"{where}: {name}: {len(digests)} bytes of hashes for {size} bytes"
+                f"{location}: {name}: {len(digests)} bytes of hashes for {size} bytes"
             )
         files[name] = FileChecksums(size, digests)
     return files

@@ -111,15 +111,15 @@ def check_inside(table: BoxTable, shape: Shape, what: str) -> None:
     """
     # Compare along each axis: [boxes, dims]. The sum of offset and size could overflow.
     end = np.array(shape, dtype=np.int64)
-    rest = end - table.offset
+    available = end - table.offset
     starts_outside = (table.offset < 0) | (table.offset > end)
-    ends_outside = (table.shape < 0) | (table.shape > rest)
+    ends_outside = (table.shape < 0) | (table.shape > available)
 
     is_outside = (starts_outside | ends_outside).any(axis=1)
-    numbers = np.flatnonzero(is_outside)
-    if not len(numbers):
+    box_indices = np.flatnonzero(is_outside)
+    if not len(box_indices):
         return
-    first = numbers[0]
+    first = box_indices[0]
     offset = tuple(table.offset[first].tolist())
     extent = tuple(table.shape[first].tolist())
     raise CheckpointError(f"{what}: a chunk at {offset} of shape {extent} is not inside of {shape}")

@@ -95,12 +95,12 @@ class _Section:
         self.parts: list[bytes] = []
         self.size = 0
 
-    def add(self, *parts: Part) -> int:
+    def add(self, *fragments: Part) -> int:
         """Append opcodes. Returns the position after them."""
-        for part in parts:
-            assert isinstance(part, bytes)
-            self.parts.append(part)
-            self.size += len(part)
+        for fragment in fragments:
+            assert isinstance(fragment, bytes)
+            self.parts.append(fragment)
+            self.size += len(fragment)
         return self.size
 
     def extend(self, section: _Section) -> None:
@@ -221,8 +221,8 @@ class MetadataEncoder:
         """Encode the beginning of the pickle, which stores the shared values in the memo."""
         head = _Section()
         head.add(b"\x80\4")  # PROTO 4
-        for number, value in enumerate(self._encode_shared_values(files)):
-            head.add(value, encode_put(number), b"0")  # POP
+        for memo_index, value in enumerate(self._encode_shared_values(files)):
+            head.add(value, encode_put(memo_index), b"0")  # POP
         return head
 
     def _encode_records(self, boxes_start: int, locations_start: int) -> tuple[bytes, bytes]:
@@ -349,20 +349,20 @@ def _encode_json_object(**encoded: bytes) -> bytes:
 def _check_tuple(*checks: schema.Check) -> schema.Check:
     """Accept a list with one entry per check."""
 
-    def check(value: Any, where: str) -> Any:
-        schema.sequence(schema.anything, len(checks), len(checks))(value, where)
+    def check(value: Any, location: str) -> Any:
+        schema.sequence(schema.anything, len(checks), len(checks))(value, location)
         for item, check_item in zip(value, checks, strict=True):
-            check_item(item, where)
+            check_item(item, location)
         return value
 
     return check
 
 
-def _check_dtype_name(value: Any, where: str) -> Any:
+def _check_dtype_name(value: Any, location: str) -> Any:
     """Accept the name of a dtype, such as bfloat16."""
-    schema.text(64)(value, where)
+    schema.text(64)(value, location)
     if not DTYPE_NAME.fullmatch(value):
-        schema.refuse(where, value, "the name of a dtype")
+        schema.refuse(location, value, "the name of a dtype")
     return value
 
 
@@ -400,10 +400,10 @@ _INDEX_FIELDS = schema.record(
 Read = Callable[[int, int], bytes]  # (position, length) -> bytes, fewer at the end of the file
 
 
-def open_index(read: Read, size: int, where: str) -> CheckpointMetadata | None:
+def open_index(read: Read, size: int, location: str) -> CheckpointMetadata | None:
     """Open a `.metadata` of `size` bytes via `read`, which tensors may call later.
 
-    Returns None for a file without an index. Raises CheckpointError that names `where`.
+    Returns None for a file without an index. Raises CheckpointError that names `location`.
     """
     footer = b""
     if size >= _FOOTER.size:
@@ -412,47 +412,49 @@ def open_index(read: Read, size: int, where: str) -> CheckpointMetadata | None:
         return None
     position, length, digest, _ = _FOOTER.unpack(footer)
     if length > MAX_JSON:
-        raise CheckpointError(f"{where}: damaged: its index has {length} bytes")
+        raise CheckpointError(f"{location}: damaged: its index has {length} bytes")
     content = b""  # of an index outside of the file: its hash differs
     if position + length <= size:
         content = read(position, length)
     if xxhash.xxh3_64_intdigest(content) != digest:
         raise CheckpointError(
-            f"{where}: damaged: its index does not have the checksum that it ends with"
+            f"{location}: damaged: its index does not have the checksum that it ends with"
         )
-    fields = _INDEX_FIELDS(parse_json(content, f"{where}: its index"), f"{where}: its index")
+    fields = _INDEX_FIELDS(parse_json(content, f"{location}: its index"), f"{location}: its index")
 
     # An end of 0 means that the file contains no tensors.
     sizes = {file: end for file, end in fields["files"] if end}
     result = CheckpointMetadata(tensor_sizes=sizes)
     # The tensors refer to the index, not the other way around: the file is closed with the last of
     # them.
-    index = _Index(read, size, where, fields)
-    for number, (key, shape, dtype, *_) in enumerate(fields["tensors"]):
-        result.tensors[key] = StoredTensor(tuple(shape), dtype, partial(index.read_table, number))
-    for key, location in fields["objects"].items():
-        result.objects[key] = Location(*location)
+    index = _Index(read, size, location, fields)
+    for tensor_index, (key, shape, dtype, *_) in enumerate(fields["tensors"]):
+        result.tensors[key] = StoredTensor(
+            tuple(shape), dtype, partial(index.read_table, tensor_index)
+        )
+    for key, object_fields in fields["objects"].items():
+        result.objects[key] = Location(*object_fields)
     return result
 
 
 class _Index:
     """The index that follows the pickle, from which tables are read on first access."""
 
-    def __init__(self, read: Read, size: int, where: str, fields: Mapping[str, Any]) -> None:
+    def __init__(self, read: Read, size: int, location: str, fields: Mapping[str, Any]) -> None:
         self._read = read
         self._size = size
-        self._where = where
+        self._location = location
         self._fields = fields
         self._files = tuple(dict(fields["files"]))
         # Offsets and shapes of the lists of boxes that have been read
         self._boxes: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
-    def read_table(self, number: int) -> BoxTable:
-        """Read the boxes of tensor `number`. Raises CheckpointError if they are damaged."""
-        key, shape, *_ = self._fields["tensors"][number]
-        what = f"{self._where}: {schema.format_value(key)}"
+    def read_table(self, tensor_index: int) -> BoxTable:
+        """Read the boxes of tensor `tensor_index`. Raises CheckpointError if they are damaged."""
+        key, shape, *_ = self._fields["tensors"][tensor_index]
+        what = f"{self._location}: {schema.format_value(key)}"
         try:
-            table = self._decode_table(number)
+            table = self._decode_table(tensor_index)
         except Exception as error:
             raise CheckpointError(
                 f"{what}: damaged or not written by this program ({error})"
@@ -460,12 +462,12 @@ class _Index:
         check_inside(table, tuple(shape), what)
         return table
 
-    def _decode_table(self, number: int) -> BoxTable:
+    def _decode_table(self, tensor_index: int) -> BoxTable:
         """Decode the entries of a tensor.
 
         Raises ValueError for entries that this program would not write.
         """
-        _, tensor_shape, _, index, start, widths = self._fields["tensors"][number]
+        _, tensor_shape, _, index, start, widths = self._fields["tensors"][tensor_index]
         offset, shape = self._decode_boxes(index)  # [boxes, dims]
         if not offset.shape[1] == shape.shape[1] == len(tensor_shape):
             raise ValueError("boxes with another number of dimensions")
@@ -475,7 +477,7 @@ class _Index:
         template = make_location_template(*widths)
         keys, offsets, files, position, length = self._decode(template, start, count, b"u")
         first_file, first_key = self._fields["memo"]
-        if (keys != first_key + number).any():
+        if (keys != first_key + tensor_index).any():
             raise ValueError("places of another tensor")
         if not np.array_equal(offsets, np.arange(count) + first_memo):
             raise ValueError("places in another order than its boxes")

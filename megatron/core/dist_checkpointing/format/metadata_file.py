@@ -37,16 +37,16 @@ from megatron.core.safe_files.unpickler import check_bounded, unpickle
 from megatron.core.terminal import escape_control_chars
 
 
-def open_metadata(read: Read, size: int, where: str) -> CheckpointMetadata:
+def open_metadata(read: Read, size: int, location: str) -> CheckpointMetadata:
     """Open a `.metadata` of `size` bytes via `read`, which tensors may call later.
 
-    Raises CheckpointError that names `where`.
+    Raises CheckpointError that names `location`.
     """
-    metadata = open_index(read, size, where)
+    metadata = open_index(read, size, location)
     if metadata is not None:
         return metadata
     # A file of another writer has no index: it is decoded as a whole.
-    return decode_dcp(read(0, size), where)
+    return decode_dcp(read(0, size), location)
 
 
 def read_metadata(
@@ -75,13 +75,13 @@ def read_metadata(
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def decode_metadata(data: bytes, where: str) -> CheckpointMetadata:
+def decode_metadata(data: bytes, location: str) -> CheckpointMetadata:
     """Decode the content of a `.metadata`."""
 
     def read(position: int, length: int) -> bytes:
         return data[position : position + length]
 
-    return open_metadata(read, len(data), where)
+    return open_metadata(read, len(data), location)
 
 
 # Fields of DCP's Metadata.
@@ -95,17 +95,17 @@ _KNOWN_FIELDS = (
 )
 
 
-def decode_dcp(data: bytes, where: str) -> CheckpointMetadata:
-    """Decode the pickle of any version of DCP. Raises CheckpointError that names `where`."""
-    root = unpickle(data, where, names=True)
+def decode_dcp(data: bytes, location: str) -> CheckpointMetadata:
+    """Decode the pickle of any version of DCP. Raises CheckpointError that names `location`."""
+    root = unpickle(data, location, names=True)
     try:
-        return _decode(root.state, where)
+        return _decode(root.state, location)
     except CheckpointError:
         raise
     except Exception as error:  # the pickle is intact, its content is not
         reason = escape_control_chars(f"{type(error).__name__}: {error}")
         raise CheckpointError(
-            f"{where}: not the metadata of a distributed checkpoint ({reason[:300]})"
+            f"{location}: not the metadata of a distributed checkpoint ({reason[:300]})"
         ) from error
 
 
@@ -113,35 +113,44 @@ _Place = tuple[int, int, int]  # (number of the file, position, length) of a sto
 _Places = dict[tuple[str, Shape | None], _Place]  # by key and offset; None for an object
 
 
-def _decode(root: Mapping[str, Any], where: str) -> CheckpointMetadata:
+def _decode(root: Mapping[str, Any], location: str) -> CheckpointMetadata:
     """Convert the fields of DCP's Metadata. Any exception means that its content is damaged."""
     # Locations of all items
     numbers_of_files: dict[str, int] = {}
-    places = _decode_places(root["storage_data"], numbers_of_files, where)
+    storage_locations = _decode_places(root["storage_data"], numbers_of_files, location)
     files = tuple(numbers_of_files)
 
     # Tensors and objects
     result = CheckpointMetadata()
     for key, entry in root["state_dict_metadata"].items():
-        key_name(key, f"{where}: a key")
+        key_name(key, f"{location}: a key")
         if type(entry).__qualname__ == "BytesStorageMetadata":
-            number, position, length = places[key, None]
-            result.objects[key] = Location(files[number], position, length)
+            file_index, position, length = storage_locations[key, None]
+            result.objects[key] = Location(files[file_index], position, length)
         else:
-            result.tensors[key] = _decode_tensor(key, entry.state, places, files, where)
+            result.tensors[key] = _decode_tensor(
+                key, entry.state, storage_locations, files, location
+            )
 
     # Additions of other writers
     result.extra = {name: value for name, value in root.items() if name not in _KNOWN_FIELDS}
-    check_bounded(result.extra, where)
+    check_bounded(result.extra, location)
     return result
 
 
 def _decode_tensor(
-    key: str, entry: Mapping[str, Any], places: _Places, files: tuple[str, ...], where: str
+    key: str,
+    entry: Mapping[str, Any],
+    storage_locations: _Places,
+    files: tuple[str, ...],
+    location: str,
 ) -> StoredTensor:
-    """Convert DCP's TensorStorageMetadata; `files` are the names for the numbers in `places`."""
-    what = f"{where}: {format_value(key)}"
-    shape = _check_shape(entry["size"], key, where)
+    """Convert DCP's TensorStorageMetadata.
+
+    `files` are the names for the file numbers in `storage_locations`.
+    """
+    what = f"{location}: {format_value(key)}"
+    shape = _check_shape(entry["size"], key, location)
     tensor_shape(shape, f"{what}: its shape")
     dims = len(shape)
 
@@ -149,12 +158,12 @@ def _decode_tensor(
     boxes = []
     locations = []
     for chunk in entry["chunks"]:
-        offset = _check_shape(chunk.state["offsets"], key, where)
-        extent = _check_shape(chunk.state["sizes"], key, where)
+        offset = _check_shape(chunk.state["offsets"], key, location)
+        extent = _check_shape(chunk.state["sizes"], key, location)
         if len(offset) != dims or len(extent) != dims:
             raise CheckpointError(f"{what} of shape {shape} has a chunk at {offset} of {extent}")
         boxes.append((offset, extent))
-        locations.append(places[key, offset])
+        locations.append(storage_locations[key, offset])
 
     # Convert them to columns.
     rows = np.array(locations, dtype=np.int64).reshape(-1, 3)  # file, position, length
@@ -167,37 +176,39 @@ def _decode_tensor(
     return StoredTensor(shape, dtype, table)
 
 
-def _decode_places(stored: Mapping[Any, Any], files: dict[str, int], where: str) -> _Places:
+def _decode_places(
+    storage_data: Mapping[Any, Any], files: dict[str, int], location: str
+) -> _Places:
     """Return the location of each item by key and offset. Adds the numbers of files to `files`."""
-    places: _Places = {}
-    for index, info in stored.items():
+    storage_locations: _Places = {}
+    for index, info in storage_data.items():
         key = index.state["fqn"]
-        place = info.state
-        if place.get("transform_descriptors"):
+        fields = info.state
+        if fields.get("transform_descriptors"):
             raise CheckpointError(
-                f"{where}: {format_value(key)} was written through DCP extensions (compression)"
+                f"{location}: {format_value(key)} was written through DCP extensions (compression)"
             )
 
         # Check each file name once: a file contains many items.
-        file = place["relative_path"]
+        file = fields["relative_path"]
         if file not in files:
-            file_name(file, f"{where}: {format_value(key)}: its file")
+            file_name(file, f"{location}: {format_value(key)}: its file")
             files[file] = len(files)
 
-        position = place["offset"]
-        length = place["length"]
+        position = fields["offset"]
+        length = fields["length"]
         if not _is_count(position) or not _is_count(length):
             refuse(
-                f"{where}: {format_value(key)}: its location",
+                f"{location}: {format_value(key)}: its location",
                 (position, length),
                 f"two whole numbers from 0 to {MAX_COUNT}",
             )
 
         offset = index.state.get("offset")
         if offset is not None:
-            offset = _check_shape(offset, key, where)
-        places[key, offset] = (files[file], position, length)
-    return places
+            offset = _check_shape(offset, key, location)
+        storage_locations[key, offset] = (files[file], position, length)
+    return storage_locations
 
 
 def _is_count(value: Any) -> bool:
@@ -205,7 +216,7 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value <= MAX_COUNT
 
 
-def _check_shape(value: Any, key: str, where: str) -> Shape:
+def _check_shape(value: Any, key: str, location: str) -> Shape:
     """Return a shape or an offset; raise CheckpointError for any other value."""
     is_shape = (
         type(value) is tuple
@@ -215,7 +226,7 @@ def _check_shape(value: Any, key: str, where: str) -> Shape:
     )
     if not is_shape:
         raise CheckpointError(
-            f"{where}: {format_value(key)} has a shape or an offset {format_value(value)}"
+            f"{location}: {format_value(key)} has a shape or an offset {format_value(value)}"
         )
     shape: Shape = value
     return shape

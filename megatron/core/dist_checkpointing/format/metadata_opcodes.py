@@ -60,21 +60,21 @@ NAMES = (
     "chunks",
 )
 FIRST_FILE = len(CLASSES) + len(NAMES)
-_SHARED_GETS = [b"h" + bytes([number]) for number in range(FIRST_FILE)]  # BINGET
+_SHARED_GETS = [b"h" + bytes([memo_index]) for memo_index in range(FIRST_FILE)]  # BINGET
 _SIZE_CLASS, _CHUNK_CLASS, INDEX_CLASS, INFO_CLASS, TENSOR_CLASS = _SHARED_GETS[: len(CLASSES)]
 _NAME = dict(zip(NAMES, _SHARED_GETS[len(CLASSES) :], strict=True))
 
 
-def encode_get(number: int) -> bytes:
+def encode_get(memo_index: int) -> bytes:
     """Return the opcode that pushes a value of the memo (LONG_BINGET)."""
-    return b"j" + struct.pack("<I", number)
+    return b"j" + struct.pack("<I", memo_index)
 
 
-def encode_put(number: int) -> bytes:
+def encode_put(memo_index: int) -> bytes:
     """Return the opcode that stores a value in the memo (BINPUT or LONG_BINPUT)."""
-    if number < 256:
-        return b"q" + bytes([number])
-    return b"r" + struct.pack("<I", number)
+    if memo_index < 256:
+        return b"q" + bytes([memo_index])
+    return b"r" + struct.pack("<I", memo_index)
 
 
 def encode_integer(value: int) -> bytes:
@@ -90,21 +90,22 @@ def encode_text(value: str) -> bytes:
 
 def encode_instance(class_get: bytes, **fields: Sequence[Part]) -> list[Part]:
     """Return the opcodes of an object with these attributes, as in `object.__reduce_ex__`."""
-    parts: list[Part] = [class_get + b")\x81}("]  # EMPTY_TUPLE, NEWOBJ, EMPTY_DICT, MARK
+    opcodes: list[Part] = [class_get + b")\x81}("]  # EMPTY_TUPLE, NEWOBJ, EMPTY_DICT, MARK
     for name, value in fields.items():
-        parts.append(_NAME[name])
-        parts.extend(value)
-    parts.append(b"ub")  # SETITEMS, BUILD
-    return parts
+        opcodes.append(_NAME[name])
+        opcodes.extend(value)
+    opcodes.append(b"ub")  # SETITEMS, BUILD
+    return opcodes
 
 
 def encode_size(extents: Iterable[Part]) -> list[Part]:
     """Return the opcodes of a torch.Size."""
-    parts = list(extents)
-    if len(parts) > 3:
-        return [_SIZE_CLASS, b"(", *parts, b"t" + _CALL]  # MARK, TUPLE
-    make_tuple = (b")", b"\x85", b"\x86", b"\x87")[len(parts)]  # EMPTY_TUPLE, TUPLE1, 2, 3
-    return [_SIZE_CLASS, *parts, make_tuple + _CALL]
+    encoded_extents = list(extents)
+    if len(encoded_extents) > 3:
+        return [_SIZE_CLASS, b"(", *encoded_extents, b"t" + _CALL]  # MARK, TUPLE
+    tuple_opcodes = (b")", b"\x85", b"\x86", b"\x87")  # EMPTY_TUPLE, TUPLE1, 2, 3
+    make_tuple = tuple_opcodes[len(encoded_extents)]
+    return [_SIZE_CLASS, *encoded_extents, make_tuple + _CALL]
 
 
 BYTES_METADATA = encode_dcp_class("BytesStorageMetadata") + b")\x81"  # EMPTY_TUPLE, NEWOBJ
@@ -137,16 +138,16 @@ def encode_properties(dtype: str) -> bytes:
 class Template:
     """A piece of a pickle that repeats with different numbers in fixed positions."""
 
-    def __init__(self, parts: Iterable[Part]) -> None:
+    def __init__(self, elements: Iterable[Part]) -> None:
         # The opcodes, with zeros in the positions of the numbers
         content = b""
         offsets = []
         dtypes = []
-        for part in parts:
-            if isinstance(part, bytes):
-                content += part
+        for element in elements:
+            if isinstance(element, bytes):
+                content += element
                 continue
-            opcode, dtype = part
+            opcode, dtype = element
             content += opcode
             offsets.append(len(content))
             dtypes.append(dtype)
@@ -164,9 +165,9 @@ class Template:
         """Encode one entry per row; there is a column for each number."""
         rows = np.empty((len(columns[0]), self.size), dtype=np.uint8)
         rows[:] = np.frombuffer(self._content, dtype=np.uint8)
-        numbers = rows.view(self._dtype)[:, 0]
+        records = rows.view(self._dtype)[:, 0]
         for name, column in zip(self._fields, columns, strict=True):
-            numbers[name] = column
+            records[name] = column
         return rows.tobytes()
 
     def decode(self, data: bytes) -> list[np.ndarray]:
@@ -174,8 +175,8 @@ class Template:
 
         Raises ValueError for bytes that `encode` would not have written.
         """
-        numbers = np.frombuffer(data, dtype=self._dtype)
-        columns = [numbers[name].astype(np.int64) for name in self._fields]
+        records = np.frombuffer(data, dtype=self._dtype)
+        columns = [records[name].astype(np.int64) for name in self._fields]
         if self.encode(columns) != data:
             raise ValueError("entries that this program does not write")
         return columns

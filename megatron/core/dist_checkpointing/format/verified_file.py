@@ -164,15 +164,15 @@ class VerifiedFile(OpenFile):
     def _read_blocks(self, view: memoryview, position: int) -> None:
         """Read and compare a range returned by `widen`."""
         stop = position + len(view)
-        pieces: Iterable[tuple[int, int]] = [(position, stop)]
+        ranges: Iterable[tuple[int, int]] = [(position, stop)]
         if self.descriptor is not None:
             # Pieces that are still in the CPU's cache when they are hashed
-            pieces = split_at_blocks(position, stop, _BLOCKS_AT_ONCE)
-        for start, end in pieces:
-            part = view[start - position : end - position]
-            if not self._copy_from_page_cache(part, start):
-                self._file.read_into(part, start)
-                self.check(part, start)
+            ranges = split_at_blocks(position, stop, _BLOCKS_AT_ONCE)
+        for start, end in ranges:
+            subview = view[start - position : end - position]
+            if not self._copy_from_page_cache(subview, start):
+                self._file.read_into(subview, start)
+                self.check(subview, start)
 
     def _copy_from_page_cache(self, view: memoryview, position: int) -> bool:
         """Copy and compare whole blocks via a mapping of the file, in half the processor time.
@@ -223,14 +223,14 @@ class VerifiedFile(OpenFile):
             if can_be_verified:
                 # Extend the direct read up to the last block, which may be a partial one.
                 end = max(end, start_of_last)
-                part = view[start - position : end - position]
-                self._read_blocks(part, start)
+                subview = view[start - position : end - position]
+                self._read_blocks(subview, start)
             else:
                 # Read the whole block, and copy the requested part of it.
                 block = memoryview(bytearray(last - first))
                 self._read_blocks(block, first)
-                part = view[start - position : end - position]
-                part[:] = block[start - first : end - first]
+                subview = view[start - position : end - position]
+                subview[:] = block[start - first : end - first]
             start = end
 
 
@@ -246,7 +246,7 @@ def load_common(directory: str | os.PathLike[str], *, verify: bool = True) -> di
     if verify:
         verifier = ChecksumVerifier.find(path.parent)
     if verifier is not None:
-        common = safe_load(verifier.read_file(path), where=str(path))
+        common = safe_load(verifier.read_file(path), location=str(path))
     else:
         common = safe_load(path, mmap=False)
     if not isinstance(common, dict):

@@ -148,7 +148,7 @@ def load(
 def fill(
     state: ShardedStateDict,
     reader: BoxReader,
-    where: str,
+    location: str,
     *,
     group: dist.ProcessGroup | None = None,
     strictness: str = "raise_all",
@@ -158,7 +158,7 @@ def fill(
 ) -> LoadReport:
     """Load from a source that is open already, of any format. Collective.
 
-    `where` names it in messages; see `load` for the other arguments.
+    `location` names it in messages; see `load` for the other arguments.
     """
     if strictness not in STRICTNESS:
         raise ValueError(f"strictness {strictness!r} is none of {', '.join(STRICTNESS)}")
@@ -173,8 +173,8 @@ def fill(
 
     def make_reports(comparisons: list[_KeyComparison]) -> list[LoadReport]:
         """Return the report of every rank, on rank 0."""
-        merged = _merge_comparisons(comparisons, reader.metadata, skip, where)
-        report = _apply_strictness(merged, strictness, reader.metadata, where)
+        merged = _merge_comparisons(comparisons, reader.metadata, skip, location)
+        report = _apply_strictness(merged, strictness, reader.metadata, location)
         return [report] * coordination.size
 
     # Phase 1: compare the keys of all ranks with the checkpoint.
@@ -354,9 +354,9 @@ def _all_gather_shares(shares: list[list[Request]], group: dist.ProcessGroup | N
     for start in range(0, longest, part_size):
         _pack_bytes(views_by_rank[rank], start, sent)
         dist.all_gather(parts_by_rank, sent, group=group)
-        for other in range(size):
-            if other != rank:
-                _unpack_bytes(parts_by_rank[other], views_by_rank[other], start)
+        for source_rank in range(size):
+            if source_rank != rank:
+                _unpack_bytes(parts_by_rank[source_rank], views_by_rank[source_rank], start)
 
 
 class _Overlap(NamedTuple):
@@ -427,12 +427,12 @@ def _compare_keys(spec: LocalSpec, contents: Contents) -> _KeyComparison:
     # Keys that only this rank has
     requested = {tensor.key for tensor in spec.tensors}
     requested.update(spec.objects)
-    stored = _list_keys(contents)
-    unexpected = sorted(requested - set(stored))
+    checkpoint_keys = _list_keys(contents)
+    unexpected = sorted(requested - set(checkpoint_keys))
 
     # Stored keys that this rank requests, as bits: rank 0 receives them from every rank, and a
     # large model has tens of thousands of keys.
-    is_requested = np.array([key in requested for key in stored], dtype=bool)
+    is_requested = np.array([key in requested for key in checkpoint_keys], dtype=bool)
     bits = np.packbits(is_requested)
     return _KeyComparison(wrong, unexpected, bits.tobytes())
 
@@ -441,7 +441,7 @@ def _merge_comparisons(
     comparisons: Sequence[_KeyComparison],
     contents: Contents,
     skip: Callable[[str], bool],
-    where: str,
+    location: str,
 ) -> LoadReport:
     """Return the unexpected and missing keys of all ranks together.
 
@@ -455,16 +455,16 @@ def _merge_comparisons(
         unexpected.update(comparison.unexpected)
         rows.append(np.frombuffer(comparison.requested, np.uint8))
     if wrong:
-        lines = abbreviate(sorted(wrong), _MAX_LINES)
-        raise CheckpointError(f"{where}: does not fit this model:\n  {lines}")
+        summary = abbreviate(sorted(wrong), _MAX_LINES)
+        raise CheckpointError(f"{location}: does not fit this model:\n  {summary}")
 
     # A key is missing if no rank requests it.
-    stored = _list_keys(contents)
+    checkpoint_keys = _list_keys(contents)
     bits_by_rank = np.stack(rows)  # [ranks, bytes]
     bits_of_any_rank = np.bitwise_or.reduce(bits_by_rank, axis=0)  # [bytes]
-    requested = np.unpackbits(bits_of_any_rank, count=len(stored))  # [keys], 0 or 1
+    requested = np.unpackbits(bits_of_any_rank, count=len(checkpoint_keys))  # [keys], 0 or 1
     missing = []
-    for key, is_requested in zip(stored, requested, strict=True):
+    for key, is_requested in zip(checkpoint_keys, requested, strict=True):
         # The common state is read with `load_common`, outside of the plan of a load.
         if not is_requested and key != COMMON_STATE and not skip(key):
             missing.append(key)
@@ -477,7 +477,7 @@ def _list_keys(contents: Contents) -> list[str]:
 
 
 def _apply_strictness(
-    report: LoadReport, strictness: str, contents: Contents, where: str
+    report: LoadReport, strictness: str, contents: Contents, location: str
 ) -> LoadReport:
     """Raise or log according to `strictness`; return the keys that are left to the caller."""
     unexpected_reaction, missing_reaction = STRICTNESS[strictness]
@@ -489,17 +489,17 @@ def _apply_strictness(
 
     # Report both problems in one error.
     errors = []
-    for title, lines, reaction in problems:
-        if not lines:
+    for title, affected_keys, reaction in problems:
+        if not affected_keys:
             continue
-        text = f"keys {title} ({len(lines)}):\n  {abbreviate(lines, _MAX_LINES)}"
+        text = f"keys {title} ({len(affected_keys)}):\n  {abbreviate(affected_keys, _MAX_LINES)}"
         if reaction == RAISE:
             errors.append(text)
         elif reaction == LOG:
-            logger.warning("%s: %s", where, text)
+            logger.warning("%s: %s", location, text)
     if errors:
         text = "\n".join(errors)
-        raise CheckpointError(f"{where}: {text}")
+        raise CheckpointError(f"{location}: {text}")
 
     # Return only the keys that the caller handles.
     left = LoadReport()
@@ -510,15 +510,15 @@ def _apply_strictness(
     return left
 
 
-def _suggest_similar_keys(keys: list[str], stored: list[str]) -> list[str]:
+def _suggest_similar_keys(keys: list[str], checkpoint_keys: list[str]) -> list[str]:
     """Return one line per key: the key, and the most similar ones of the checkpoint."""
-    lines = []
+    descriptions = []
     # The search takes time: only the first keys get suggestions.
     for key in keys[:_MAX_SUGGESTIONS]:
-        similar = difflib.get_close_matches(key, stored, n=2, cutoff=0.75)
-        line = key
+        similar = difflib.get_close_matches(key, checkpoint_keys, n=2, cutoff=0.75)
+        description = key
         if similar:
-            line = f"{key} (there is {' and '.join(similar)})"
-        lines.append(line)
-    lines.extend(keys[_MAX_SUGGESTIONS:])
-    return lines
+            description = f"{key} (there is {' and '.join(similar)})"
+        descriptions.append(description)
+    descriptions.extend(keys[_MAX_SUGGESTIONS:])
+    return descriptions

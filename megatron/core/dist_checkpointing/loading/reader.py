@@ -47,7 +47,7 @@ class Request(NamedTuple):
     target: torch.Tensor
 
 
-class _Piece(NamedTuple):
+class _ChunkSlice(NamedTuple):
     """The part of one chunk for one target."""
 
     chunk: StoredChunk
@@ -109,7 +109,7 @@ class Reader:
         path = self._path(location.file)
         with _ShardReader(self, path) as shard:
             archive = shard.read(location.position, location.length)
-        value = safe_load(bytes(archive), where=f"{path} ({key})")
+        value = safe_load(bytes(archive), location=f"{path} ({key})")
         # Our saves store a list with the object, plain DCP the object itself.
         if isinstance(value, list) and len(value) == 1:
             return value[0]
@@ -122,14 +122,14 @@ class Reader:
         """
         # Plan: a task reads one file from front to back, so that the disk receives few long reads,
         # independent of the order of the requests.
-        by_file: dict[str, list[_Piece]] = defaultdict(list)
+        by_file: dict[str, list[_ChunkSlice]] = defaultdict(list)
         for request in requests:
-            for piece in self._find_pieces(request):
-                file = piece.chunk.location.file
-                by_file[file].append(piece)
-        batches: list[list[_Piece]] = []
-        for pieces in by_file.values():
-            batches.extend(_make_batches(pieces))
+            for chunk_slice in self._find_slices(request):
+                file = chunk_slice.chunk.location.file
+                by_file[file].append(chunk_slice)
+        batches: list[list[_ChunkSlice]] = []
+        for slices in by_file.values():
+            batches.extend(_make_batches(slices))
 
         # Read: a single task does not pay for a thread.
         if workers == 1 or len(batches) == 1:
@@ -143,20 +143,22 @@ class Reader:
         if any(request.target.is_cuda for request in requests):
             _release_pinned_memory()
 
-    def _find_pieces(self, request: Request) -> Iterable[_Piece]:
+    def _find_slices(self, request: Request) -> Iterable[_ChunkSlice]:
         """Yield the parts of stored chunks that overlap the requested box.
 
         Raises CheckpointError, after the last part, if the chunks do not cover the box.
         """
-        stored = self.metadata.tensors[request.key]
+        stored_tensor = self.metadata.tensors[request.key]
         target = request.target.detach()
         shape = tuple(target.shape)
         num_found = 0
-        for number, overlap in stored.chunks.overlaps(request.offset, shape):
+        for chunk_index, overlap in stored_tensor.chunks.overlaps(request.offset, shape):
             in_chunk, in_target, overlap_shape = overlap
             region = narrow(target, in_target, overlap_shape)
             num_found += region.numel()
-            yield _Piece(stored.chunks[number], in_chunk, stored.dtype, region)
+            yield _ChunkSlice(
+                stored_tensor.chunks[chunk_index], in_chunk, stored_tensor.dtype, region
+            )
         # Chunks of a tensor do not overlap, so the number of elements is right only if none is
         # missing.
         if num_found != target.numel():
@@ -165,12 +167,12 @@ class Reader:
                 f"{shape} has {target.numel()} elements, the stored chunks give {num_found}"
             )
 
-    def _read_batch(self, pieces: Sequence[_Piece]) -> None:
+    def _read_batch(self, slices: Sequence[_ChunkSlice]) -> None:
         """Fill the targets of pieces of one file."""
-        path = self._path(pieces[0].chunk.location.file)
+        path = self._path(slices[0].chunk.location.file)
         with _ShardReader(self, path) as shard:
-            for piece in pieces:
-                shard.fill(piece)
+            for chunk_slice in slices:
+                shard.fill(chunk_slice)
 
     def _path(self, file: str) -> Path:
         return self.directory / file
@@ -184,14 +186,14 @@ class Reader:
             return self._open_file(path)
 
 
-def _make_batches(pieces: list[_Piece]) -> Iterable[list[_Piece]]:
+def _make_batches(slices: list[_ChunkSlice]) -> Iterable[list[_ChunkSlice]]:
     """Yield batches of about `_BATCH` bytes of the pieces of one file, sorted by position."""
-    batch: list[_Piece] = []
+    batch: list[_ChunkSlice] = []
     size = 0
-    for piece in sorted(pieces, key=lambda piece: piece.chunk.location.position):
-        for part in _split_piece(piece):
-            batch.append(part)
-            size += part.nbytes
+    for chunk_slice in sorted(slices, key=lambda chunk_slice: chunk_slice.chunk.location.position):
+        for small_slice in _split_slice(chunk_slice):
+            batch.append(small_slice)
+            size += small_slice.nbytes
             if size >= _BATCH:
                 yield batch
                 batch = []
@@ -200,18 +202,18 @@ def _make_batches(pieces: list[_Piece]) -> Iterable[list[_Piece]]:
         yield batch
 
 
-def _split_piece(piece: _Piece) -> Iterable[_Piece]:
+def _split_slice(chunk_slice: _ChunkSlice) -> Iterable[_ChunkSlice]:
     """Cut a large piece in rows, so that threads can share it and temporary buffers stay small."""
     # Up to twice the size: halves would be too small for a task.
-    if piece.nbytes <= 2 * _BATCH:
-        yield piece
+    if chunk_slice.nbytes <= 2 * _BATCH:
+        yield chunk_slice
         return
-    whole_shape = tuple(piece.target.shape)
-    itemsize = piece.dtype.itemsize
+    whole_shape = tuple(chunk_slice.target.shape)
+    itemsize = chunk_slice.dtype.itemsize
     for offset, shape in cut_rows(whole_shape, itemsize, _BATCH):
-        target = narrow(piece.target, offset, shape)
-        in_chunk = to_absolute(piece.in_chunk, offset)
-        yield piece._replace(in_chunk=in_chunk, target=target)
+        target = narrow(chunk_slice.target, offset, shape)
+        in_chunk = to_absolute(chunk_slice.in_chunk, offset)
+        yield chunk_slice._replace(in_chunk=in_chunk, target=target)
 
 
 def _copy_from_host(source: torch.Tensor, target: torch.Tensor) -> None:
@@ -276,41 +278,43 @@ class _ShardReader:
         self._read_into(buffer, position)
         return buffer
 
-    def fill(self, piece: _Piece) -> None:
+    def fill(self, chunk_slice: _ChunkSlice) -> None:
         """Read the piece into its target.
 
         Reads directly where the target is contiguous CPU memory of the same dtype.
         """
-        target = piece.target
-        data_offset = self._find_data_offset(piece.chunk, piece.dtype)
+        target = chunk_slice.target
+        data_offset = self._find_data_offset(chunk_slice.chunk, chunk_slice.dtype)
         with self._reader._lock:
-            self._reader.bytes_needed += piece.nbytes
+            self._reader.bytes_needed += chunk_slice.nbytes
         if data_offset is None:
-            self._fill_from_whole(piece)
+            self._fill_from_whole(chunk_slice)
             return
 
         # Choose the memory. Directly where possible: a temporary copy of all weights would double
         # the memory of a load.
         is_direct = (
-            target.device.type == "cpu" and target.dtype == piece.dtype and target.is_contiguous()
+            target.device.type == "cpu"
+            and target.dtype == chunk_slice.dtype
+            and target.is_contiguous()
         )
         if is_direct:
             flat = target.reshape(-1)
         else:
             # A GPU reads pinned memory itself, instead of from a copy that the driver makes.
-            flat = torch.empty(target.numel(), dtype=piece.dtype, pin_memory=target.is_cuda)
+            flat = torch.empty(target.numel(), dtype=chunk_slice.dtype, pin_memory=target.is_cuda)
 
         # Read the bytes of the box, which are runs with gaps between them.
         buffer = view_bytes(flat)
         shape = tuple(target.shape)
         runs_of_box = compute_byte_runs(
-            piece.chunk.shape, piece.in_chunk, shape, piece.dtype.itemsize
+            chunk_slice.chunk.shape, chunk_slice.in_chunk, shape, chunk_slice.dtype.itemsize
         )
         position = 0
         for runs in runs_of_box:
             length = runs.repeats * runs.length
-            part = buffer[position : position + length]
-            self._read_runs(part, runs, data_offset)
+            buffer_slice = buffer[position : position + length]
+            self._read_runs(buffer_slice, runs, data_offset)
             position += length
 
         if not is_direct:
@@ -387,17 +391,17 @@ class _ShardReader:
         Returns None if its item stores them in another order.
         """
         # No lock is needed: two threads that look up the same location find the same offset.
-        known = self._reader._data_offsets
+        data_offsets = self._reader._data_offsets
         location = chunk.location
-        if location not in known:
+        if location not in data_offsets:
             # Items of our saves begin with a known prefix, which is cheaper than parsing them.
             prefix = make_tensor_envelope(dtype, chunk.shape).prefix
             size = min(len(prefix), location.length)
             if self.read(location.position, size) == prefix:
-                known[location] = location.position + size
+                data_offsets[location] = location.position + size
             else:
-                known[location] = self._find_data_in_archive(chunk, dtype)
-        return known[location]
+                data_offsets[location] = self._find_data_in_archive(chunk, dtype)
+        return data_offsets[location]
 
     def _find_data_in_archive(self, chunk: StoredChunk, dtype: torch.dtype) -> int | None:
         """Return the position of the data in an archive of `torch.save`, in any record order.
@@ -412,21 +416,23 @@ class _ShardReader:
             return None
         return tensor.position
 
-    def _fill_from_whole(self, piece: _Piece) -> None:
+    def _fill_from_whole(self, chunk_slice: _ChunkSlice) -> None:
         """Load the whole item of the chunk, and copy the requested part of it."""
-        chunk = piece.chunk
-        where = self._format_item(chunk)
+        chunk = chunk_slice.chunk
+        location = self._format_item(chunk)
         item = self.read(chunk.location.position, chunk.location.length)
-        tensor = safe_load(bytes(item), where=where)
+        tensor = safe_load(bytes(item), location=location)
         is_expected = (
             isinstance(tensor, torch.Tensor)
             and tuple(tensor.shape) == chunk.shape
-            and tensor.dtype == piece.dtype
+            and tensor.dtype == chunk_slice.dtype
         )
         if not is_expected:
-            raise CheckpointError(f"{where}: not the {piece.dtype} tensor of shape {chunk.shape}")
-        part = narrow(tensor, piece.in_chunk, tuple(piece.target.shape))
-        piece.target.copy_(part)
+            raise CheckpointError(
+                f"{location}: not the {chunk_slice.dtype} tensor of shape {chunk.shape}"
+            )
+        tensor_slice = narrow(tensor, chunk_slice.in_chunk, tuple(chunk_slice.target.shape))
+        chunk_slice.target.copy_(tensor_slice)
 
     def _format_item(self, chunk: StoredChunk) -> str:
         """Return the name of an item for messages."""

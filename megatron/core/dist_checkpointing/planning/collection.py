@@ -185,13 +185,13 @@ def number_elements(
 
 def number_first_elements(tensors: Sequence[TensorType]) -> np.ndarray:
     """Return the number of the first element of each tensor; an empty one uses up a number, too."""
-    numbers = []
+    first_elements = []
     next_number = 0
     for _, shape, _ in tensors:
-        numbers.append(next_number)
+        first_elements.append(next_number)
         next_number += max(1, math.prod(shape))
     assert next_number < 1 << 63, f"{next_number} elements are more than 64 bits can number"
-    return np.array(numbers, dtype=np.int64)
+    return np.array(first_elements, dtype=np.int64)
 
 
 def stack_shapes(tensors: Sequence[TensorType], dims: int) -> np.ndarray:

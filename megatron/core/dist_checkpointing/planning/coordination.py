@@ -161,12 +161,12 @@ class Coordination:
                 ranks = ranks_of_text.setdefault(failure[0], [])
                 ranks.append(str(rank))
                 is_damage |= failure[1]
-        lines = []
+        messages = []
         for text, ranks in ranks_of_text.items():
             all_ranks = ", ".join(ranks)
-            lines.append(f"rank {all_ranks}: {text}")
-        kind = DamagedError if is_damage else CheckpointError
-        raise kind("\n".join(lines)) from error
+            messages.append(f"rank {all_ranks}: {text}")
+        error_type = DamagedError if is_damage else CheckpointError
+        raise error_type("\n".join(messages)) from error
 
     def run_on_all(self, function: Callable[[], T]) -> T:
         """Return the result of `function()` on this rank.

@@ -82,8 +82,8 @@ class FileChunk(NamedTuple):
                 start = max(position, self.offset)
                 stop = min(position + len(content), end)
                 if start < stop:
-                    part = content[start - position : stop - position]
-                    yield start - self.offset, index, part
+                    content_slice = content[start - position : stop - position]
+                    yield start - self.offset, index, content_slice
                 position += len(content)
 
 

@@ -303,10 +303,10 @@ def _compute_envelope_sizes(tensors: Sequence[TensorType], items: BoxTable) -> n
 
 def _number_dtypes_and_dims(tensors: Sequence[TensorType]) -> np.ndarray:
     """Return a number for each tensor that is the same for equal dtype and dimensions."""
-    numbers: dict[tuple[torch.dtype, int], int] = {}
+    group_numbers: dict[tuple[torch.dtype, int], int] = {}
     number_of_tensor = []
     for _, shape, dtype in tensors:
-        number_of_tensor.append(numbers.setdefault((dtype, len(shape)), len(numbers)))
+        number_of_tensor.append(group_numbers.setdefault((dtype, len(shape)), len(group_numbers)))
     return np.array(number_of_tensor, dtype=np.int64)
 
 
@@ -322,9 +322,9 @@ def _combine_numbers(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     return first * num_second + second
 
 
-def _count_numbers(numbers: np.ndarray) -> int:
+def _count_numbers(group_numbers: np.ndarray) -> int:
     """Return one more than the largest number, or 1 for an empty array."""
-    return int(numbers.max(initial=0)) + 1
+    return int(group_numbers.max(initial=0)) + 1
 
 
 def _align(length: np.ndarray) -> np.ndarray:

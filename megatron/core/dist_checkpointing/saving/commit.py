@@ -100,15 +100,15 @@ class PendingCheckpoint:
     def open_shard(self, name: str, size: int) -> Shard:
         return ShardFile(self.pending / name, size)
 
-    def write_file(self, name: str, *parts: bytes) -> None:
+    def write_file(self, name: str, *buffers: bytes) -> None:
         """Write a small file at once, possibly in a folder of its own."""
         path = self.pending / name
         if path.parent == self.pending:
-            write_flushed(path, *parts)
+            write_flushed(path, *buffers)
             return
         # `_publish` makes the name of the folder itself durable.
         path.parent.mkdir(exist_ok=True)
-        write_flushed(path, *parts)
+        write_flushed(path, *buffers)
         fsync_directory(path.parent)
 
     def finish(self, sums: Mapping[str, FileChecksums]) -> None:
@@ -142,14 +142,14 @@ class PendingCheckpoint:
             files.METADATA_JSON: [backend],
         }
         # Checksums cover all files in the directory itself, those of folders excepted.
-        sums = {name: compute_checksums(*parts) for name, parts in contents.items()}
+        sums = {name: compute_checksums(*buffers) for name, buffers in contents.items()}
         for name, content in extra_files.items():
             if "/" not in name:
                 sums[name] = compute_checksums(content)
-        ours = encode_checksum_records(sums)
-        self.write_file(CHECKSUMS, *seal_checksums(*checksums, ours))
-        for name, parts in contents.items():
-            self.write_file(name, *parts)
+        own_records = encode_checksum_records(sums)
+        self.write_file(CHECKSUMS, *seal_checksums(*checksums, own_records))
+        for name, buffers in contents.items():
+            self.write_file(name, *buffers)
         if rewrite is not None:
             rewrite(self.pending, progress)
         for name, content in extra_files.items():
@@ -193,7 +193,7 @@ def pending_checkpoint(
     directory: Path, save_id: str, generation: Generation | None
 ) -> PendingCheckpoint:
     """Return a checkpoint to be written to `directory`, of a file system or object storage."""
-    kind: type[PendingCheckpoint] = PendingCheckpoint
+    checkpoint_class: type[PendingCheckpoint] = PendingCheckpoint
     if isinstance(directory, ObjectPath):
-        kind = resolve(_OBJECT_CHECKPOINT)
-    return kind(directory, save_id, generation)
+        checkpoint_class = resolve(_OBJECT_CHECKPOINT)
+    return checkpoint_class(directory, save_id, generation)

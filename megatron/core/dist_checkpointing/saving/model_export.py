@@ -96,7 +96,7 @@ class ExportPlan:
         """The boxes of the places, by key."""
         tables = {}
         for key, tensor in self.tensors.items():
-            extents = [(place.offset, place.shape) for place in tensor.places]
+            extents = [(tensor_place.offset, tensor_place.shape) for tensor_place in tensor.places]
             tables[key] = BoxTable.of(extents, len(extents[0][0]))
         return tables
 
@@ -220,16 +220,18 @@ class StagedExport(PendingExport):
 
     def _write_box(self, key: str, offset: Shape, values: torch.Tensor) -> None:
         """Write a box of the tensor `key` to all places that overlap it."""
-        dtype, places = self._plan.tensors[key]
-        for number, common in self._plan.tables[key].overlaps(offset, tuple(values.shape)):
-            place = places[number]
-            position = place.position
-            for start, stride in zip(common.in_first, place.strides, strict=True):
+        dtype, tensor_places = self._plan.tensors[key]
+        for box_index, common in self._plan.tables[key].overlaps(offset, tuple(values.shape)):
+            tensor_place = tensor_places[box_index]
+            position = tensor_place.position
+            for start, stride in zip(common.in_first, tensor_place.strides, strict=True):
                 position += start * stride
-            part = narrow(values, common.in_second, common.shape)
-            self._write_strided(self._open(place.file), position, place.strides, part, dtype)
+            box_values = narrow(values, common.in_second, common.shape)
+            self._write_strided(
+                self._open(tensor_place.file), position, tensor_place.strides, box_values, dtype
+            )
             with self._lock:
-                self._written += part.numel() * dtype.itemsize
+                self._written += box_values.numel() * dtype.itemsize
 
     def _write_strided(
         self,
@@ -243,8 +245,8 @@ class StagedExport(PendingExport):
         # The axes in the order of the file, the outermost first; those of one index do not matter.
         axes = [axis for axis in range(values.dim()) if values.shape[axis] > 1]
         axes.sort(key=lambda axis: -strides[axis])
-        others = [axis for axis in range(values.dim()) if values.shape[axis] == 1]
-        elements = values.permute(*others, *axes).contiguous().view(-1)
+        unit_axes = [axis for axis in range(values.dim()) if values.shape[axis] == 1]
+        elements = values.permute(*unit_axes, *axes).contiguous().view(-1)
 
         # Inner axes that are contiguous in the file make up a run, which is written at once.
         length = dtype.itemsize
@@ -254,12 +256,12 @@ class StagedExport(PendingExport):
         positions = _list_positions(position, counts, [strides[axis] for axis in axes])
         if length >= DIRECT_SIZE:
             count = length // dtype.itemsize
-            for number, start in enumerate(positions):
-                file.write_elements(start, elements[number * count :][:count], dtype)
+            for run_index, start in enumerate(positions):
+                file.write_elements(start, elements[run_index * count :][:count], dtype)
         else:
             data = view_bytes(elements.to(dtype))
-            for number, start in enumerate(positions):
-                file.write(start, data[number * length :][:length])
+            for run_index, start in enumerate(positions):
+                file.write(start, data[run_index * length :][:length])
 
     def _open(self, name: str) -> PlacedFile:
         """Return a file that rank 0 has created."""

@@ -83,22 +83,22 @@ class ObjectGeneration(Generation):
         assert isinstance(root, ObjectPath)
         token = secrets.token_hex(8)
         content = describe_owner(token, owner)
-        known = find_starts(root)
-        numbers = [above, *(number for number, _ in known)]
+        known_starts = find_starts(root)
+        generation_numbers = [above, *(generation_number for generation_number, _ in known_starts)]
         newest = find_newest(root)
         if newest is not None:
-            numbers.append(newest.number)
-        number = max(numbers) + 1
+            generation_numbers.append(newest.number)
+        generation_number = max(generation_numbers) + 1
         # Two starts may choose the same number: create, then look. A start that finds a newer one
         # tries again above it.
         while True:
-            generation = cls(root, number, token, content, known)
+            generation = cls(root, generation_number, token, content, known_starts)
             generation._claim()
             newest = find_newest(root)
             if newest is None or newest <= generation.id:
                 break
             generation._withdraw()
-            number = newest.number + 1
+            generation_number = newest.number + 1
 
         # A former owner may still be writing: revoke its claims, so that it cannot commit.
         def revoke_claim(directory: ObjectPath) -> None:
@@ -107,8 +107,10 @@ class ObjectGeneration(Generation):
 
         map_in_threads(revoke_claim, root.glob("iter_*"))
         # The newest generation decides: the older ones have no effect any more.
-        older = [found for found in generations_in(root) if found < generation.id]
-        root.store.delete([f"{root.key}/{found.name}" for found in older])
+        older = [
+            generation_id for generation_id in generations_in(root) if generation_id < generation.id
+        ]
+        root.store.delete([f"{root.key}/{generation_id.name}" for generation_id in older])
         return generation
 
     def is_current(self) -> bool:
@@ -117,19 +119,19 @@ class ObjectGeneration(Generation):
 
     def check(self, cause: BaseException | None = None) -> None:
         """Raise SupersededError if another start has taken over."""
-        found = generations_in(self.root)
+        generation_ids = generations_in(self.root)
         # Without any generation the prefix was emptied, not taken over: `restore` creates ours
         # again.
-        if not found or found[-1] == self.id:
+        if not generation_ids or generation_ids[-1] == self.id:
             return
         # The next owner deletes this generation only after its own claim.
-        if self.id in found:
-            successor = found[-1]
+        if self.id in generation_ids:
+            successor = generation_ids[-1]
         else:
-            others = self._find_successor()
-            if others is None:
+            other_generation = self._find_successor()
+            if other_generation is None:
                 return
-            successor = others
+            successor = other_generation
         raise self.superseded_by(successor) from cause
 
     def publish(self, name: str, content: bytes) -> None:
@@ -241,8 +243,8 @@ class ObjectCheckpoint(PendingCheckpoint):
     def open_shard(self, name: str, size: int) -> Shard:
         return ShardUpload(self.directory / name, size)
 
-    def write_file(self, name: str, *parts: bytes) -> None:
-        content = b"".join(parts)
+    def write_file(self, name: str, *buffers: bytes) -> None:
+        content = b"".join(buffers)
         if self.generation is None or name.endswith(".distcp"):
             self.directory.store.create((self.directory / name).key, content)
         else:  # an old owner that wakes up must not change a checkpoint of its successor
@@ -269,12 +271,12 @@ class ObjectCheckpoint(PendingCheckpoint):
                 self.write_file(name, content)
             else:
                 contents[name] = [content]
-        ours = encode_checksum_records(
-            {name: compute_checksums(*parts) for name, parts in contents.items()}
+        own_records = encode_checksum_records(
+            {name: compute_checksums(*buffers) for name, buffers in contents.items()}
         )
-        contents[CHECKSUMS] = seal_checksums(*checksums, ours)
-        for name, parts in contents.items():
-            self.write_file(name, *parts)
+        contents[CHECKSUMS] = seal_checksums(*checksums, own_records)
+        for name, buffers in contents.items():
+            self.write_file(name, *buffers)
             progress(0)
         # 2. The commit: one conditional request, which lists all files.
         every = decode_checksums(b"".join(contents[CHECKSUMS]), CHECKSUMS)
@@ -307,8 +309,8 @@ class ObjectCheckpoint(PendingCheckpoint):
             else:
                 # Only objects with the id of this save: others may belong to a newer one.
                 keys = self.directory.store.sizes(self.directory.key)
-                ours = [key for key in keys if f"-{self.save_id}." in key]
-                self.directory.store.delete(ours)
+                own_keys = [key for key in keys if f"-{self.save_id}." in key]
+                self.directory.store.delete(own_keys)
 
 
 def put_checked(directory: ObjectPath, name: str, content: bytes, check: Callable[[], None]) -> str:

@@ -65,7 +65,7 @@ class ObjectFile(NamedTuple):
         keys = {location: key for key, location in self.locations.items()}
         for (_, position, length), key in keys.items():
             archive = self.content[position : position + length]
-            safe_load(archive, where=key, placeholders=False)
+            safe_load(archive, location=key, placeholders=False)
 
 
 def snapshot_objects(entries: Sequence[ShardedObject]) -> list[ObjectSnapshot]:
@@ -126,7 +126,7 @@ def encode_common(common: dict[str, Any]) -> bytes:
     buffer = io.BytesIO()
     torch.save(common, buffer)
     archive = buffer.getvalue()
-    safe_load(archive, where="common", placeholders=False)
+    safe_load(archive, location="common", placeholders=False)
     return archive
 
 
@@ -148,31 +148,31 @@ class _Copier:
         self._storages: set[int] = set()  # addresses
 
     def copy(self, value: Any) -> Any:
-        kind = type(value)
-        if kind in _IMMUTABLE:
+        value_type = type(value)
+        if value_type in _IMMUTABLE:
             return value
-        known = self._copies.get(id(value))
-        if known is not None:
-            return known
-        if kind is dict or kind is OrderedDict:
+        existing_copy = self._copies.get(id(value))
+        if existing_copy is not None:
+            return existing_copy
+        if value_type is dict or value_type is OrderedDict:
             return self._copy_mapping(value)
-        if kind is list:
+        if value_type is list:
             return self._copy_list(value)
-        if kind is tuple:
+        if value_type is tuple:
             return self._copy_tuple(value)
         copied: Any
-        if kind is torch.Tensor:
+        if value_type is torch.Tensor:
             copied = self._copy_tensor(value)
-        elif kind is np.ndarray and value.dtype.kind in "biufcSU":
+        elif value_type is np.ndarray and value.dtype.kind in "biufcSU":
             copied = value.copy(order="K")
-        elif kind is bytearray:
+        elif value_type is bytearray:
             copied = bytearray(value)
-        elif kind is argparse.Namespace:
+        elif value_type is argparse.Namespace:
             copied = argparse.Namespace(**self.copy(vars(value)))
         elif isinstance(value, np.generic) and value.dtype.kind in "biufcSU":
             copied = value  # a scalar of NumPy is immutable
         else:
-            raise _NotCopyableError(kind.__name__)
+            raise _NotCopyableError(value_type.__name__)
         self._copies[id(value)] = copied
         return copied
 

@@ -103,6 +103,6 @@ class PendingExport:
             return
         root = CheckpointDirectory(self._target.root)
         # Includes the export that was just completed.
-        older = [number for number in root.list_iterations() if number <= self._iteration]
-        for number in sorted(older)[: -self._target.keep_last]:
-            self._target.remove(root.path(number))
+        older = [iteration for iteration in root.list_iterations() if iteration <= self._iteration]
+        for iteration in sorted(older)[: -self._target.keep_last]:
+            self._target.remove(root.path(iteration))

@@ -170,8 +170,8 @@ class SaveBarrier:
 
     def report(self, objects: Mapping[str, Location], checksums: bytes) -> None:
         """Report that the files of this rank are durable. The last report wakes rank 0."""
-        line = json.dumps([self._rank, objects]).encode() + b"\n"
-        self._store.append("objects", line)  # type: ignore[attr-defined]
+        record = json.dumps([self._rank, objects]).encode() + b"\n"
+        self._store.append("objects", record)  # type: ignore[attr-defined]
         self._store.append(self._bucket(self._rank), checksums)  # type: ignore[attr-defined]
         # Counted after both are appended: the last rank to count knows that all of them are there.
         if self._store.add("reports", 1) == self._size:
@@ -219,11 +219,11 @@ class SaveBarrier:
         self._look_for_failure()
         self.raise_if_failed()
         # Ranks append in any order; sorted reports make the metadata reproducible.
-        lines = sorted(self._store.get("objects").splitlines())
+        records = sorted(self._store.get("objects").splitlines())
         objects = {}
         # Parsing many lines at once is faster, all of them would hold the interpreter's lock.
-        for start in range(0, len(lines), _LINES_PARSED_AT_ONCE):
-            content = b"[" + b",".join(lines[start : start + _LINES_PARSED_AT_ONCE]) + b"]"
+        for start in range(0, len(records), _LINES_PARSED_AT_ONCE):
+            content = b"[" + b",".join(records[start : start + _LINES_PARSED_AT_ONCE]) + b"]"
             for _, locations in json.loads(content):
                 for key, location in locations.items():
                     objects[key] = Location(*location)
@@ -264,8 +264,8 @@ class SaveBarrier:
 
     def _find_late_ranks(self) -> list[int]:
         """Return the ranks that have not reported yet."""
-        lines = self._store.get("objects").splitlines() if self._store.check(["objects"]) else []
-        return sorted(set(range(self._size)) - {json.loads(line)[0] for line in lines})
+        records = self._store.get("objects").splitlines() if self._store.check(["objects"]) else []
+        return sorted(set(range(self._size)) - {json.loads(record)[0] for record in records})
 
     def _wait(self, name: str, awaited: Callable[[], Iterable[int]]) -> None:
         """Return when `name` is set. Raises CheckpointError if an `awaited` rank has died.

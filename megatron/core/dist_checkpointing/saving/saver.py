@@ -202,8 +202,12 @@ class AsyncSaver(SaveThread):
     def __enter__(self) -> AsyncSaver:
         return self
 
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is not None and self._current is not None and self._current.transfer is not None:
+    def __exit__(self, exception_type: object, *_: object) -> None:
+        if (
+            exception_type is not None
+            and self._current is not None
+            and self._current.transfer is not None
+        ):
             self._current.transfer.cancel()
         self.close()
 
@@ -217,11 +221,11 @@ class AsyncSaver(SaveThread):
         """
         make_archive = self._snapshot_common(common)
         # Objects that this rank writes.
-        mine = set(plan.objects)
+        local_keys = set(plan.objects)
         entries = [
             entry
             for entry in state.values()
-            if isinstance(entry, ShardedObject) and entry.key in mine
+            if isinstance(entry, ShardedObject) and entry.key in local_keys
         ]
         objects = snapshot_objects(entries)
         make_objects = cache(

@@ -41,9 +41,9 @@ def reserve_space(descriptor: int, size: int) -> None:
         return
     if _FALLOCATE(descriptor, 0, 0, size) == 0:
         return
-    number = ctypes.get_errno()
-    if number in _OUT_OF_SPACE:
-        raise OSError(number, os.strerror(number))
+    error_number = ctypes.get_errno()
+    if error_number in _OUT_OF_SPACE:
+        raise OSError(error_number, os.strerror(error_number))
 
 
 class Shard:

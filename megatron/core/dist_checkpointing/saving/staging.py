@@ -380,12 +380,12 @@ class StageAndWrite:
         scaled: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         with torch.cuda.stream(self._stream):
             for chunk, slot in batch:
-                for at, index, part in chunk.list_parts(self._plan.items):
+                for at, index, item_slice in chunk.list_parts(self._plan.items):
                     live = self._items[index]
-                    if isinstance(part, bytes) or not live.is_on_device:
-                        _copy_on_host(live, slot, at, part)
+                    if isinstance(item_slice, bytes) or not live.is_on_device:
+                        _copy_on_host(live, slot, at, item_slice)
                         continue
-                    target, content = live.select(slot, at, part)
+                    target, content = live.select(slot, at, item_slice)
                     if live.scale is not None:
                         scaled.append((target, content, live.scale))
                     else:
@@ -405,10 +405,14 @@ class StageAndWrite:
         """Fill a slot from host memory and return the digests of its blocks."""
         digests = []
         hashed = 0
-        for at, index, part in chunk.list_parts(self._plan.items):
+        for at, index, item_slice in chunk.list_parts(self._plan.items):
             live = self._items[index]
-            pieces = [(at, part)] if isinstance(part, bytes) else live.split_at_blocks(at, part)
-            for start, content in pieces:
+            blocks = (
+                [(at, item_slice)]
+                if isinstance(item_slice, bytes)
+                else live.split_at_blocks(at, item_slice)
+            )
+            for start, content in blocks:
                 end = start + len(content)
                 is_whole_blocks = start % BLOCK_SIZE == 0 and end % BLOCK_SIZE == 0
                 if is_whole_blocks and isinstance(content, range) and live.tensor is not None:
@@ -456,9 +460,9 @@ class StageAndWrite:
         self._progress(chunk.length)
 
 
-def _copy_on_host(live: LiveItem, slot: Slot, at: int, part: bytes | range) -> None:
+def _copy_on_host(live: LiveItem, slot: Slot, at: int, item_slice: bytes | range) -> None:
     """Copy a part of an item in host memory to byte `at` of a slot."""
-    if isinstance(part, bytes):
-        slot.view[at : at + len(part)] = part
+    if isinstance(item_slice, bytes):
+        slot.view[at : at + len(item_slice)] = item_slice
     else:
-        live.copy(slot, at, part)
+        live.copy(slot, at, item_slice)

@@ -516,16 +516,16 @@ class _LocalCheckpointFile(OpenFile):
         if not is_kept:
             self._load_block(position // BLOCK_SIZE)
         start_in_block = position - self._block_position
-        part = self._block[start_in_block : start_in_block + len(view)]
-        view[: len(part)] = part
-        return len(part)
+        content = self._block[start_in_block : start_in_block + len(view)]
+        view[: len(content)] = content
+        return len(content)
 
-    def _load_block(self, number: int) -> None:
+    def _load_block(self, block_index: int) -> None:
         """Read a block of the file and keep it."""
-        position = number * BLOCK_SIZE
+        position = block_index * BLOCK_SIZE
         size = min(BLOCK_SIZE, self.size - position)
         block = memoryview(bytearray(size))
-        self._checkpoint.read_blocks_into(block, self.path.name, number)
+        self._checkpoint.read_blocks_into(block, self.path.name, block_index)
         # Set only now: if reading raises, the previous block is still valid.
         self._block_position = position
         self._block = block

@@ -92,9 +92,9 @@ def form_replication_groups(size: int, distance: int, factor: int) -> list[list[
                 f"{factor * distance} ranks, but there are {size}: use a smaller "
                 "--replication-jump or --replication-factor, or more nodes"
             )
-        for number in range(count):
-            end = factor * (number + 1) if number < count - 1 else len(members)
-            groups.append(members[factor * number : end])
+        for group_index in range(count):
+            end = factor * (group_index + 1) if group_index < count - 1 else len(members)
+            groups.append(members[factor * group_index : end])
     return groups
 
 
@@ -166,7 +166,7 @@ class LocalTier(NamedTuple):
         return self.nodes[self.rank]
 
     def ranks_of(self, node: int) -> list[int]:
-        return [rank for rank, other in enumerate(self.nodes) if other == node]
+        return [rank for rank, node_of_rank in enumerate(self.nodes) if node_of_rank == node]
 
     def list_checkpoints(self) -> list[str]:
         """Return the names of checkpoints of which this node has any files, oldest first."""
@@ -245,10 +245,10 @@ def _create_replication(
     groups = form_replication_groups(len(nodes), distance, copies)
     # A ring: every rank sends to the next `copies - 1` ranks of its group.
     (members,) = (group for group in groups if rank in group)
-    place = members.index(rank)
+    member_index = members.index(rank)
     size = len(members)
-    targets = [members[(place + step) % size] for step in range(1, copies)]
-    sources = [members[(place - step) % size] for step in range(1, copies)]
+    targets = [members[(member_index + step) % size] for step in range(1, copies)]
+    sources = [members[(member_index - step) % size] for step in range(1, copies)]
 
     # Replicas on the same node would be lost together.
     on_node = defaultdict(list)
@@ -326,9 +326,9 @@ class LocalSaver:
         keep = (name, self._kept, None if is_copied() else being_copied)
         if self.tier.rank == self.tier.node:
             # Newer checkpoints exist if the next save has already begun.
-            for other in self.tier.list_checkpoints():
-                if other not in keep and order_of(other) <= order_of(name):
-                    remove(self.tier.root / other)
+            for checkpoint_name in self.tier.list_checkpoints():
+                if checkpoint_name not in keep and order_of(checkpoint_name) <= order_of(name):
+                    remove(self.tier.root / checkpoint_name)
         if replicated:
             self._kept = name
 
@@ -377,11 +377,11 @@ class LocalCheckpoint(PendingCheckpoint):
         self.directory.mkdir(parents=True, exist_ok=True)
         return ReplicatedShard(self.directory / name, size, self._links)
 
-    def write_file(self, name: str, *parts: bytes) -> None:
+    def write_file(self, name: str, *buffers: bytes) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
-        write_flushed(self.directory / name, *parts)
-        self._sums[name] = compute_checksums(*parts)
-        self._send(name, b"".join(parts))
+        write_flushed(self.directory / name, *buffers)
+        self._sums[name] = compute_checksums(*buffers)
+        self._send(name, b"".join(buffers))
 
     def _send(self, name: str, content: bytes) -> None:
         for link in self._links:

@@ -91,7 +91,7 @@ class MessageAuthenticator:
             torch.empty(_MAC_SIZE, dtype=torch.uint8) for _ in range(dist.get_world_size(group))
         ]
         dist.all_gather(nonces, torch.frombuffer(nonce, dtype=torch.uint8), group=group)
-        without = [rank for rank, other in enumerate(nonces) if not other.any()]
+        without = [rank for rank, peer_nonce in enumerate(nonces) if not peer_nonce.any()]
         if without and len(without) < len(nonces):
             raise CheckpointError(
                 f"{JOB_SECRET} is set on some ranks only: set it to the same value on all nodes"
@@ -99,31 +99,31 @@ class MessageAuthenticator:
         if not secret:
             return cls(None)
         # The key depends on the nonces of all ranks, so a message of an earlier start is not valid.
-        content = b"".join(bytes(view_bytes(other)) for other in nonces)
+        content = b"".join(bytes(view_bytes(peer_nonce)) for peer_nonce in nonces)
         authenticator = cls(hmac.digest(secret, content, "sha256"))
         # Equal keys have equal MACs, from which the keys cannot be computed.
         proof = torch.frombuffer(bytearray(authenticator.sign("equal keys")), dtype=torch.uint8)
         proofs = [torch.empty_like(proof) for _ in nonces]
         dist.all_gather(proofs, proof, group=group)
-        if any(not torch.equal(other, proof) for other in proofs):
+        if any(not torch.equal(peer_proof, proof) for peer_proof in proofs):
             raise CheckpointError(
                 f"{JOB_SECRET} differs between ranks: set it to the same value on all nodes"
             )
         return authenticator
 
-    def sign(self, purpose: str, *parts: bytes | memoryview) -> bytes:
-        """Return the MAC of `parts` for `purpose`, which includes sender, receiver and context."""
+    def sign(self, purpose: str, *buffers: bytes | memoryview) -> bytes:
+        """Return the MAC of `buffers` for `purpose`: sender, receiver and context."""
         if self._key is None:
             return b""
         mac = hashlib.blake2b(key=self._key, digest_size=_MAC_SIZE)
         # The length separates the purpose from the content.
         mac.update(len(purpose).to_bytes(8, "little") + purpose.encode())
-        for part in parts:
-            mac.update(part)
+        for buffer in buffers:
+            mac.update(buffer)
         return mac.digest()
 
-    def is_valid(self, mac: bytes | memoryview, purpose: str, *parts: bytes | memoryview) -> bool:
-        return hmac.compare_digest(bytes(mac), self.sign(purpose, *parts))
+    def is_valid(self, mac: bytes | memoryview, purpose: str, *buffers: bytes | memoryview) -> bool:
+        return hmac.compare_digest(bytes(mac), self.sign(purpose, *buffers))
 
 
 class ReplicatedShard(ShardFile):
@@ -184,9 +184,9 @@ class ReplicaLink:
     def send_content(self, name: str, content: bytes) -> None:
         """Send a whole file that is in memory."""
         for position in range(0, len(content), SLOT_SIZE):
-            part = content[position : position + SLOT_SIZE]
-            frame = torch.frombuffer(bytearray(PAGE) + part, dtype=torch.uint8)
-            self.send(frame, name, len(content), position, len(part))
+            slot_content = content[position : position + SLOT_SIZE]
+            frame = torch.frombuffer(bytearray(PAGE) + slot_content, dtype=torch.uint8)
+            self.send(frame, name, len(content), position, len(slot_content))
 
     def receive_answer(self) -> str | None:
         """Return why the neighbor has no replica, after the marker; None if it has one."""
@@ -275,8 +275,8 @@ class ReplicaReceiver:
 
     def _check_authentic(self, view: memoryview, length: int) -> None:
         mac = view[_HEADER.size : _HEADER.size + self._authenticator.size]
-        parts = (view[: _HEADER.size], view[PAGE : PAGE + length])
-        if not self._authenticator.is_valid(mac, self._from_source, *parts):
+        buffers = (view[: _HEADER.size], view[PAGE : PAGE + length])
+        if not self._authenticator.is_valid(mac, self._from_source, *buffers):
             raise CheckpointError(
                 f"a message of rank {self._source} is not authentic: it was damaged, or another "
                 "program sends to this job"
@@ -284,21 +284,21 @@ class ReplicaReceiver:
 
     def _check_piece(self, encoded: bytes, size: int, position: int, length: int) -> str:
         """Return the name of the file. Raises CheckpointError for a piece no writer would send."""
-        where = f"a replica from rank {self._source}"
-        name = file_name(encoded.decode(), where)
+        location = f"a replica from rank {self._source}"
+        name = file_name(encoded.decode(), location)
         marker = parse_marker_name(name)
         writer = writer_of(name) if marker is None else marker[0]
         if name.startswith(".done-") and marker is None:
-            raise CheckpointError(f"{where}: {name} is not the name of a marker")
+            raise CheckpointError(f"{location}: {name} is not the name of a marker")
         if writer != self._source:
-            raise CheckpointError(f"{where}: {name} belongs to rank {writer}")
+            raise CheckpointError(f"{location}: {name} belongs to rank {writer}")
         if length > SLOT_SIZE or position + length > size:
             raise CheckpointError(
-                f"{where}: {length} bytes at {position} of {name}, which has {size} bytes"
+                f"{location}: {length} bytes at {position} of {name}, which has {size} bytes"
             )
         if marker is not None and (size > MAX_MARKER or position != len(self._marker)):
             raise CheckpointError(
-                f"{where}: {name} has {size} bytes, at most {MAX_MARKER} are read"
+                f"{location}: {name} has {size} bytes, at most {MAX_MARKER} are read"
             )
         return name
 

@@ -257,7 +257,7 @@ def test_malicious_pickles_are_refused(name, tmp_path):
         unpickle(ATTACKS[name], "here")
     content = archive_with(ATTACKS[name])
     with pytest.raises(CheckpointError, match="here"):
-        safe_load(content, where="here")
+        safe_load(content, location="here")
     path = tmp_path / "x.pt"
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match="x.pt"):
