@@ -28,7 +28,7 @@ def import_apex(module: str, flag: str) -> Any:
 
 def split_for_kernels(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return views of flat tensors that are small enough for the kernels, in order."""
-    parts: list[torch.Tensor] = []
+    slices: list[torch.Tensor] = []
     for tensor in tensors:
-        parts += tensor.split(MAX_ELEMENTS)
-    return parts
+        slices += tensor.split(MAX_ELEMENTS)
+    return slices

@@ -23,6 +23,6 @@ def even_range(length: int, rank: int, size: int) -> tuple[int, int]:
 
     `length` must be a multiple of `size`.
     """
-    part = length // size
-    assert part * size == length, (length, size)
-    return rank * part, (rank + 1) * part
+    length_per_rank = length // size
+    assert length_per_rank * size == length, (length, size)
+    return rank * length_per_rank, (rank + 1) * length_per_rank

@@ -17,8 +17,8 @@ def start_max_reduce(
     maxima. Without a process group they are the values of this process.
     """
     if not dist.is_initialized():
-        own = list(values)
-        return lambda: own
+        local_values = list(values)
+        return lambda: local_values
     if dist.get_backend(group) == "nccl":
         # A pinned source, because a copy from pageable memory waits for the device.
         on_host = torch.tensor(values, dtype=torch.int32, pin_memory=True)

@@ -123,9 +123,9 @@ class InvalidFlagsError(ValueError):
 
 def raise_problems(problems: Iterable[str]) -> None:
     """Raise one InvalidFlagsError with all `problems`, if there are any."""
-    lines = list(problems)
-    if lines:
-        raise InvalidFlagsError("\n".join(lines))
+    messages = list(problems)
+    if messages:
+        raise InvalidFlagsError("\n".join(messages))
 
 
 def explain_error(error: BaseException) -> str:
@@ -209,12 +209,12 @@ def _has_type(value: Any, hint: Any) -> bool:
     A field of floats accepts integers, and a list or tuple the other one.
     """
     if typing.get_origin(hint) is list:
-        (kind,) = typing.get_args(hint)
-        return isinstance(value, list | tuple) and all(_has_type(item, kind) for item in value)
+        (item_type,) = typing.get_args(hint)
+        return isinstance(value, list | tuple) and all(_has_type(item, item_type) for item in value)
     if typing.get_origin(hint) is tuple:
-        kinds = typing.get_args(hint)
-        is_sequence = isinstance(value, list | tuple) and len(value) == len(kinds)
-        return is_sequence and all(map(_has_type, value, kinds))
+        item_types = typing.get_args(hint)
+        is_sequence = isinstance(value, list | tuple) and len(value) == len(item_types)
+        return is_sequence and all(map(_has_type, value, item_types))
     # A bool is an int in Python, but not for a flag.
     if isinstance(value, bool):
         return bool in _get_arms(hint)

@@ -63,6 +63,6 @@ def _open_missing_streams() -> None:
             setattr(sys, name, os.fdopen(descriptor, "w", closefd=False))
 
 
-def _exit_interrupted(number: int, frame: FrameType | None) -> None:
+def _exit_interrupted(signal_number: int, frame: FrameType | None) -> None:
     # There is nothing to clean up.
     os._exit(INTERRUPTED)

@@ -79,11 +79,11 @@ class ParallelConfig(FlagSection):
     def cp_size(self) -> int:
         return self.context_parallel_size
 
-    def cp_comm_type_of(self, number: int) -> str:
-        """Return the communication type of layer `number`."""
+    def cp_comm_type_of(self, layer_number: int) -> str:
+        """Return the communication type of layer `layer_number`."""
         if len(self.cp_comm_type) == 1:
             return self.cp_comm_type[0]
-        return self.cp_comm_type[number]
+        return self.cp_comm_type[layer_number]
 
     @property
     def vpp_size(self) -> int:
@@ -160,17 +160,17 @@ class ParallelConfig(FlagSection):
     def place(self, rank: int, world_size: int) -> Place:
         """Return the coordinates of a rank."""
         # TP varies fastest, then CP; the mapping decides between DP and PP.
-        rest, tp = divmod(rank, self.tp_size)
-        rest, cp = divmod(rest, self.cp_size)
+        remainder, tp = divmod(rank, self.tp_size)
+        remainder, cp = divmod(remainder, self.cp_size)
         if self.use_tp_pp_dp_mapping:
-            dp, pp = divmod(rest, self.pp_size)
+            dp, pp = divmod(remainder, self.pp_size)
         else:
-            pp, dp = divmod(rest, self.dp_size(world_size))
+            pp, dp = divmod(remainder, self.dp_size(world_size))
         return Place(tp, cp, dp, pp)
 
-    def rank_at(self, place: Place, world_size: int) -> int:
+    def rank_at(self, coordinates: Place, world_size: int) -> int:
         """Return the rank with the given coordinates."""
-        tp, cp, dp, pp = place
+        tp, cp, dp, pp = coordinates
         outer = dp + self.dp_size(world_size) * pp
         if self.use_tp_pp_dp_mapping:
             outer = pp + self.pp_size * dp

@@ -171,11 +171,11 @@ class ParallelState:
         rank = dist.get_rank()
         world_size = dist.get_world_size()
         state = cls.for_rank(config, world_size, rank)
-        own = _list_groups(config, world_size, rank)
+        own_groups = _list_groups(config, world_size, rank)
         # To split a communicator, every rank lists the groups of all ranks.
         all_groups = _list_groups(config, world_size) if _can_split() else None
         axes: dict[str, Axis] = {}
-        for name, (ranks,) in own.items():
+        for name, (ranks,) in own_groups.items():
             axes[name] = getattr(state, name)
             if name == "dp":  # no communication over `dp` alone
                 continue
@@ -212,9 +212,9 @@ def _find_shared_group(
     name: str, ranks: tuple[int, ...], axes: dict[str, Axis]
 ) -> dist.ProcessGroup | None:
     """Return the group of an axis with the same ranks. All ranks of the world find the same."""
-    for other in _MAY_SHARE.get(name, ()):
-        if axes[other].ranks == ranks:
-            return axes[other].group
+    for candidate in _MAY_SHARE.get(name, ()):
+        if axes[candidate].ranks == ranks:
+            return axes[candidate].group
     return None
 
 
@@ -277,11 +277,11 @@ def _list_others(groups: list[list[int]], world_size: int) -> list[list[int]]:
     members: set[int] = set()
     for group in groups:
         members.update(group)
-    others = []
+    other_groups = []
     for rank in range(world_size):
         if rank not in members:
-            others.append([rank])
-    return others
+            other_groups.append([rank])
+    return other_groups
 
 
 def _list_groups(
@@ -355,8 +355,8 @@ def _list_groups_along(
     for origin in _list_places(outer_spans):
         ranks = []
         for member in members:
-            place = Place(*map(add, origin, member))
-            ranks.append(config.rank_at(place, world_size))
+            rank_place = Place(*map(add, origin, member))
+            ranks.append(config.rank_at(rank_place, world_size))
         groups.append(tuple(ranks))
     return groups
 
@@ -364,7 +364,7 @@ def _list_groups_along(
 def _list_places(spans: Sequence[Sequence[int]]) -> list[Place]:
     """Return all places with a coordinate of each span; TP varies fastest."""
     # `product` varies the last coordinate fastest.
-    places = []
+    rank_places = []
     for coordinates in product(*reversed(spans)):
-        places.append(Place(*reversed(coordinates)))
-    return places
+        rank_places.append(Place(*reversed(coordinates)))
+    return rank_places

@@ -64,8 +64,8 @@ class Sharding:
                 f"dimension {self.dim} of a parameter over {self.blocks} blocks and "
                 f"{self.axis.size} tensor-parallel ranks"
             )
-            part = divide(local[self.dim], num_parts, quantity)
-            local[self.dim] = part * self.blocks
+            block_length = divide(local[self.dim], num_parts, quantity)
+            local[self.dim] = block_length * self.blocks
         return tuple(local)
 
     def global_shape(self, local_shape: Shape) -> Shape:
@@ -122,11 +122,11 @@ class Sharding:
         boxes = []
         for index, matrix in enumerate(matrices):
             for block in range(self.blocks):
-                part = matrix.narrow(self.dim, block * num_rows, num_rows)
+                block_rows = matrix.narrow(self.dim, block * num_rows, num_rows)
                 start = list(offset)
                 start[0] += index
                 start[self.dim] = (block * self.axis.size + self.axis.rank) * num_rows
-                boxes.append(Box(tuple(start), part))
+                boxes.append(Box(tuple(start), block_rows))
         return tuple(boxes)
 
 

@@ -45,7 +45,7 @@ def _escape(char: str) -> str:
 
 def escape_lines(text: str) -> str:
     """Escape control characters, but keep line breaks."""
-    return "\n".join(escape_control_chars(line) for line in text.split("\n"))
+    return "\n".join(escape_control_chars(text_line) for text_line in text.split("\n"))
 
 
 def format_error(error: BaseException | str) -> str:
@@ -71,8 +71,8 @@ def print_json(value: Any, indent: int | None = None) -> None:
 def print_error(error: BaseException | str) -> None:
     """Print `error: ` and the message to stderr."""
     message = format_error(error) if isinstance(error, BaseException) else error
-    for line in f"error: {message}".split("\n"):
-        print_line(line, file=sys.stderr)
+    for message_line in f"error: {message}".split("\n"):
+        print_line(message_line, file=sys.stderr)
 
 
 def drop_unwritable_output() -> None:

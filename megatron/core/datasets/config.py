@@ -37,25 +37,25 @@ def parse_blend(values: Sequence[str], flag: str) -> Blend:
 
     # Paths only
     candidates = values[::2]
-    numbers = [_parse_number(value) for value in candidates]
-    has_numbers = any(number is not None for number in numbers)
+    candidate_weights = [_parse_number(value) for value in candidates]
+    has_numbers = any(weight is not None for weight in candidate_weights)
     if len(values) % 2 or not has_numbers:
         return Blend(tuple(values))
 
     # Weights and paths in turn
     weights = []
-    for value, number in zip(candidates, numbers, strict=True):
-        if number is None:
+    for value, weight in zip(candidates, candidate_weights, strict=True):
+        if weight is None:
             raise ValueError(
                 f"{flag}: {value!r} in {' '.join(values)!r} must be a weight: give only paths, or "
                 "a weight before each path"
             )
-        if not 0 < number < float("inf"):
+        if not 0 < weight < float("inf"):
             raise ValueError(
                 f"{flag}: weight {value} of {' '.join(values)!r} must be positive and finite; to "
                 "exclude a path, leave it out"
             )
-        weights.append(number)
+        weights.append(weight)
     # Normalize, so that weights may be given as percentages or token counts.
     total = sum(weights)
     normalized = tuple(weight / total for weight in weights)
@@ -75,8 +75,8 @@ def parse_split(text: str) -> tuple[Fractions | None, Fractions | None, Fraction
     Missing shares are 0; an empty interval is None.
     """
     shares: list[float] = []
-    for part in text.split(","):
-        share = _parse_number(part)
+    for entry in text.split(","):
+        share = _parse_number(entry)
         if share is None or not 0 <= share < float("inf") or len(shares) == 3:
             raise ValueError(
                 f"--split {text!r}: expected up to three non-negative numbers such as 969,30,1"
@@ -235,23 +235,23 @@ class GPTDatasetConfig(FlagSection):
             "valid": self.valid_data_path,
             "test": self.test_data_path,
         }
-        own = {split: path for split, path in paths.items() if path is not None}
+        split_paths = {split: path for split, path in paths.items() if path is not None}
         options = {
             "--mock-data": self.mock_data or None,
             "--data-path": self.data_path,
             "--data-args-path": self.data_args_path,
-            "/".join(f"--{split}-data-path" for split in own): own or None,
+            "/".join(f"--{split}-data-path" for split in split_paths): split_paths or None,
             "--per-split-data-args-path": self.per_split_data_args_path,
         }
-        given = [name for name, value in options.items() if value is not None]
-        if not given:
+        specified_options = [name for name, value in options.items() if value is not None]
+        if not specified_options:
             raise ValueError(
                 "no data: give --data-path, --train-data-path (and --valid-, --test-data-path) or "
                 "--mock-data"
             )
-        if len(given) > 1:
+        if len(specified_options) > 1:
             raise ValueError(
-                f"{' and '.join(given)} are mutually exclusive: each specifies all data"
+                f"{' and '.join(specified_options)} are mutually exclusive: each specifies all data"
             )
         if self.mock_data:
             return {}
@@ -273,15 +273,15 @@ class GPTDatasetConfig(FlagSection):
         # A blend for each split
         if self.split is not None:
             raise ValueError(
-                f"--split {self.split} requires --data-path; {given[0]} already specifies the data "
-                "of each split"
+                f"--split {self.split} requires --data-path; {specified_options[0]} already "
+                "specifies the data of each split"
             )
         if self.per_split_data_args_path is not None:
-            own = _read_lists(self.per_split_data_args_path)
+            split_paths = _read_lists(self.per_split_data_args_path)
         whole = (0.0, 1.0)
         sources = {}
-        for split, path in own.items():
-            blend = parse_blend(path, f"{given[0]} ({split})")
+        for split, path in split_paths.items():
+            blend = parse_blend(path, f"{specified_options[0]} ({split})")
             sources[split] = (blend, whole)
         return sources
 

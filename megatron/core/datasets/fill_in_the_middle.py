@@ -62,12 +62,12 @@ class FillInTheMiddle:
 
     def __call__(self, text: np.ndarray, random: np.random.RandomState) -> np.ndarray:
         """Return the tokens with reordered documents, cut or padded to the same length."""
-        pieces = _map_between(
+        segments = _map_between(
             text, self.eod, lambda document: self._reorder_document(document, random)
         )
         length = len(text)
         # Special tokens make a row longer, and tokenizing parts may make it shorter.
-        reordered = np.concatenate(list(pieces))[:length]
+        reordered = np.concatenate(list(segments))[:length]
         padding = np.full(length - len(reordered), self.pad)
         return np.append(reordered, padding)
 
@@ -83,23 +83,25 @@ class FillInTheMiddle:
             return document
         fragment_rate = self.config.fim_fragment_rate
         assert fragment_rate is not None
-        pieces = _map_between(
+        segments = _map_between(
             document,
             self.fragment_end,
             lambda fragment: self._reorder(fragment, fragment_rate, random),
         )
-        return np.concatenate(list(pieces))
+        return np.concatenate(list(segments))
 
-    def _reorder(self, piece: np.ndarray, rate: float, random: np.random.RandomState) -> np.ndarray:
+    def _reorder(
+        self, segment: np.ndarray, rate: float, random: np.random.RandomState
+    ) -> np.ndarray:
         """Reorder one piece of text with probability `rate`."""
         if not random.binomial(1, rate):
-            return piece
+            return segment
         # Special tokens have no text.
-        is_text = ~np.isin(piece, self._special)
-        text = self.tokenizer.detokenize(piece[is_text].tolist())
+        is_text = ~np.isin(segment, self._special)
+        text = self.tokenizer.detokenize(segment[is_text].tolist())
         excluded_prefix = self.config.fim_no_prefix
         if excluded_prefix is not None and text.startswith(excluded_prefix):
-            return piece
+            return segment
 
         # Cut the text at two random positions.
         # Both cuts may be at either end, so that parts may be empty.

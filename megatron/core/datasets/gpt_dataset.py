@@ -103,20 +103,20 @@ class GPTDataset:
             count = None  # to the end of the sequence
             if position == last:
                 count = end + extra_tokens - start
-            piece = self.indexed.read(sequence, start, count)
-            self._check_tokens(piece, sequence, start)
-            text[filled : filled + len(piece)] = piece
-            filled += len(piece)
+            tokens = self.indexed.read(sequence, start, count)
+            self._check_tokens(tokens, sequence, start)
+            text[filled : filled + len(tokens)] = tokens
+            filled += len(tokens)
             start = 0
         return text
 
-    def _check_tokens(self, piece: np.ndarray, sequence: int, start: int) -> None:
+    def _check_tokens(self, tokens: np.ndarray, sequence: int, start: int) -> None:
         """Raise ValueError for negative numbers, which would pass for padding."""
-        if piece.dtype.kind == "i" and len(piece) and piece.min() < 0:
-            offset = int(np.argmax(piece < 0))
+        if tokens.dtype.kind == "i" and len(tokens) and tokens.min() < 0:
+            offset = int(np.argmax(tokens < 0))
             raise ValueError(
                 f"{self.indexed.prefix}.bin: token {start + offset} of sequence {sequence} is "
-                f"{piece[offset]}, not a valid token id: the file is corrupt or has another dtype"
+                f"{tokens[offset]}, not a valid token id: the file is corrupt or has another dtype"
             )
 
 
@@ -130,13 +130,15 @@ def _plan_index(
     """Return the plan of the index; raises ValueError if the split has too few tokens."""
     first, last = sequences
     tokens_per_epoch = int(indexed.lengths[first:last].sum(dtype=np.int64))
-    where = f"the {split} split of {indexed.prefix} (sequences {first} to {last} of {len(indexed)})"
+    description = (
+        f"the {split} split of {indexed.prefix} (sequences {first} to {last} of {len(indexed)})"
+    )
     if tokens_per_epoch == 0:
         requested = "one epoch" if num_samples is None else num_samples
         raise ValueError(
-            f"{where} holds no tokens, but {requested} samples are requested: give the split a "
-            "larger share in --split or data of its own (--train-, --valid-, --test-data-path), or "
-            "do not use it (--eval-iters 0 for validation and test)"
+            f"{description} holds no tokens, but {requested} samples are requested: give the split "
+            "a larger share in --split or data of its own (--train-, --valid-, --test-data-path), "
+            "or do not use it (--eval-iters 0 for validation and test)"
         )
     # Repeat the sequences until there are enough tokens for all samples.
     num_epochs, separate_last_epoch = plan_epochs(
@@ -156,7 +158,7 @@ def _plan_index(
     # One pass over very little data may not fill a single sample.
     if plan.num_samples == 0:
         raise ValueError(
-            f"{where} holds {tokens_per_epoch} tokens, less than one sample of --seq-length "
+            f"{description} holds {tokens_per_epoch} tokens, less than one sample of --seq-length "
             f"{config.seq_length} (+ {config.extra_tokens}), and is read only once: use a longer "
             "corpus, or weights in the blend"
         )

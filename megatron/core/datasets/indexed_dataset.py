@@ -181,9 +181,9 @@ def _check_offsets(path: str, lengths: np.ndarray, offsets: np.ndarray, itemsize
     block = 1 << 20  # bounds memory: an index can have 10^9 entries
     for first in range(0, len(lengths), block):
         sizes = lengths[first : first + block].astype(np.int64) * itemsize
-        stored = offsets[first : first + block]
+        block_offsets = offsets[first : first + block]
         expected = end + np.cumsum(sizes) - sizes
-        is_wrong = (sizes < 0) | (stored != expected)
+        is_wrong = (sizes < 0) | (block_offsets != expected)
         if is_wrong.any():
             in_block = int(np.argmax(is_wrong))
             sequence = first + in_block
@@ -216,9 +216,9 @@ def _check_tokens_file(
         )
     # The size may fit another dtype, which shows that the files do not belong together.
     fitting = []
-    for known in DTYPES.values():
-        if known.kind in "iu" and known.itemsize * num_tokens == size:
-            fitting.append(known.name)
+    for candidate_dtype in DTYPES.values():
+        if candidate_dtype.kind in "iu" and candidate_dtype.itemsize * num_tokens == size:
+            fitting.append(candidate_dtype.name)
     if fitting:
         raise ValueError(
             f"{message}: the .bin appears to have {' or '.join(fitting)} tokens, so the .idx "
@@ -256,10 +256,10 @@ def _find_similar_datasets(prefix: str) -> list[str]:
             if file.endswith(".idx"):
                 names.append(file.removesuffix(".idx"))
     # preprocess_data.py appends the key of the text to its --output-prefix.
-    similar = [other for other in names if name and other.startswith(f"{name}_")]
+    similar = [candidate for candidate in names if name and candidate.startswith(f"{name}_")]
     if not similar:
         similar = difflib.get_close_matches(name, names, n=3, cutoff=0.75)
-    return [os.path.join(directory, other) for other in similar[:3]]
+    return [os.path.join(directory, candidate) for candidate in similar[:3]]
 
 
 class IndexedDatasetBuilder:
@@ -307,14 +307,14 @@ class IndexedDatasetBuilder:
 
         `lengths` are the tokens of each sequence, `documents` the sequences of each document.
         """
-        stored = self._to_dtype(np.asarray(tokens))
+        token_array = self._to_dtype(np.asarray(tokens))
         if lengths is None:
-            lengths = [len(stored)]
+            lengths = [len(token_array)]
         if documents is None:
             documents = [len(lengths)]
-        assert sum(lengths) == len(stored) and sum(documents) == len(lengths)
-        self._file.write(stored.tobytes())
-        self.num_tokens += len(stored)
+        assert sum(lengths) == len(token_array) and sum(documents) == len(lengths)
+        self._file.write(token_array.tobytes())
+        self.num_tokens += len(token_array)
         self._lengths.extend(lengths)
         # Documents are stored as the number of sequences before their end.
         for count in documents:
@@ -372,11 +372,11 @@ class IndexedDatasetBuilder:
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
+        exception_type: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if kind is None:
+        if exception_type is None:
             self.commit()
         else:
             self.discard()

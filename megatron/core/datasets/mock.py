@@ -59,7 +59,7 @@ class MockGPTDataset:
         position = np.arange(length)
         is_start = np.append(True, is_end[:-1])
         document_start = np.maximum.accumulate(np.where(is_start, position, 0))
-        numbers = first_words[document_start] + position - document_start
-        text = self.words[numbers % len(self.words)]
+        word_indices = first_words[document_start] + position - document_start
+        text = self.words[word_indices % len(self.words)]
         text[is_end] = self.eod
         return finish_sample(text, self.config, self.eod)

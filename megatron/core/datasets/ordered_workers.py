@@ -163,7 +163,9 @@ def _ignore_signals_until(stop: Event, parent: int, worker: int) -> None:
         if stop.is_set():
             os._exit(0)
 
-    for number in WORKER_SIGNALS:
-        signal.signal(number, on_terminate if number == signal.SIGTERM else signal.SIG_IGN)
+    for signal_number in WORKER_SIGNALS:
+        signal.signal(
+            signal_number, on_terminate if signal_number == signal.SIGTERM else signal.SIG_IGN
+        )
     threading.Thread(target=end_with_parent, daemon=True).start()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, WORKER_SIGNALS)

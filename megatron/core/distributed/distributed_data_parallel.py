@@ -284,17 +284,19 @@ def _make_buffers(
 ) -> list[ParamAndGradBuffer]:
     """Return one buffer per dtype, or fp8, and reduction axis of the parameters."""
     # (dtype, is fp8, ranks of the reduction axis) -> parameters
-    kinds: dict[tuple[torch.dtype, bool, tuple[int, ...]], list[tuple[str, nn.Parameter]]] = {}
+    params_by_buffer: dict[
+        tuple[torch.dtype, bool, tuple[int, ...]], list[tuple[str, nn.Parameter]]
+    ] = {}
     # Without expert parallelism both axes have the same ranks, and share a buffer.
     axis_of_ranks = {edp.ranks: edp, dp.ranks: dp}
     for name, param in module.named_parameters():
         if param.requires_grad:
             info = param_info(param)
             axis = edp if info.sharding.is_expert else dp
-            kind = (param.dtype, info.fp8 is not None, axis.ranks)
-            kinds.setdefault(kind, []).append((name, param))
+            buffer_key = (param.dtype, info.fp8 is not None, axis.ranks)
+            params_by_buffer.setdefault(buffer_key, []).append((name, param))
     buffers = []
-    for (dtype, _, ranks), named_params in kinds.items():
+    for (dtype, _, ranks), named_params in params_by_buffer.items():
         axis = axis_of_ranks[ranks]
         shard = axis if config.use_distributed_optimizer else Axis()
         num_elements = sum(param.numel() for _, param in named_params)

@@ -184,13 +184,13 @@ def find_ranges(bucket: BucketPlan, keep: Callable[[ParamInfo], bool]) -> list[R
 
 def intersect(ranges: Sequence[Range], start: int, stop: int) -> list[Range]:
     """Return the parts of `ranges` inside `[start, stop)`, relative to `start`."""
-    parts = []
+    intersections = []
     for range_start, range_stop in ranges:
         low = max(range_start, start)
         high = min(range_stop, stop)
         if low < high:
-            parts.append((low - start, high - start))
-    return parts
+            intersections.append((low - start, high - start))
+    return intersections
 
 
 @dataclass(frozen=True)

@@ -45,13 +45,13 @@ _MULTI_TOKEN_PREDICTION = "megatron.core.transformer.multi_token_prediction:Mult
 class PositionEmbedding(MegatronModule):
     """Learned position embeddings, replicated over TP."""
 
-    def __init__(self, config: TransformerConfig, place: Placement) -> None:
+    def __init__(self, config: TransformerConfig, placement: Placement) -> None:
         super().__init__()
         if config.max_position_embeddings is None:
             raise ValueError("learned position embeddings need --max-position-embeddings")
         shape = (config.max_position_embeddings, config.hidden_size)
-        info = ParamInfo(Normal(config.init_method_std), partial_grad=place.sequence_parallel)
-        self.weight = make_parameter(shape, config.params_dtype, place.device, info)
+        info = ParamInfo(Normal(config.init_method_std), partial_grad=placement.sequence_parallel)
+        self.weight = make_parameter(shape, config.params_dtype, placement.device, info)
 
     def forward(self, position_ids: Tensor) -> Tensor:
         return F.embedding(position_ids, self.weight)  # [s, b, h] or [s/tp, b, h]
@@ -63,7 +63,7 @@ class GPTEmbedding(MegatronModule):
     def __init__(
         self,
         config: TransformerConfig,
-        place: Placement,
+        placement: Placement,
         *,
         num_rows: int,
         shared: bool,
@@ -76,7 +76,7 @@ class GPTEmbedding(MegatronModule):
         """
         super().__init__()
         assert config.vocab_size is not None
-        self.place = place
+        self.placement = placement
         self.dropout = config.hidden_dropout
         # Factors of the word embedding (Gemma, Granite) and of the sum of embeddings (muP)
         self.scale = config.embedding_multiplier
@@ -91,19 +91,19 @@ class GPTEmbedding(MegatronModule):
             config.hidden_size,
             num_rows=num_rows,
             init=Normal(config.init_method_std),
-            tp=place.tp,
+            tp=placement.tp,
             shared=shared,
             is_copy=is_copy,
-            sequence_parallel=place.sequence_parallel,
+            sequence_parallel=placement.sequence_parallel,
             dtype=config.params_dtype,
-            device=place.device,
+            device=placement.device,
         )
         self.position_embeddings = None
         if config.position_embedding_type == "learned_absolute":
-            self.position_embeddings = PositionEmbedding(config, place)
+            self.position_embeddings = PositionEmbedding(config, placement)
         self.word_embeddings_layernorm = None
         if config.embedding_layernorm:
-            norm = select_layer_spec(config).make_hidden_norm(config, place)
+            norm = select_layer_spec(config).make_hidden_norm(config, placement)
             self.word_embeddings_layernorm = norm
 
     def forward(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
@@ -121,16 +121,16 @@ class GPTEmbedding(MegatronModule):
         if self.dropout and self.training:
             # Under sequence parallelism the TP ranks have different tokens, and draw different
             # numbers.
-            with self.place.rng.fork_if(self.place.sequence_parallel):
+            with self.placement.rng.fork_if(self.placement.sequence_parallel):
                 hidden_states = F.dropout(hidden_states, self.dropout)
         return hidden_states
 
     def _select_positions(self, position_ids: Tensor) -> Tensor:
         """Return the `[b, s]` positions of this rank's tokens, `[s, b]` or `[s/tp, b]`."""
         positions = position_ids.t()  # [s, b]
-        if not self.place.sequence_parallel:
+        if not self.placement.sequence_parallel:
             return positions
-        tp = self.place.tp
+        tp = self.placement.tp
         start, stop = even_range(positions.shape[0], tp.rank, tp.size)
         return positions[start:stop]
 
@@ -143,7 +143,7 @@ class OutputLayer(MegatronModule):
     def __init__(
         self,
         config: TransformerConfig,
-        place: Placement,
+        placement: Placement,
         *,
         num_rows: int,
         own_weight: bool,
@@ -156,8 +156,8 @@ class OutputLayer(MegatronModule):
         """
         super().__init__()
         assert config.vocab_size is not None
-        self.tp = place.tp
-        self.sequence_parallel = place.sequence_parallel
+        self.tp = placement.tp
+        self.sequence_parallel = placement.sequence_parallel
         self.vocab_size = config.vocab_size
         self.tied_copy = tied_copy
         self.cross_entropy = select_layer_spec(config).select_cross_entropy(config)
@@ -165,7 +165,7 @@ class OutputLayer(MegatronModule):
         self.logits_divisor = config.logits_divisor
         self.weight = None
         if own_weight:
-            sharding = Sharding(dim=0, axis=place.tp, num_rows=config.vocab_size)
+            sharding = Sharding(dim=0, axis=placement.tp, num_rows=config.vocab_size)
             info = ParamInfo(
                 Normal(config.init_method_std),
                 sharding,
@@ -174,12 +174,12 @@ class OutputLayer(MegatronModule):
             )
             # [v, h], of which a rank has [v / tp, h]
             shape = (num_rows, config.hidden_size)
-            self.weight = make_parameter(shape, config.params_dtype, place.device, info)
+            self.weight = make_parameter(shape, config.params_dtype, placement.device, info)
         self.bias = None
         if config.output_layer_bias:
-            sharding = Sharding(dim=0, axis=place.tp, num_rows=config.vocab_size)
+            sharding = Sharding(dim=0, axis=placement.tp, num_rows=config.vocab_size)
             info = ParamInfo(Constant(0.0), sharding)
-            self.bias = make_parameter((num_rows,), config.params_dtype, place.device, info)
+            self.bias = make_parameter((num_rows,), config.params_dtype, placement.device, info)
 
     def forward(self, hidden_states: Tensor, weight: Tensor, labels: Tensor | None) -> Tensor:
         """Return the loss per token `[b, s]` fp32; without labels the logits `[b, s, vocab]`."""
@@ -303,7 +303,7 @@ class GPTModel(MegatronModule):
             experts = ExpertAxes()
         if layers is None:
             layers = range(config.num_layers)
-        place = Placement(tp, rng, cp, sequence_parallel, experts, device)
+        placement = Placement(tp, rng, cp, sequence_parallel, experts, device)
 
         # With tied embeddings or multi-token prediction, the first and the last stage have a copy
         # of the same matrix each, whose gradients are summed (see `shared_embedding`).
@@ -318,21 +318,21 @@ class GPTModel(MegatronModule):
         self.embedding = None
         if pre_process or has_mtp:
             self.embedding = GPTEmbedding(
-                config, place, num_rows=rows, shared=is_shared, is_copy=not pre_process
+                config, placement, num_rows=rows, shared=is_shared, is_copy=not pre_process
             )
         self.decoder = TransformerBlock(
-            config, place, layers=layers, post_process=post_process, stage=stage
+            config, placement, layers=layers, post_process=post_process, stage=stage
         )
         self.mtp = None
         if has_mtp:
-            self.mtp = resolve(_MULTI_TOKEN_PREDICTION)(config, place, stage)
+            self.mtp = resolve(_MULTI_TOKEN_PREDICTION)(config, placement, stage)
         self.output_layer = None
         if post_process:
             # A chunk with an embedding does not need another copy of the tied matrix.
             tied_copy = is_tied and self.embedding is None
             self.output_layer = OutputLayer(
                 config,
-                place,
+                placement,
                 num_rows=rows,
                 own_weight=tied_copy or not is_tied,
                 tied_copy=tied_copy,

@@ -44,31 +44,31 @@ class FlatShard:
             tensors[AVERAGE_PREFIX] = self.average
         return tensors
 
-    def get_scale(self, prefix: str, piece: int) -> torch.Tensor | None:
+    def get_scale(self, prefix: str, param_index: int) -> torch.Tensor | None:
         """Return the scale of a piece's values in the tensor `prefix`, a live scalar, if any."""
         if prefix not in self.scales:
             return None
-        return self.scales[prefix][piece]
+        return self.scales[prefix][param_index]
 
     def set_main_parameters(self, values: torch.Tensor) -> None:
         """Set the main parameters to `values`, of any dtype."""
         if PARAM_PREFIX not in self.scales:
             self.param.copy_(values)
             return
-        for number, piece in enumerate(self.bucket.pieces()):
-            part = slice(piece.start, piece.stop)
-            scale = self.get_scale(PARAM_PREFIX, number)
-            store_with_new_scale(self.param[part], values[part], scale)
+        for param_index, param_slice in enumerate(self.bucket.pieces()):
+            elements = slice(param_slice.start, param_slice.stop)
+            scale = self.get_scale(PARAM_PREFIX, param_index)
+            store_with_new_scale(self.param[elements], values[elements], scale)
 
     def copy_main_parameters(self, target: torch.Tensor) -> None:
         """Copy the main parameters to `target`, of any dtype."""
         if PARAM_PREFIX not in self.scales:
             target.copy_(self.param)
             return
-        for number, piece in enumerate(self.bucket.pieces()):
-            part = slice(piece.start, piece.stop)
-            scale = self.get_scale(PARAM_PREFIX, number)
-            copy_widened(target[part], self.param[part], scale)
+        for param_index, param_slice in enumerate(self.bucket.pieces()):
+            elements = slice(param_slice.start, param_slice.stop)
+            scale = self.get_scale(PARAM_PREFIX, param_index)
+            copy_widened(target[elements], self.param[elements], scale)
 
     @property
     def is_fp8(self) -> bool:
@@ -140,10 +140,10 @@ def cast_to_fp8(shards: Sequence[FlatShard], rescale: bool) -> None:
         for shard in members:
             # Tensors without a part on this rank are included: their scales are reduced over all
             # ranks.
-            for part in _iterate_fp8_parts(shard):
-                tensors.append(part.tensor)
-                main_parts.append(part.main)
-                starts.append(part.start)
+            for fp8_slice in _iterate_fp8_parts(shard):
+                tensors.append(fp8_slice.tensor)
+                main_parts.append(fp8_slice.main)
+                starts.append(fp8_slice.start)
         # Any of the parameters provides the operation, which casts all of them.
         fp8 = members[0].bucket.plan.spans[0].spec.info.fp8
         assert fp8 is not None

@@ -30,10 +30,10 @@ def sum_of_squares(grads: Sequence[torch.Tensor], device: torch.device) -> torch
     for grad in grads:
         end_of_rows = grad.numel() // _ROW * _ROW
         rows = grad[:end_of_rows].view(-1, _ROW)
-        rest = grad[end_of_rows:].view(1, -1)
-        for part in (rows, rest):
+        trailing = grad[end_of_rows:].view(1, -1)
+        for matrix in (rows, trailing):
             # One kernel per part, without a temporary tensor of squares.
-            row_norms = torch.linalg.vector_norm(part, dim=1)
+            row_norms = torch.linalg.vector_norm(matrix, dim=1)
             total += row_norms.double().square().sum()
     return total
 
@@ -111,9 +111,9 @@ class GradNorm:
         for shard in shards:
             counted = partial(counts_for_model, ps=ps, sharded=shard.bucket.is_sharded)
             self._grads += shard.bucket.grad_ranges(counted)
-            for piece in shard.bucket.pieces():
-                if counted(piece.info):
-                    num_elements += piece.stop - piece.start
+            for param_slice in shard.bucket.pieces():
+                if counted(param_slice.info):
+                    num_elements += param_slice.stop - param_slice.start
         num_covered = sum(len(grad) for grad in self._grads)
         self._num_gaps = num_covered - num_elements
 

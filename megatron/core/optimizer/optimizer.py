@@ -65,7 +65,7 @@ class StepResult:
 class _RoundedPart(NamedTuple):
     """Part of a tensor that is not fp32, and the fp32 tensor that a load fills."""
 
-    stored: torch.Tensor
+    rounded: torch.Tensor
     scale: torch.Tensor | None
     values: torch.Tensor
 
@@ -177,32 +177,32 @@ class MegatronOptimizer:
     def _collect_state(
         self,
         model_state: ShardedStateDict,
-        kind: str,
+        state_name: str,
         rounded_parts: list[_RoundedPart] | None = None,
     ) -> ShardedStateDict:
-        """Return the tensors of all shards whose keys start with `kind`, as boxes.
+        """Return the tensors of all shards whose keys start with `state_name`, as boxes.
 
         With `rounded_parts` all boxes are in fp32: tensors of another dtype and their copies are
         appended to it.
         """
         state: ShardedStateDict = {}
-        for shard, number, piece, entry in self._iterate_pieces(model_state):
+        for shard, param_index, param_slice, entry in self._iterate_pieces(model_state):
             for prefix, data in shard.tensors.items():
-                if not prefix.startswith(kind):
+                if not prefix.startswith(state_name):
                     continue
                 key = prefix + entry.key
                 assert key not in state, f"two parameters of this rank have the key {entry.key}"
                 # A range of the flat parameter is a set of boxes of the global tensor.
-                values = data[piece.start : piece.stop]
-                scale = shard.get_scale(prefix, number)
+                values = data[param_slice.start : param_slice.stop]
+                scale = shard.get_scale(prefix, param_index)
                 if values.dtype != torch.float32 and rounded_parts is not None:
                     rounded_parts.append(_RoundedPart(values, scale, values.float()))
                     values = rounded_parts[-1].values
                     scale = None
-                part = entry.flat_range(key, piece.param_start, values)
-                if part.boxes:  # without boxes it is padding of the vocabulary
+                sharded = entry.flat_range(key, param_slice.param_start, values)
+                if sharded.boxes:  # without boxes it is padding of the vocabulary
                     is_cast = values.dtype != torch.float32
-                    state[key] = replace(part, dtype=torch.float32, is_cast=is_cast, scale=scale)
+                    state[key] = replace(sharded, dtype=torch.float32, is_cast=is_cast, scale=scale)
         return state
 
     def weights(self, model_state: ShardedStateDict, live: bool = False) -> ShardedStateDict:
@@ -219,13 +219,13 @@ class MegatronOptimizer:
         if not fp8_params:
             return model_state
         state = _exclude_parameters(model_state, fp8_params)
-        for shard, _, piece, entry in self._iterate_pieces(model_state):
+        for shard, _, param_slice, entry in self._iterate_pieces(model_state):
             if shard.is_fp8:
-                data = shard.param[piece.start : piece.stop]
-                part = entry.flat_range(entry.key, piece.param_start, data)
+                data = shard.param[param_slice.start : param_slice.stop]
+                sharded = entry.flat_range(entry.key, param_slice.param_start, data)
                 if not live:
-                    part = replace(part, dtype=entry.dtype, is_cast=True)
-                state[entry.key] = part
+                    sharded = replace(sharded, dtype=entry.dtype, is_cast=True)
+                state[entry.key] = sharded
         return state
 
     def _iterate_pieces(
@@ -236,8 +236,8 @@ class MegatronOptimizer:
         """
         entries = _index_by_param(model_state)
         for shard in self.shards:
-            for number, piece in enumerate(shard.bucket.pieces()):
-                yield shard, number, piece, entries[id(piece.param)]
+            for param_index, param_slice in enumerate(shard.bucket.pieces()):
+                yield shard, param_index, param_slice, entries[id(param_slice.param)]
 
     def state_to_load(self, model_state: ShardedStateDict) -> ShardedStateDict:
         """Return the tensors that a load with optimizer state fills.
@@ -270,11 +270,11 @@ class MegatronOptimizer:
         step = start_copy(steps[0].clone()) if steps else None
         groups: list[dict[str, Any]] = []
         for group in self.param_groups:
-            stored: dict[str, Any] = dict(_CONSTANTS)
+            options: dict[str, Any] = dict(_CONSTANTS)
             for name in _HYPERPARAMETERS:
                 if name in group:
-                    stored[name] = group[name]
-            groups.append(stored)
+                    options[name] = group[name]
+            groups.append(options)
         # The loss scale changes with the next step: take its value now.
         scaler = self.grad_scaler.state_dict()
 
@@ -320,8 +320,8 @@ class MegatronOptimizer:
         self.grad_scaler.load_state_dict(state.get("grad_scaler", {}))
 
         # States that are not fp32, main parameters, then the weights
-        for part in self._rounded_parts:
-            store_with_new_scale(part.stored, part.values, part.scale)
+        for rounded_part in self._rounded_parts:
+            store_with_new_scale(rounded_part.rounded, rounded_part.values, rounded_part.scale)
         self._rounded_parts = []
         self._zero_padding(model_state)
         self._copy_to_model(rescale=True)
@@ -423,11 +423,11 @@ class MegatronOptimizer:
             flat[_count_elements(entry) :].zero_()
 
         # Main parameters and state, of which this rank may have any part
-        for shard, _, piece, entry in self._iterate_pieces(model_state):
-            num_in_boxes = max(0, _count_elements(entry) - piece.param_start)
-            padding_start = min(piece.start + num_in_boxes, piece.stop)
+        for shard, _, param_slice, entry in self._iterate_pieces(model_state):
+            num_in_boxes = max(0, _count_elements(entry) - param_slice.param_start)
+            padding_start = min(param_slice.start + num_in_boxes, param_slice.stop)
             for data in shard.tensors.values():
-                data[padding_start : piece.stop].zero_()
+                data[padding_start : param_slice.stop].zero_()
 
     def _collect_steps(self) -> list[torch.Tensor]:
         """Return the step counters of parameters, all equal; SGD does not have any."""
@@ -437,10 +437,10 @@ class MegatronOptimizer:
                 steps.append(state["step"])
         return steps
 
-    def _log_differences(self, stored: Sequence[Mapping[str, Any]]) -> None:
-        """Warn about each hyperparameter with other values than in the `stored` groups."""
+    def _log_differences(self, saved_groups: Sequence[Mapping[str, Any]]) -> None:
+        """Warn about each hyperparameter with other values than in `saved_groups`."""
         for name in ("betas", "eps", "momentum"):
-            old = _collect_values(stored, name)
+            old = _collect_values(saved_groups, name)
             new = _collect_values(self.param_groups, name)
             if old and old != new:
                 logger.warning(

@@ -121,8 +121,8 @@ def _gather_matrix(local: Tensor, dim: int, tp: Axis) -> Tensor:
     flat = local.new_empty(tp.size * local.numel())
     all_gather_into_tensor(flat, local.reshape(-1), group=tp.group)
     # [tp, rows, columns] of the local parts
-    parts = flat.view(tp.size, *local.shape)
-    return torch.cat(list(parts), dim=dim)
+    tp_shards = flat.view(tp.size, *local.shape)
+    return torch.cat(list(tp_shards), dim=dim)
 
 
 @contextmanager

@@ -51,32 +51,32 @@ def compute_scale(largest: Tensor, dtype: torch.dtype) -> Tensor:
     return (largest / limit).clamp(min=torch.finfo(torch.float32).tiny)
 
 
-def widen(stored: Tensor, scale: Tensor | None, copy: bool = False) -> Tensor:
-    """Return values in fp32: `stored` itself if it is fp32, unless `copy`."""
-    values = stored.to(torch.float32, copy=copy)
+def widen(rounded: Tensor, scale: Tensor | None, copy: bool = False) -> Tensor:
+    """Return values in fp32: `rounded` itself if it is fp32, unless `copy`."""
+    values = rounded.to(torch.float32, copy=copy)
     if scale is not None:
         values.mul_(scale)
     return values
 
 
-def store(stored: Tensor, values: Tensor, scale: Tensor | None) -> None:
-    """Round fp32 `values` into `stored`; they are overwritten."""
+def store(rounded: Tensor, values: Tensor, scale: Tensor | None) -> None:
+    """Round fp32 `values` into `rounded`; they are overwritten."""
     if scale is not None:
         values.mul_(scale.reciprocal())
-    stored.copy_(values)
+    rounded.copy_(values)
 
 
-def store_with_new_scale(stored: Tensor, values: Tensor, scale: Tensor | None) -> None:
-    """Round `values` of any dtype into `stored`, and set the scale, if there is one."""
+def store_with_new_scale(rounded: Tensor, values: Tensor, scale: Tensor | None) -> None:
+    """Round `values` of any dtype into `rounded`, and set the scale, if there is one."""
     if scale is None:
-        stored.copy_(values)
+        rounded.copy_(values)
         return
-    scale.copy_(compute_scale(find_largest(values), stored.dtype))
-    for part in cut_into_slices(0, len(values)):
-        store(stored[part], values[part].to(torch.float32, copy=True), scale)
+    scale.copy_(compute_scale(find_largest(values), rounded.dtype))
+    for elements in cut_into_slices(0, len(values)):
+        store(rounded[elements], values[elements].to(torch.float32, copy=True), scale)
 
 
-def copy_widened(target: Tensor, stored: Tensor, scale: Tensor | None) -> None:
+def copy_widened(target: Tensor, rounded: Tensor, scale: Tensor | None) -> None:
     """Copy stored values to `target`, of any dtype."""
-    for part in cut_into_slices(0, len(stored)):
-        target[part].copy_(widen(stored[part], scale))
+    for elements in cut_into_slices(0, len(rounded)):
+        target[elements].copy_(widen(rounded[elements], scale))

@@ -82,9 +82,9 @@ class UpdateRule:
 
     @classmethod
     def find_conflict(
-        cls, config: OptimizerConfig, stored: Sequence[Mapping[str, Any]]
+        cls, config: OptimizerConfig, saved_groups: Sequence[Mapping[str, Any]]
     ) -> tuple[str, Any, Any] | None:
-        """Return the flag that makes the state of the `stored` parameter groups unusable.
+        """Return the flag that makes the state of the parameter groups `saved_groups` unusable.
 
         The result is (flag, stored value, current value), or None if the state can be loaded.
         """
@@ -204,10 +204,10 @@ class SGD(UpdateRule):
 
     @classmethod
     def find_conflict(
-        cls, config: OptimizerConfig, stored: Sequence[Mapping[str, Any]]
+        cls, config: OptimizerConfig, saved_groups: Sequence[Mapping[str, Any]]
     ) -> tuple[str, Any, Any] | None:
         # Momentum other than 0 has a state, which does not depend on its value.
-        momentum = stored[0].get("momentum") if stored else None
+        momentum = saved_groups[0].get("momentum") if saved_groups else None
         if momentum is None or bool(momentum) == bool(config.sgd_momentum):
             return None
         return "--sgd-momentum", momentum, config.sgd_momentum
@@ -313,14 +313,14 @@ def _make_param_groups(
 
     # Assign the shards.
     for shard in shards:
-        kind = shard.bucket.plan.group
-        if not kind.weight_decay:
+        group_key = shard.bucket.plan.group
+        if not group_key.weight_decay:
             not_decayed["params"].append(shard.param)
-        elif kind.embedding:
+        elif group_key.embedding:
             embeddings["params"].append(shard.param)
-        elif kind.is_hidden:
+        elif group_key.is_hidden:
             hidden["params"].append(shard.param)
-        elif kind.is_matrix:
+        elif group_key.is_matrix:
             matrices["params"].append(shard.param)
         else:
             decayed["params"].append(shard.param)

@@ -140,8 +140,8 @@ def _split(
             return None
     else:
         # The other stages have equal numbers of layers.
-        per_stage, rest = divmod(remaining, other_stages)
-        if rest != 0:
+        per_stage, remainder = divmod(remaining, other_stages)
+        if remainder != 0:
             return None
     # Insert the given numbers, then check that chunks have equally many layers.
     stages = [per_stage] * pp_size
@@ -163,13 +163,13 @@ def _explain(
     problem = f"{num_layers} layers cannot be split over {pp_size} pipeline stages"
     if vpp_size > 1:
         problem += f" x {vpp_size} chunks"
-    given = []
+    specified_flags = []
     if first is not None:
-        given.append(f"{FIRST} {first}")
+        specified_flags.append(f"{FIRST} {first}")
     if last is not None:
-        given.append(f"{LAST} {last}")
-    if given:
-        problem += f" with {' and '.join(given)}"
+        specified_flags.append(f"{LAST} {last}")
+    if specified_flags:
+        problem += f" with {' and '.join(specified_flags)}"
 
     # Advice: vary the first of the flags that were given
     varies_last = first is None and last is not None
@@ -181,7 +181,7 @@ def _explain(
             stages = _split(num_layers, pp_size, vpp_size, layers, last)
         if stages is not None:
             possible.append(layers)
-    if given:
+    if specified_flags:
         flag = LAST if varies_last else FIRST
         advice = f"with the other numbers unchanged, {flag} could be {_format_list(possible)}"
     else:

@@ -135,8 +135,8 @@ def check_group_size(pp_size: int, group_size: int) -> None:
 
 def groups_fit(num_microbatches: int, pp_size: int, group_size: int) -> bool:
     """Return whether the last group of the interleaved schedule is as large as the pipeline."""
-    rest = num_microbatches % group_size
-    return rest == 0 or rest >= pp_size
+    remainder = num_microbatches % group_size
+    return remainder == 0 or remainder >= pp_size
 
 
 def consumer(pp_rank: int, action: Action, pp_size: int, vpp_size: int) -> Message | None:

@@ -115,11 +115,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
         else:
             chunks = _split_into_chunks(exponentials)
             for start in chunks:
-                part = slice(start, start + chunks.step)
+                chunk_rows = slice(start, start + chunks.step)
                 # From the exponentials, before they are overwritten
-                slope = _compute_softcap_slope(exponentials[part], largest[part], ctx.softcap)
+                slope = _compute_softcap_slope(
+                    exponentials[chunk_rows], largest[chunk_rows], ctx.softcap
+                )
                 dlogits = _compute_logit_grad(
-                    exponentials[part], total[part], columns[part], is_elsewhere[part], dloss[part]
+                    exponentials[chunk_rows],
+                    total[chunk_rows],
+                    columns[chunk_rows],
+                    is_elsewhere[chunk_rows],
+                    dloss[chunk_rows],
                 )
                 dlogits.mul_(slope)
         dlogits = exponentials
@@ -159,14 +165,14 @@ def _compute_exponentials(
     predicted = torch.empty_like(largest)
     chunks = _split_into_chunks(logits)
     for start in chunks:
-        part = slice(start, start + chunks.step)
-        label_columns = columns[part].unsqueeze(1)  # [rows, 1]
-        shifted = logits[part].float()  # a view if the logits are fp32
-        shifted -= largest[part].unsqueeze(1)
-        torch.gather(shifted, 1, label_columns, out=predicted[part].unsqueeze(1))
-        torch.sum(shifted.exp_(), -1, out=total[part])
+        chunk_rows = slice(start, start + chunks.step)
+        label_columns = columns[chunk_rows].unsqueeze(1)  # [rows, 1]
+        shifted = logits[chunk_rows].float()  # a view if the logits are fp32
+        shifted -= largest[chunk_rows].unsqueeze(1)
+        torch.gather(shifted, 1, label_columns, out=predicted[chunk_rows].unsqueeze(1))
+        torch.sum(shifted.exp_(), -1, out=total[chunk_rows])
         if shifted.dtype != logits.dtype:
-            logits[part] = shifted
+            logits[chunk_rows] = shifted
     return total, predicted
 
 

@@ -55,12 +55,12 @@ def start_all_reduce(tensor: Tensor, tp: Axis) -> Pending:
     return Pending(tensor, work)
 
 
-def start_sequence_all_gather(part: Tensor, tp: Axis) -> Pending:
+def start_sequence_all_gather(shard: Tensor, tp: Axis) -> Pending:
     """Start to gather `[s/tp, ...]` of every rank to `[s, ...]`."""
     if tp.size == 1:
-        return Pending(part, None)
-    whole = part.new_empty(part.shape[0] * tp.size, *part.shape[1:])
-    work = all_gather_into_tensor(whole, part.contiguous(), group=_get_group(tp), async_op=True)
+        return Pending(shard, None)
+    whole = shard.new_empty(shard.shape[0] * tp.size, *shard.shape[1:])
+    work = all_gather_into_tensor(whole, shard.contiguous(), group=_get_group(tp), async_op=True)
     return Pending(whole, work)
 
 
@@ -73,9 +73,9 @@ def start_sequence_reduce_scatter(whole: Tensor, tp: Axis) -> Pending:
         tp.size,
         "sequence length over the tensor-parallel ranks (sequence parallelism)",
     )
-    part = whole.new_empty(part_length, *whole.shape[1:])
-    work = reduce_scatter_tensor(part, whole.contiguous(), group=_get_group(tp), async_op=True)
-    return Pending(part, work)
+    shard = whole.new_empty(part_length, *whole.shape[1:])
+    work = reduce_scatter_tensor(shard, whole.contiguous(), group=_get_group(tp), async_op=True)
+    return Pending(shard, work)
 
 
 def start_input_gather(x: Tensor, tp: Axis, sequence_parallel: bool) -> Pending:
@@ -110,18 +110,18 @@ def _all_reduce(tensor: Tensor, tp: Axis) -> Tensor:
     return start_all_reduce(copy, tp).wait()
 
 
-def _all_gather_sequence(part: Tensor, tp: Axis) -> Tensor:
-    return start_sequence_all_gather(part, tp).wait()
+def _all_gather_sequence(shard: Tensor, tp: Axis) -> Tensor:
+    return start_sequence_all_gather(shard, tp).wait()
 
 
 def _reduce_scatter_sequence(whole: Tensor, tp: Axis) -> Tensor:
     return start_sequence_reduce_scatter(whole, tp).wait()
 
 
-def _all_gather_last_dim(part: Tensor, tp: Axis) -> Tensor:
-    stacked = start_sequence_all_gather(part.unsqueeze(0), tp).wait()  # [tp, ..., part]
-    by_rank = stacked.movedim(0, -2)  # [..., tp, part]
-    return by_rank.reshape(*part.shape[:-1], -1)
+def _all_gather_last_dim(shard: Tensor, tp: Axis) -> Tensor:
+    stacked = start_sequence_all_gather(shard.unsqueeze(0), tp).wait()  # [tp, ..., shard]
+    by_rank = stacked.movedim(0, -2)  # [..., tp, shard]
+    return by_rank.reshape(*shard.shape[:-1], -1)
 
 
 def _slice_last_dim(whole: Tensor, tp: Axis) -> Tensor:
@@ -130,16 +130,16 @@ def _slice_last_dim(whole: Tensor, tp: Axis) -> Tensor:
     return whole[..., start:stop].clone()
 
 
-def _send_heads(part: Tensor, cp: Axis) -> Tensor:
+def _send_heads(shard: Tensor, cp: Axis) -> Tensor:
     """`[s/cp, b, heads, ...]` -> `[s, b, heads/cp, ...]`"""
-    by_rank = part.unflatten(2, (cp.size, -1)).movedim(2, 0)  # [cp, s/cp, b, heads/cp, ...]
+    by_rank = shard.unflatten(2, (cp.size, -1)).movedim(2, 0)  # [cp, s/cp, b, heads/cp, ...]
     received = _all_to_all(by_rank.contiguous(), cp)
     return received.flatten(0, 1)
 
 
-def _send_positions(part: Tensor, cp: Axis) -> Tensor:
+def _send_positions(shard: Tensor, cp: Axis) -> Tensor:
     """`[s, b, heads/cp, ...]` -> `[s/cp, b, heads, ...]`"""
-    by_rank = part.unflatten(0, (cp.size, -1))  # [cp, s/cp, b, heads/cp, ...]
+    by_rank = shard.unflatten(0, (cp.size, -1))  # [cp, s/cp, b, heads/cp, ...]
     received = _all_to_all(by_rank.contiguous(), cp)
     by_head_part = received.movedim(0, 2)  # [s/cp, b, cp, heads/cp, ...]
     return by_head_part.flatten(2, 3)

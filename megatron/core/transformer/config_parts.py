@@ -285,13 +285,13 @@ class ExpertOptions:
 
     def _convert_losses_to_lists(self) -> None:
         """Convert single values, which Megatron-LM stores for a single loss, to lists."""
-        kinds: Any = self.moe_router_load_balancing_type
-        if isinstance(kinds, str):
-            kinds = [kinds]
+        loss_types: Any = self.moe_router_load_balancing_type
+        if isinstance(loss_types, str):
+            loss_types = [loss_types]
         coefficients: Any = self.moe_aux_loss_coeff
         if not isinstance(coefficients, list | tuple):
             coefficients = [coefficients]
-        self.moe_router_load_balancing_type = list(kinds)
+        self.moe_router_load_balancing_type = list(loss_types)
         self.moe_aux_loss_coeff = list(coefficients)
 
     @property
@@ -352,7 +352,7 @@ class ExpertOptions:
         """Coefficient of each enabled load balancing loss."""
         enabled = {}
         pairs = zip(self.moe_router_load_balancing_type, self.moe_aux_loss_coeff, strict=True)
-        for kind, coefficient in pairs:
-            if kind != "none" and coefficient:
-                enabled[kind] = coefficient
+        for loss_type, coefficient in pairs:
+            if loss_type != "none" and coefficient:
+                enabled[loss_type] = coefficient
         return enabled

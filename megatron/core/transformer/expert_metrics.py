@@ -17,7 +17,7 @@ LOAD = "load"
 
 def get_metric_names(config: TransformerConfig) -> list[str]:
     """Return the names of the metrics that the routers of a model measure."""
-    names = [LOSS_NAMES[kind] for kind in config.load_balancing]
+    names = [LOSS_NAMES[loss_type] for loss_type in config.load_balancing]
     if config.moe_z_loss_coeff:
         names.append(Z_LOSS)
     return [*names, LOAD]

@@ -49,8 +49,8 @@ class Precision:
         """Return the context of the forward pass of the chunk."""
         return nullcontext()
 
-    def layer(self, number: int) -> AbstractContextManager[None]:
-        """Return the context of layer `number` of the model."""
+    def layer(self, layer_number: int) -> AbstractContextManager[None]:
+        """Return the context of layer `layer_number` of the model."""
         return nullcontext()
 
 
@@ -111,7 +111,7 @@ class LayerSpec:
     def make_input_projection(
         self,
         config: TransformerConfig,
-        place: Placement,
+        placement: Placement,
         inputs: int,
         outputs: int,
         *,
@@ -134,17 +134,17 @@ class LayerSpec:
             inputs,
             outputs,
             init=Normal(config.hidden_init_std),
-            tp=place.tp,
-            sequence_parallel=place.sequence_parallel,
+            tp=placement.tp,
+            sequence_parallel=placement.sequence_parallel,
             bias=bias,
             num_blocks=num_blocks,
             row_blocks=row_blocks,
             replicated=replicated,
-            device=place.device,
+            device=placement.device,
         )
 
     def make_output_projection(
-        self, config: TransformerConfig, place: Placement, inputs: int, *, normed: bool = True
+        self, config: TransformerConfig, placement: Placement, inputs: int, *, normed: bool = True
     ) -> RowParallelLinear:
         """Make the last projection of a branch, which returns to the residual stream.
 
@@ -153,27 +153,30 @@ class LayerSpec:
         # The norm is applied to the sum over TP, so the projection calls it after its reduction.
         output_norm = None
         if normed and config.norm_placement != "pre":
-            output_norm = self.make_hidden_norm(config, place)
+            output_norm = self.make_hidden_norm(config, placement)
         return self.row(
             inputs,
             config.hidden_size,
             init=Normal(config.output_init_std),
-            tp=place.tp,
-            sequence_parallel=place.sequence_parallel,
+            tp=placement.tp,
+            sequence_parallel=placement.sequence_parallel,
             bias=config.add_bias_linear,
             output_norm=output_norm,
             dtype=config.params_dtype,
-            device=place.device,
+            device=placement.device,
         )
 
-    def make_hidden_norm(self, config: TransformerConfig, place: Placement) -> Norm:
+    def make_hidden_norm(self, config: TransformerConfig, placement: Placement) -> Norm:
         """Make a norm of the residual stream.
 
         Under sequence parallelism each TP rank normalizes a part of the sequence.
         """
         # The gradient of the norm's weight is then a partial sum, which is reduced over TP.
         return self.norm(
-            config, config.hidden_size, partial_grad=place.sequence_parallel, device=place.device
+            config,
+            config.hidden_size,
+            partial_grad=placement.sequence_parallel,
+            device=placement.device,
         )
 
     def select_cross_entropy(self, config: TransformerConfig) -> Callable[..., Tensor]:

@@ -32,7 +32,7 @@ class MLP(MegatronModule):
     def __init__(
         self,
         config: TransformerConfig,
-        place: Placement,
+        placement: Placement,
         *,
         ffn_size: int | None = None,
         shared_expert: bool = False,
@@ -45,12 +45,12 @@ class MLP(MegatronModule):
         num_blocks = 2 if config.gated else 1
         self.activation: Callable[[Tensor], Tensor]
         if config.xielu:
-            self.activation = XIELU(config, place)
+            self.activation = XIELU(config, placement)
         else:
             self.activation = get_activation(config)
         self.linear_fc1 = spec.make_input_projection(
             config,
-            place,
+            placement,
             config.hidden_size,
             num_blocks * ffn_size,
             bias=config.add_bias_linear,
@@ -58,7 +58,7 @@ class MLP(MegatronModule):
             num_blocks=num_blocks,
         )
         self.linear_fc2 = spec.make_output_projection(
-            config, place, ffn_size, normed=not shared_expert
+            config, placement, ffn_size, normed=not shared_expert
         )
 
     def forward(self, hidden_states: Tensor) -> Tensor:
@@ -74,22 +74,22 @@ class XIELU(MegatronModule):
     p = softplus(alpha_p) and n = beta + softplus(alpha_n).
     """
 
-    def __init__(self, config: TransformerConfig, place: Placement) -> None:
+    def __init__(self, config: TransformerConfig, placement: Placement) -> None:
         super().__init__()
         # Each TP rank applies the slopes to its part of the inner width.
-        self.alpha_p = self._make_slope(0.8, config, place)
-        self.alpha_n = self._make_slope(0.8 - _XIELU_BETA, config, place)
+        self.alpha_p = self._make_slope(0.8, config, placement)
+        self.alpha_n = self._make_slope(0.8 - _XIELU_BETA, config, placement)
         # Constants of the model, stored with it. `eps` bounds x from above where e^x - 1 is used.
         fixed = ParamInfo(Constant(_XIELU_BETA), trained=False)
-        self.beta = make_parameter((1,), torch.float32, place.device, fixed)
+        self.beta = make_parameter((1,), torch.float32, placement.device, fixed)
         fixed = ParamInfo(Constant(-1e-6), trained=False)
-        self.eps = make_parameter((1,), torch.float32, place.device, fixed)
+        self.eps = make_parameter((1,), torch.float32, placement.device, fixed)
 
     @staticmethod
-    def _make_slope(value: float, config: TransformerConfig, place: Placement) -> Parameter:
+    def _make_slope(value: float, config: TransformerConfig, placement: Placement) -> Parameter:
         """Make the parameter of which softplus is `value`."""
         info = ParamInfo(Constant(math.log(math.expm1(value))), partial_grad=True)
-        return make_parameter((1,), config.params_dtype, place.device, info)
+        return make_parameter((1,), config.params_dtype, placement.device, info)
 
     def forward(self, x: Tensor) -> Tensor:
         beta = self.beta.to(x.dtype)

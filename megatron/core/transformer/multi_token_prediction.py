@@ -75,22 +75,22 @@ def _shift_left(values: Tensor) -> Tensor:
 class MultiTokenPredictionLayer(MegatronModule):
     """One depth: norms of both inputs, their projection, a transformer layer and its final norm."""
 
-    def __init__(self, config: TransformerConfig, place: Placement, *, depth: int) -> None:
+    def __init__(self, config: TransformerConfig, placement: Placement, *, depth: int) -> None:
         """Initialize depth `depth`, counted from 0."""
         super().__init__()
         spec = select_layer_spec(config)
-        self.place = place
+        self.placement = placement
         self.checkpoint = spec.checkpoint
         self.recomputes = config.recomputes_mtp
-        self.enorm = spec.make_hidden_norm(config, place)
-        self.hnorm = spec.make_hidden_norm(config, place)
+        self.enorm = spec.make_hidden_norm(config, placement)
+        self.hnorm = spec.make_hidden_norm(config, placement)
         self.eh_proj = spec.make_input_projection(
-            config, place, 2 * config.hidden_size, config.hidden_size, bias=False, normed=False
+            config, placement, 2 * config.hidden_size, config.hidden_size, bias=False, normed=False
         )
         # A number beyond the model's layers selects the kind of its last layer.
-        number = config.num_layers + depth
-        self.transformer_layer = TransformerLayer(config, place, number=number)
-        self.final_layernorm = spec.make_hidden_norm(config, place)
+        layer_number = config.num_layers + depth
+        self.transformer_layer = TransformerLayer(config, placement, layer_number=layer_number)
+        self.final_layernorm = spec.make_hidden_norm(config, placement)
 
     def forward(
         self, hidden_states: Tensor, embeddings: Tensor, documents: Tensor | None = None
@@ -100,7 +100,7 @@ class MultiTokenPredictionLayer(MegatronModule):
         All activations are `[s, b, h]`, or `[s/tp, b, h]` under sequence parallelism.
         """
         if self.recomputes and self.training:
-            rng = self.place.rng
+            rng = self.placement.rng
             output: Tensor = self.checkpoint(
                 self._predict, rng, hidden_states, embeddings, documents
             )
@@ -117,21 +117,24 @@ class MultiTokenPredictionLayer(MegatronModule):
 
     def _gather_columns(self, projected: Tensor) -> Tensor:
         """Return `[s, b, h]` or `[s/tp, b, h]` from the columns of this rank, `[s, b, h/tp]`."""
-        if self.place.sequence_parallel:
+        if self.placement.sequence_parallel:
             # Exchanges columns for positions: less communication than to gather all of both.
-            return exchange_heads_for_sequence(projected, self.place.tp)
-        return gather_from_tensor_parallel(projected, self.place.tp)
+            return exchange_heads_for_sequence(projected, self.placement.tp)
+        return gather_from_tensor_parallel(projected, self.placement.tp)
 
 
 class MultiTokenPrediction(MegatronModule):
     """The depths of a model, in order; each needs the result of the previous one."""
 
     def __init__(
-        self, config: TransformerConfig, place: Placement, stage: dist.ProcessGroup | None = None
+        self,
+        config: TransformerConfig,
+        placement: Placement,
+        stage: dist.ProcessGroup | None = None,
     ) -> None:
         """Initialize all depths; `stage` contains the ranks that share fp8 scales."""
         super().__init__()
-        self.cp = place.cp
+        self.cp = placement.cp
         # As in Megatron-LM, every depth computes in fp8, also with --first-last-layers-bf16, but in
         # bf16 where the other layers compute in fp4.
         make_precision = Precision
@@ -140,7 +143,7 @@ class MultiTokenPrediction(MegatronModule):
         self.precision = make_precision(config, stage)
         layers = []
         for depth in range(config.num_mtp_layers):
-            layers.append(MultiTokenPredictionLayer(config, place, depth=depth))
+            layers.append(MultiTokenPredictionLayer(config, placement, depth=depth))
         self.layers = nn.ModuleList(layers)
         # All depths have the same kind of attention.
         # RoPE tables and masks are equal, so they exist once.

@@ -57,11 +57,11 @@ class ContextParallel:
     def from_parallel_state(cls, ps: ParallelState) -> ContextParallel:
         return cls(ps.cp, comm_type_of_layer=ps.config.cp_comm_type_of)
 
-    def layer(self, number: int) -> ContextParallel:
-        """Return the settings of layer `number`."""
+    def layer(self, layer_number: int) -> ContextParallel:
+        """Return the settings of layer `layer_number`."""
         if self.comm_type_of_layer is None:
             return self
-        return ContextParallel(self.axis, self.comm_type_of_layer(number))
+        return ContextParallel(self.axis, self.comm_type_of_layer(layer_number))
 
     @property
     def attention_axis(self) -> Axis:

@@ -36,32 +36,34 @@ class TransformerLayer(MegatronModule):
     projections of latent attention. Its keys in checkpoints are the same.
     """
 
-    def __init__(self, config: TransformerConfig, place: Placement, *, number: int = 0) -> None:
-        """Initialize layer `number` of the model.
+    def __init__(
+        self, config: TransformerConfig, placement: Placement, *, layer_number: int = 0
+    ) -> None:
+        """Initialize layer `layer_number` of the model.
 
         The layers of multi-token prediction follow those of the model, and are like the last one.
         """
         super().__init__()
-        like = min(number, config.num_layers - 1)
+        like = min(layer_number, config.num_layers - 1)
         # The communication of context parallelism may differ between layers.
-        place = replace(place, cp=place.cp.layer(like))
+        placement = replace(placement, cp=placement.cp.layer(like))
         spec = select_layer_spec(config)
         self.config = config
-        self.place = place
+        self.placement = placement
 
         self.shared_layernorm = None
         if config.share_parallel_norm:
-            self.shared_layernorm = spec.make_hidden_norm(config, place)
+            self.shared_layernorm = spec.make_hidden_norm(config, placement)
 
         # Attention
         self.input_layernorm = None
         self.self_attention: Attention
         if config.multi_latent_attention:
             if config.has_input_norms:
-                self.input_layernorm = spec.make_hidden_norm(config, place)
-            self.self_attention = MultiLatentAttention(config, place, number=like)
+                self.input_layernorm = spec.make_hidden_norm(config, placement)
+            self.self_attention = MultiLatentAttention(config, placement, layer_number=like)
         else:
-            self.self_attention = SelfAttention(config, place, number=like)
+            self.self_attention = SelfAttention(config, placement, layer_number=like)
 
         # MLP
         self.pre_mlp_layernorm = None
@@ -69,10 +71,10 @@ class TransformerLayer(MegatronModule):
         self.has_experts = config.moe_layer_pattern[like]
         if self.has_experts:
             if config.has_input_norms:
-                self.pre_mlp_layernorm = spec.make_hidden_norm(config, place)
-            self.mlp = resolve(_MOE_LAYER)(config, place, layer_number=number)
+                self.pre_mlp_layernorm = spec.make_hidden_norm(config, placement)
+            self.mlp = resolve(_MOE_LAYER)(config, placement, layer_number=layer_number)
         else:
-            self.mlp = MLP(config, place)
+            self.mlp = MLP(config, placement)
 
     def forward(self, hidden_states: Tensor, documents: Tensor | None = None) -> Tensor:
         """Return the residual stream after the layer, `[s, b, h]` (or `[s/tp, b, h]`)."""
@@ -122,7 +124,7 @@ class TransformerLayer(MegatronModule):
         module = "moe" if self.has_experts else "mlp"
         if self.config.recomputes(module) and self.training:
             spec = select_layer_spec(self.config)
-            return spec.checkpoint(self.mlp, self.place.rng, hidden_states)
+            return spec.checkpoint(self.mlp, self.placement.rng, hidden_states)
         return self.mlp(hidden_states)
 
     def _scale_and_drop(self, branch: Tensor) -> Tensor:
@@ -132,7 +134,7 @@ class TransformerLayer(MegatronModule):
         if self.config.hidden_dropout == 0.0 or not self.training:
             return branch
         # Under sequence parallelism the TP ranks have different tokens, and draw different numbers.
-        with self.place.rng.fork_if(self.place.sequence_parallel):
+        with self.placement.rng.fork_if(self.placement.sequence_parallel):
             return F.dropout(branch, self.config.hidden_dropout)
 
 
@@ -174,7 +176,7 @@ class TransformerBlock(MegatronModule):
     def __init__(
         self,
         config: TransformerConfig,
-        place: Placement,
+        placement: Placement,
         *,
         layers: range,
         post_process: bool,
@@ -188,13 +190,13 @@ class TransformerBlock(MegatronModule):
         super().__init__()
         self.spec = select_layer_spec(config)
         self.config = config
-        self.rng = place.rng
+        self.rng = placement.rng
         self.layer_numbers = layers  # global numbers by local index
 
         # Layers, and the precision of the chunk, which depends on them
         by_number: dict[int, TransformerLayer] = {}
-        for number in layers:
-            by_number[number] = TransformerLayer(config, place, number=number)
+        for layer_number in layers:
+            by_number[layer_number] = TransformerLayer(config, placement, layer_number=layer_number)
         self._share_tables(by_number)
         self.layers = nn.ModuleList(by_number.values())
         self.precision = self.spec.precision(config, stage, by_number)
@@ -202,16 +204,20 @@ class TransformerBlock(MegatronModule):
         # Final norm
         self.final_layernorm = None
         if post_process:
-            self.final_layernorm = self.spec.make_hidden_norm(config, place)
+            self.final_layernorm = self.spec.make_hidden_norm(config, placement)
 
     def _share_tables(self, by_number: dict[int, TransformerLayer]) -> None:
         """Let all layers of a kind use the tables of the first one."""
         first_of_kind: dict[object, TransformerLayer] = {}
-        for number, layer in by_number.items():
+        for layer_number, layer in by_number.items():
             # Masks depend on the window, and on the heads of this rank (ALiBi).
             has_rope = layer.self_attention.rotary is not None
-            kind = (self.config.get_window(number), layer.place.cp.head_axis.size, has_rope)
-            first = first_of_kind.setdefault(kind, layer)
+            table_key = (
+                self.config.get_window(layer_number),
+                layer.placement.cp.head_axis.size,
+                has_rope,
+            )
+            first = first_of_kind.setdefault(table_key, layer)
             layer.self_attention.share_tables(first.self_attention)
 
     def forward(self, hidden_states: Tensor, documents: Tensor | None = None) -> Tensor:
@@ -237,17 +243,17 @@ class TransformerBlock(MegatronModule):
     ) -> Tensor:
         """Apply the layers with the local indices from `start` to `stop`."""
         for index in range(start, stop):
-            number = self.layer_numbers[index]
+            layer_number = self.layer_numbers[index]
             # Whether a layer computes in fp8 depends on its global number.
-            with self.precision.layer(number):
+            with self.precision.layer(layer_number):
                 hidden_states = self.layers[index](hidden_states, documents)
         return hidden_states
 
     def sharded_state_dict(self, prefix: str = "") -> ShardedStateDict:
         """Return the parameters, under keys with the global numbers of the layers."""
         state: ShardedStateDict = {}
-        for number, layer in zip(self.layer_numbers, self.layers, strict=True):
-            state.update(child_sharded_state_dict(layer, f"{prefix}layers.{number}."))
+        for layer_number, layer in zip(self.layer_numbers, self.layers, strict=True):
+            state.update(child_sharded_state_dict(layer, f"{prefix}layers.{layer_number}."))
         if self.final_layernorm is not None:
             state.update(self.final_layernorm.sharded_state_dict(f"{prefix}final_layernorm."))
         return state

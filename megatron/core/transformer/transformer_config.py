@@ -271,7 +271,7 @@ class TransformerConfig(ModelOptions, FlagSection):
         if isinstance(freq, list):
             return list(freq)
         # Every `freq`-th layer has experts, starting with the first.
-        return [int(number % freq == 0) for number in range(self.num_layers)]
+        return [int(layer_number % freq == 0) for layer_number in range(self.num_layers)]
 
     @property
     def has_dense_layers(self) -> bool:
@@ -299,7 +299,7 @@ class TransformerConfig(ModelOptions, FlagSection):
         if skip is None:
             return [1] * self.num_layers
         # Every `skip`-th layer, counted from 1, has no window.
-        return [int(number % skip > 0) for number in range(1, self.num_layers + 1)]
+        return [int(layer_number % skip > 0) for layer_number in range(1, self.num_layers + 1)]
 
     @property
     def no_rope_pattern(self) -> list[int]:
@@ -310,11 +310,11 @@ class TransformerConfig(ModelOptions, FlagSection):
         if isinstance(freq, list):
             return list(freq)
         # Every `freq`-th layer, counted from 1, has no RoPE.
-        return [int(number % freq == 0) for number in range(1, self.num_layers + 1)]
+        return [int(layer_number % freq == 0) for layer_number in range(1, self.num_layers + 1)]
 
-    def get_window(self, number: int) -> tuple[int, int] | None:
-        """Return the sliding window of layer `number`, if it has one."""
-        if not self.window_pattern[number]:
+    def get_window(self, layer_number: int) -> tuple[int, int] | None:
+        """Return the sliding window of layer `layer_number`, if it has one."""
+        if not self.window_pattern[layer_number]:
             return None
         return self.window_size
 
@@ -457,15 +457,15 @@ class TransformerConfig(ModelOptions, FlagSection):
         """
         return self.openai_gelu or (self.bias_gelu_fusion and self.add_bias_linear)
 
-    def quantizes(self, number: int) -> bool:
-        """Return whether layer `number` computes in fp8 or fp4."""
+    def quantizes(self, layer_number: int) -> bool:
+        """Return whether layer `layer_number` computes in fp8 or fp4."""
         if self.low_precision is None:
             return False
         if not self.first_last_layers_bf16:
             return True
         first = self.num_layers_at_start_in_bf16
         end = self.num_layers - self.num_layers_at_end_in_bf16
-        return first <= number < end
+        return first <= layer_number < end
 
 
 class LayerKind(NamedTuple):
@@ -477,10 +477,10 @@ class LayerKind(NamedTuple):
 
     @classmethod
     def from_model(
-        cls, model: TransformerConfig, number: int, cp_comm_type: str = "p2p"
+        cls, model: TransformerConfig, layer_number: int, cp_comm_type: str = "p2p"
     ) -> LayerKind:
-        has_experts = bool(model.moe_layer_pattern[number])
-        has_window = bool(model.window_pattern[number])
+        has_experts = bool(model.moe_layer_pattern[layer_number])
+        has_window = bool(model.window_pattern[layer_number])
         return cls(has_experts, has_window, cp_comm_type)
 
 
@@ -496,12 +496,12 @@ LOCAL_BACKEND_FIELDS: dict[str, Any] = {
 """Replacements that select the local backend for a model of which only the shapes are needed."""
 
 
-def select_architecture_fields(*kinds: str) -> list[dataclasses.Field[Any]]:
+def select_architecture_fields(*decisions: str) -> list[dataclasses.Field[Any]]:
     """Return the fields that decide "shapes" or "mathematics" of a model; by default both."""
     selected = []
     for field in dataclasses.fields(TransformerConfig):
         decides = field.metadata["decides"]
-        if decides and (not kinds or decides in kinds):
+        if decides and (not decisions or decides in decisions):
             selected.append(field)
     return selected
 

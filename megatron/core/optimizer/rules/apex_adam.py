@@ -32,10 +32,10 @@ class ApexAdam(UpdateRule):
         super().__init__(groups, hyperparameters)
         apex_groups = []
         for group in self.param_groups:
-            parts = split_for_kernels(group["params"])
+            slices = split_for_kernels(group["params"])
             # The learning rate on the device, where `step` changes it.
             lr = torch.tensor(group["lr"])
-            apex_groups.append(group | {"lr": lr, "params": parts})
+            apex_groups.append(group | {"lr": lr, "params": slices})
         optimizers = import_apex("apex.optimizers", "--optimizer-impl")
         self._adam = optimizers.FusedAdam(apex_groups, capturable=True)
 
@@ -56,14 +56,16 @@ class ApexAdam(UpdateRule):
         for state in self.state.values():
             state["step"].add_(1.0 - self.found_inf)
 
-    def _share_tensors(self, group: dict[str, Any], parts: Sequence[Tensor]) -> None:
-        """Give views of gradients and moments to the `parts` of the group's parameters."""
+    def _share_tensors(self, group: dict[str, Any], slices: Sequence[Tensor]) -> None:
+        """Give views of gradients and moments to the `slices` of the group's parameters."""
         gradients = split_for_kernels(self.collect_gradients(group))
         means = split_for_kernels(self.collect_states(group, "exp_avg"))
         squares = split_for_kernels(self.collect_states(group, "exp_avg_sq"))
-        for part, gradient, mean, square in zip(parts, gradients, means, squares, strict=True):
-            part.grad = gradient
-            self._adam.state[part] = {"exp_avg": mean, "exp_avg_sq": square}
+        for param_slice, gradient, mean, square in zip(
+            slices, gradients, means, squares, strict=True
+        ):
+            param_slice.grad = gradient
+            self._adam.state[param_slice] = {"exp_avg": mean, "exp_avg_sq": square}
 
     def _check_inf_per_device(self, optimizer: Any) -> dict[torch.device, Tensor]:
         return {self.found_inf.device: self.found_inf}

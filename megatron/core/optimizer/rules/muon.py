@@ -91,14 +91,16 @@ class Muon(AdamW):
         # Shards split matrices at any element, so that each rank needs the whole bucket.
         whole = bucket.gather(update)  # 1-D, all parameters of the bucket
         result = torch.zeros_like(update)
-        for piece in bucket.pieces():
+        for param_slice in bucket.pieces():
             # The whole matrix, of which the shard may have a part only
-            param = piece.param
-            start = bucket.shard_start + piece.start - piece.param_start
+            param = param_slice.param
+            start = bucket.shard_start + param_slice.start - param_slice.param_start
             matrix = whole[start : start + param.numel()].view(param.shape)
-            orthogonal = self._orthogonalizer.orthogonalize(matrix, piece.info.sharding)
+            orthogonal = self._orthogonalizer.orthogonalize(matrix, param_slice.info.sharding)
             # Keep the part of the shard.
-            param_stop = piece.param_start + piece.stop - piece.start
+            param_stop = param_slice.param_start + param_slice.stop - param_slice.start
             flat = orthogonal.reshape(-1)
-            result[piece.start : piece.stop] = flat[piece.param_start : param_stop]
+            result[param_slice.start : param_slice.stop] = flat[
+                param_slice.param_start : param_stop
+            ]
         return result

@@ -45,15 +45,17 @@ class RoundedAdamW(AdamW):
         for param in group["params"]:
             shard = self._shards[param]
             if shard.scales:
-                for number, piece in enumerate(shard.bucket.pieces()):
-                    self._update_range(group, shard, number, piece.start, piece.stop)
+                for param_index, param_slice in enumerate(shard.bucket.pieces()):
+                    self._update_range(
+                        group, shard, param_index, param_slice.start, param_slice.stop
+                    )
             else:
                 self._update_range(group, shard, 0, 0, len(param))
             # A skipped step does not count.
             self.state[param]["step"].add_(1.0 - self.found_inf)
 
     def _update_range(
-        self, group: Mapping[str, Any], shard: FlatShard, piece: int, start: int, stop: int
+        self, group: Mapping[str, Any], shard: FlatShard, param_index: int, start: int, stop: int
     ) -> None:
         """Update elements `[start, stop)` of a shard, which belong to one piece if it has
         scales.
@@ -62,28 +64,35 @@ class RoundedAdamW(AdamW):
         scales: dict[str, Tensor] = {}
         if shard.scales and len(slices) > 1:
             largest: dict[str, Tensor] = {}
-            for part in slices:
-                values = self._compute_slice(group, shard, piece, part, copy=True)
+            for elements in slices:
+                values = self._compute_slice(group, shard, param_index, elements, copy=True)
                 for prefix in shard.scales:
-                    found = find_largest(values[prefix])
-                    largest[prefix] = torch.maximum(largest.get(prefix, found), found)
+                    slice_maximum = find_largest(values[prefix])
+                    largest[prefix] = torch.maximum(
+                        largest.get(prefix, slice_maximum), slice_maximum
+                    )
             for prefix, maximum in largest.items():
                 scales[prefix] = compute_scale(maximum, shard.tensors[prefix].dtype)
-        for part in slices:
-            values = self._compute_slice(group, shard, piece, part, copy=False)
+        for elements in slices:
+            values = self._compute_slice(group, shard, param_index, elements, copy=False)
             for prefix in _ADAM_PREFIXES:
-                stored = shard.tensors[prefix]
-                if stored.dtype == torch.float32:
+                state = shard.tensors[prefix]
+                if state.dtype == torch.float32:
                     continue  # updated in place
                 if prefix in shard.scales and prefix not in scales:  # the only slice
-                    scales[prefix] = compute_scale(find_largest(values[prefix]), stored.dtype)
-                store(stored[part], values[prefix], scales.get(prefix))
-        # Other slices of the piece needed the old scales until now.
+                    scales[prefix] = compute_scale(find_largest(values[prefix]), state.dtype)
+                store(state[elements], values[prefix], scales.get(prefix))
+        # Other slices of the parameter needed the old scales until now.
         for prefix, scale in scales.items():
-            shard.scales[prefix][piece].copy_(scale)
+            shard.scales[prefix][param_index].copy_(scale)
 
     def _compute_slice(
-        self, group: Mapping[str, Any], shard: FlatShard, piece: int, part: slice, copy: bool
+        self,
+        group: Mapping[str, Any],
+        shard: FlatShard,
+        param_index: int,
+        elements: slice,
+        copy: bool,
     ) -> dict[str, Tensor]:
         """Return the new fp32 values of a slice by the prefix of their keys.
 
@@ -91,10 +100,10 @@ class RoundedAdamW(AdamW):
         """
         new = []
         for prefix in _ADAM_PREFIXES:
-            stored = shard.tensors[prefix][part]
-            new.append(widen(stored, shard.get_scale(prefix, piece), copy))
+            state = shard.tensors[prefix][elements]
+            new.append(widen(state, shard.get_scale(prefix, param_index), copy))
         param, mean, square = new
-        gradient = shard.bucket.grad_shard[part]
+        gradient = shard.bucket.grad_shard[elements]
         if copy:
             gradient = gradient.clone()
         step = self.state[shard.param]["step"].clone()

@@ -181,10 +181,10 @@ def _list_blocks(
         return [Block(chunks[1], all_positions)]
 
     # Windows, ALiBi and documents: at most one block per pair of chunks and sample.
-    numbers = None
+    document_ids = None
     if documents is not None:
         # [b, chunks, positions]; `cpu()` does not copy in a training run.
-        numbers = documents.cpu().unflatten(1, (-1, chunk_length))
+        document_ids = documents.cpu().unflatten(1, (-1, chunk_length))
     last_chunk = 2 * cp.size - 1
     query_chunks = (cp.rank, last_chunk - cp.rank)
     key_chunks = (source, last_chunk - source)
@@ -194,15 +194,17 @@ def _list_blocks(
             if key_chunk == query_chunk:
                 # A chunk of queries and its own keys
                 documents_of_chunk = None
-                if numbers is not None:
-                    documents_of_chunk = find_documents(numbers[:, query_chunk], query.device)
+                if document_ids is not None:
+                    documents_of_chunk = find_documents(document_ids[:, query_chunk], query.device)
                 block = make_causal_block(query[:, :, rows], mask, documents_of_chunk, scoring)
                 blocks.append(block._replace(rows=rows, columns=columns))
             elif key_chunk < query_chunk:
                 # The keys of an earlier chunk
                 distance = query_chunk - key_chunk
-                for part in _list_visible_parts(query_chunk, key_chunk, numbers, chunk_length):
-                    block_of_part = _make_part(query, part, distance, mask, scoring)
+                for visible_part in _list_visible_parts(
+                    query_chunk, key_chunk, document_ids, chunk_length
+                ):
+                    block_of_part = _make_part(query, visible_part, distance, mask, scoring)
                     if block_of_part is not None:
                         blocks.append(block_of_part.shift(rows.start, columns.start))
     return blocks
@@ -217,41 +219,46 @@ class _VisiblePart(NamedTuple):
 
 
 def _list_visible_parts(
-    query_chunk: int, key_chunk: int, numbers: Tensor | None, chunk_length: int
+    query_chunk: int, key_chunk: int, document_ids: Tensor | None, chunk_length: int
 ) -> list[_VisiblePart]:
-    """Return the parts of two chunks that documents (`numbers` `[b, chunks, positions]`) permit.
+    """Return the parts of two chunks that documents permit.
 
+    `document_ids` is `[b, chunks, positions]`.
     At most one document of a sample reaches from one chunk into a later one.
     """
-    if numbers is None:
+    if document_ids is None:
         return [_VisiblePart(slice(None), chunk_length, 0)]
-    queries = numbers[:, query_chunk]  # [b, positions]
-    keys = numbers[:, key_chunk]  # [b, positions]
+    queries = document_ids[:, query_chunk]  # [b, positions]
+    keys = document_ids[:, key_chunk]  # [b, positions]
     first_document = queries[:, :1]  # [b, 1]
     last_document = keys[:, -1:]  # [b, 1]
     num_rows = (queries == first_document).sum(1).tolist()
     num_columns = (keys == last_document).sum(1).tolist()
     is_same = (first_document == last_document).flatten().tolist()
 
-    parts = []
+    visible_parts = []
     for sample, continues in enumerate(is_same):
         if continues:
             samples = slice(sample, sample + 1)
             first_column = chunk_length - num_columns[sample]
-            parts.append(_VisiblePart(samples, num_rows[sample], first_column))
-    return parts
+            visible_parts.append(_VisiblePart(samples, num_rows[sample], first_column))
+    return visible_parts
 
 
 def _make_part(
-    query: Tensor, part: _VisiblePart, num_chunks: int, mask: AttentionMask, scoring: Scoring
+    query: Tensor,
+    visible_part: _VisiblePart,
+    num_chunks: int,
+    mask: AttentionMask,
+    scoring: Scoring,
 ) -> Block | None:
-    """Return the block of `part`, with positions within the chunks, if anything is visible.
+    """Return the block of `visible_part`, with positions within the chunks, if anything is visible.
 
     The keys are `num_chunks` chunks before the queries.
     """
     length = query.shape[2] // 2  # positions of a chunk
     distance = num_chunks * length
-    samples, num_rows, first_column = part
+    samples, num_rows, first_column = visible_part
 
     # Row i sees column j if distance + i - j is at most the size of the window: leave out rows and
     # columns without any visible score.

@@ -27,28 +27,28 @@ class CoreAttention(MegatronModule):
     def __init__(
         self,
         config: TransformerConfig,
-        place: Placement,
+        placement: Placement,
         *,
         scale: float | None = None,
         window: tuple[int, int] | None = None,
     ) -> None:
         """Initialize with the factor of the scores (default 1 / sqrt(d)) and the layer's window."""
         super().__init__()
-        tp = place.tp
+        tp = placement.tp
         self.config = config
-        self.rng = place.rng
+        self.rng = placement.rng
         self.tp = tp
-        self.cp = place.cp
+        self.cp = placement.cp
         self.scale = scale
         self.softmax_offset = None
         if config.softmax_type == "learnable":
             sharding = Sharding(dim=0, axis=tp)
             info = ParamInfo(Normal(config.hidden_init_std), sharding)
             shape = (config.num_attention_heads,)
-            self.softmax_offset = make_parameter(shape, config.params_dtype, place.device, info)
+            self.softmax_offset = make_parameter(shape, config.params_dtype, placement.device, info)
 
         # Heads are split over TP, and those of a TP rank over CP if it exchanges heads.
-        cp_heads = place.cp.head_axis
+        cp_heads = placement.cp.head_axis
         part_index = tp.rank * cp_heads.size + cp_heads.rank
         num_parts = tp.size * cp_heads.size
         self.mask = AttentionMask(config, (part_index, num_parts), window)
@@ -131,8 +131,8 @@ class CoreAttention(MegatronModule):
             return query.new_zeros(num_heads, dtype=torch.float32)
         # The parameter is split over TP; an exchange of heads over CP splits it further.
         cp_heads = self.cp.head_axis
-        parts = self.softmax_offset.float().chunk(cp_heads.size)
-        return parts[cp_heads.rank]
+        offset_shards = self.softmax_offset.float().chunk(cp_heads.size)
+        return offset_shards[cp_heads.rank]
 
     def _run_sdpa(
         self,

@@ -104,9 +104,9 @@ class AllGatherExchange:
         gathering = start_sequence_all_gather(local, cp)
         yield cp.rank, local
         whole = gathering.wait()
-        for source, part in enumerate(whole.chunk(cp.size)):
+        for source, source_shard in enumerate(whole.chunk(cp.size)):
             if source != cp.rank:
-                yield source, part
+                yield source, source_shard
 
     def add_gradient(self, source: int, gradient: Tensor) -> None:
         self._gradients[source] = gradient
@@ -114,8 +114,8 @@ class AllGatherExchange:
     def finish(self) -> Tensor:
         cp = self._cp
         # In the order of the ranks: the reduce-scatter sends part r to rank r.
-        parts = [self._gradients[source] for source in range(cp.size)]
-        whole = torch.cat(parts)
+        gradients = [self._gradients[source] for source in range(cp.size)]
+        whole = torch.cat(gradients)
         return start_sequence_reduce_scatter(whole, cp).wait()
 
 

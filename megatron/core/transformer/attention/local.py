@@ -27,19 +27,19 @@ def local_attention(
     key: Tensor,
     value: Tensor,
     mask: AttentionMask,
-    numbers: Tensor | None,
+    document_ids: Tensor | None,
     scoring: Scoring,
     sink: Tensor | None = None,
 ) -> Tensor:
     """Return causal attention within whole sequences, without dropout.
 
     `query` is `[b, heads, s, d]`, as is the result; `key` and `value` are `[b, groups, s, d]`.
-    A token attends to tokens with the same number in `numbers` `[b, s]`.
+    A token attends to tokens with the same number in `document_ids` `[b, s]`.
     `sink` `[heads]` fp32 is an additional score of every query, with a value of zero.
     """
     documents = None
-    if numbers is not None:
-        documents = mask.find_documents(numbers, query.device)
+    if document_ids is not None:
+        documents = mask.find_documents(document_ids, query.device)
     block = make_causal_block(query, mask, documents, scoring)
     context: Tensor = _LocalAttention.apply(query, key, value, sink, block, scoring)
     return context

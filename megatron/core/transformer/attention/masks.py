@@ -68,14 +68,14 @@ class AttentionMask:
         """Return whether causal order is the only restriction besides documents."""
         return self.window is None and self.slopes is None
 
-    def find_documents(self, numbers: Tensor, device: torch.device) -> Documents:
+    def find_documents(self, document_ids: Tensor, device: torch.device) -> Documents:
         """Return the documents of a micro-batch from `[b, s]` numbers of documents.
 
         The result is kept for the next layers, which have the same micro-batch.
         """
-        if self._last_documents is None or self._last_numbers is not numbers:
-            self._last_numbers = numbers
-            self._last_documents = find_documents(numbers, device)
+        if self._last_documents is None or self._last_numbers is not document_ids:
+            self._last_numbers = document_ids
+            self._last_documents = find_documents(document_ids, device)
         return self._last_documents
 
     def __call__(
@@ -149,14 +149,14 @@ class AttentionMask:
         return bias.masked_fill(~visible, -torch.inf).to(dtype)
 
 
-def find_documents(numbers: Tensor, device: torch.device) -> Documents:
+def find_documents(document_ids: Tensor, device: torch.device) -> Documents:
     """Return all documents of `[b, s]` numbers: consecutive positions with the same number."""
     slices: list[Document] = []
     offsets = [0]
     max_length = 0
     all_heads = slice(None)
     # `cpu()` does not copy in a training run, where the numbers are in host memory.
-    for index, row in enumerate(numbers.cpu()):
+    for index, row in enumerate(document_ids.cpu()):
         sample = slice(index, index + 1)
         _, lengths = torch.unique_consecutive(row, return_counts=True)
         start = 0  # of the document in its sample

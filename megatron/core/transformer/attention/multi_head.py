@@ -34,13 +34,13 @@ class Attention(MegatronModule):
     rotary: RotaryTables | None
     core_attention: CoreAttention
 
-    def share_tables(self, other: Attention) -> None:
+    def share_tables(self, source: Attention) -> None:
         """Use the rotary tables and fixed masks of a layer of the same kind.
 
         Their size grows with the length of the sequence.
         """
-        self.rotary = other.rotary
-        self.core_attention.mask = other.core_attention.mask
+        self.rotary = source.rotary
+        self.core_attention.mask = source.core_attention.mask
 
 
 class SelfAttention(Attention):
@@ -52,15 +52,17 @@ class SelfAttention(Attention):
     they are `[groups, 2 q + 2, d]`: the gates of the query heads follow these.
     """
 
-    def __init__(self, config: TransformerConfig, place: Placement, *, number: int = 0) -> None:
-        """Initialize layer `number` of the model."""
+    def __init__(
+        self, config: TransformerConfig, placement: Placement, *, layer_number: int = 0
+    ) -> None:
+        """Initialize layer `layer_number` of the model."""
         super().__init__()
         spec = select_layer_spec(config)
         head_dim = config.head_dim
         self.config = config
-        self.cp = place.cp
+        self.cp = placement.cp
         self.groups = divide(
-            config.query_groups, place.tp.size, "query groups over the tensor-parallel ranks"
+            config.query_groups, placement.tp.size, "query groups over the tensor-parallel ranks"
         )
         self.queries_per_group = config.num_attention_heads // config.query_groups
 
@@ -70,10 +72,10 @@ class SelfAttention(Attention):
         row_blocks: tuple[int, ...] = (group_width, head_dim, head_dim)
         if config.attention_output_gate:
             row_blocks = (group_width, *row_blocks)
-        self.linear_proj = spec.make_output_projection(config, place, query_width)
+        self.linear_proj = spec.make_output_projection(config, placement, query_width)
         self.linear_qkv = spec.make_input_projection(
             config,
-            place,
+            placement,
             config.hidden_size,
             config.query_groups * sum(row_blocks),
             bias=config.has_qkv_bias,
@@ -84,41 +86,41 @@ class SelfAttention(Attention):
         # Norms of queries and keys
         self.normalizes_across_heads = config.qk_layernorm and config.qk_layernorm_across_heads
         if config.qk_layernorm:
-            self.q_layernorm = self._make_head_norm(config.num_attention_heads, place)
-            self.k_layernorm = self._make_head_norm(config.query_groups, place)
+            self.q_layernorm = self._make_head_norm(config.num_attention_heads, placement)
+            self.k_layernorm = self._make_head_norm(config.query_groups, placement)
 
         # Positions and core attention
-        window = config.get_window(number)
+        window = config.get_window(layer_number)
         self.rotary = None
-        if config.position_embedding_type == "rope" and not config.no_rope_pattern[number]:
+        if config.position_embedding_type == "rope" and not config.no_rope_pattern[layer_number]:
             self.rotary = self._make_rotary_tables(has_window=window is not None)
         self.query_scales = None
         if config.query_length_scaling:
             self.query_scales = QueryScales(config, self.cp.attention_axis)
         self.core_attention = spec.core_attention(
             config,
-            place,
+            placement,
             scale=config.chosen_score_scale,
             window=window,
         )
 
-    def _make_head_norm(self, heads: int, place: Placement) -> Norm:
+    def _make_head_norm(self, heads: int, placement: Placement) -> Norm:
         """Make the norm of queries or keys, which have `heads` heads in the whole model."""
-        norm = self._make_norm_of_heads(heads, place)
+        norm = self._make_norm_of_heads(heads, placement)
         if self.config.apply_wd_to_qk_layernorm:
             for param in norm.parameters():
                 set_param_info(param, replace(param_info(param), decayed=True))
         return norm
 
-    def _make_norm_of_heads(self, heads: int, place: Placement) -> Norm:
+    def _make_norm_of_heads(self, heads: int, placement: Placement) -> Norm:
         """Make a norm of queries or keys, of each head or across the `heads` of the model."""
         config = self.config
         if self.normalizes_across_heads:
-            return NormAcrossHeads(config, heads, place.tp, place.device)
+            return NormAcrossHeads(config, heads, placement.tp, placement.device)
         # Each rank normalizes its own heads, so the gradients are partial sums even without
         # sequence parallelism.
         spec = select_layer_spec(config)
-        return spec.norm(config, config.head_dim, partial_grad=True, device=place.device)
+        return spec.norm(config, config.head_dim, partial_grad=True, device=placement.device)
 
     def _make_rotary_tables(self, has_window: bool) -> RotaryTables:
         """Make the tables of a layer; layers with a window may have their own base (Gemma 3)."""
@@ -212,22 +214,26 @@ class MultiLatentAttention(Attention):
     heads share. Rotation is interleaved: elements 2i and 2i + 1.
     """
 
-    def __init__(self, config: TransformerConfig, place: Placement, *, number: int = 0) -> None:
-        """Initialize layer `number` of the model."""
+    def __init__(
+        self, config: TransformerConfig, placement: Placement, *, layer_number: int = 0
+    ) -> None:
+        """Initialize layer `layer_number` of the model."""
         super().__init__()
         self.config = config
-        self.place = place
-        self.cp = place.cp
+        self.placement = placement
+        self.cp = placement.cp
         self.plain = config.qk_head_dim
         self.rotated = config.qk_pos_emb_head_dim
         heads = config.num_attention_heads
         latent = config.kv_lora_rank
         spec = select_layer_spec(config)
-        self.heads = divide(heads, place.tp.size, "attention heads over the tensor-parallel ranks")
+        self.heads = divide(
+            heads, placement.tp.size, "attention heads over the tensor-parallel ranks"
+        )
 
         # Output projection, and the projections of queries
         context_size = heads * config.v_head_dim
-        self.linear_proj = spec.make_output_projection(config, place, context_size)
+        self.linear_proj = spec.make_output_projection(config, placement, context_size)
         query_size = heads * config.qk_width
         if config.q_lora_rank is None:
             self.linear_q_proj = self._make_up_projection(
@@ -254,17 +260,17 @@ class MultiLatentAttention(Attention):
 
         # Rotation precedes an exchange of heads, so the positions are those of this rank for every
         # --cp-comm-type.
-        self.rotary = RotaryTables(config, place.cp.axis, self.rotated, interleaved=True)
+        self.rotary = RotaryTables(config, placement.cp.axis, self.rotated, interleaved=True)
         self.query_scales = None
         if config.query_length_scaling:
-            self.query_scales = QueryScales(config, place.cp.axis)
+            self.query_scales = QueryScales(config, placement.cp.axis)
         mscale = compute_yarn_mscale(config, config.mscale_all_dim)
         scale = mscale**2 / math.sqrt(config.qk_width)  # one factor each of queries and keys
         self.core_attention = spec.core_attention(
             config,
-            place,
+            placement,
             scale=scale,
-            window=config.get_window(number),
+            window=config.get_window(layer_number),
         )
 
     def _make_up_projection(self, inputs: int, outputs: int, normed: bool) -> ColumnParallelLinear:
@@ -273,7 +279,7 @@ class MultiLatentAttention(Attention):
         spec = select_layer_spec(config)
         return spec.make_input_projection(
             config,
-            self.place,
+            self.placement,
             inputs,
             outputs,
             bias=False,
@@ -288,7 +294,7 @@ class MultiLatentAttention(Attention):
         config = self.config
         return select_layer_spec(config).make_input_projection(
             config,
-            self.place,
+            self.placement,
             config.hidden_size,
             outputs,
             bias=False,
@@ -306,10 +312,10 @@ class MultiLatentAttention(Attention):
         widths = [self.config.kv_lora_rank, self.rotated]
         latent, shared_key = projected.split(widths, -1)
         # The heads of all TP ranks use the shared part of the keys: its gradient is summed over TP.
-        if self.place.sequence_parallel:
-            shared_key = gather_from_sequence(shared_key, self.place.tp)
+        if self.placement.sequence_parallel:
+            shared_key = gather_from_sequence(shared_key, self.placement.tp)
         else:
-            shared_key = copy_to_tensor_parallel(shared_key, self.place.tp)
+            shared_key = copy_to_tensor_parallel(shared_key, self.placement.tp)
 
         # Project from them to heads, and attend.
         if self.config.recomputes("mla_up_proj") and self.training:
@@ -317,7 +323,7 @@ class MultiLatentAttention(Attention):
             spec = select_layer_spec(self.config)
             context = spec.checkpoint(
                 self._attend,
-                self.place.rng,
+                self.placement.rng,
                 query,
                 latent,
                 shared_key,

@@ -37,11 +37,13 @@ class MoELayer(MegatronModule):
     the norm of its output, if --norm-placement requires one.
     """
 
-    def __init__(self, config: TransformerConfig, place: Placement, *, layer_number: int) -> None:
+    def __init__(
+        self, config: TransformerConfig, placement: Placement, *, layer_number: int
+    ) -> None:
         super().__init__()
         assert config.num_experts is not None
-        axes = place.experts
-        device = place.device
+        axes = placement.experts
+        device = placement.device
         self.axes = axes
         self.num_local = config.num_experts // axes.ep.size  # experts of this rank
         dispatcher = config.moe_token_dispatcher_type
@@ -53,17 +55,17 @@ class MoELayer(MegatronModule):
             config,
             layer_number=layer_number,
             axes=axes,
-            partial_grad=place.sequence_parallel,
+            partial_grad=placement.sequence_parallel,
             device=device,
         )
         self.experts = GroupedExperts(config, axes=axes, device=device)
         self.averages = config.moe_average_shared_expert
         self.shared_experts = None
         if config.moe_shared_expert_intermediate_size:
-            self.shared_experts = SharedExperts(config, place)
+            self.shared_experts = SharedExperts(config, placement)
         self.post_layernorm = None
         if config.norm_placement != "pre":
-            self.post_layernorm = select_layer_spec(config).make_hidden_norm(config, place)
+            self.post_layernorm = select_layer_spec(config).make_hidden_norm(config, placement)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Return the output of the branch, `[s, b, h]` (or `[s/tp, b, h]`) as its input."""
@@ -87,15 +89,20 @@ class SharedExperts(MLP):
     With --moe-shared-expert-gate its output is multiplied by a learned gate (Qwen2-MoE).
     """
 
-    def __init__(self, config: TransformerConfig, place: Placement) -> None:
+    def __init__(self, config: TransformerConfig, placement: Placement) -> None:
         super().__init__(
-            config, place, ffn_size=config.moe_shared_expert_intermediate_size, shared_expert=True
+            config,
+            placement,
+            ffn_size=config.moe_shared_expert_intermediate_size,
+            shared_expert=True,
         )
         self.gate_weight = None
         if config.moe_shared_expert_gate:
-            info = ParamInfo(Normal(config.hidden_init_std), partial_grad=place.sequence_parallel)
+            info = ParamInfo(
+                Normal(config.hidden_init_std), partial_grad=placement.sequence_parallel
+            )
             shape = (1, config.hidden_size)
-            self.gate_weight = make_parameter(shape, config.params_dtype, place.device, info)
+            self.gate_weight = make_parameter(shape, config.params_dtype, placement.device, info)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         output = super().forward(hidden_states)

@@ -186,10 +186,10 @@ class TopKRouter(MegatronModule):
             scores = compute_loss_scores(logits, config)  # [t, experts]
             choices = torch.topk(scores, config.moe_router_topk, dim=1).indices  # [t, k]
             counts = _count_choices(choices, self.num_experts, batch)  # [b, experts]
-        for kind, coefficient in config.load_balancing.items():
-            loss = self._compute_balancing_loss(kind, scores, counts, batch)
+        for loss_type, coefficient in config.load_balancing.items():
+            loss = self._compute_balancing_loss(loss_type, scores, counts, batch)
             losses.append(coefficient * loss)
-            coefficients[LOSS_NAMES[kind]] = coefficient
+            coefficients[LOSS_NAMES[loss_type]] = coefficient
 
         # z-loss
         if config.moe_z_loss_coeff:
@@ -211,7 +211,7 @@ class TopKRouter(MegatronModule):
         return loads[: self.num_experts]
 
     def _compute_balancing_loss(
-        self, kind: str, scores: Tensor, counts: Tensor, batch: int
+        self, loss_type: str, scores: Tensor, counts: Tensor, batch: int
     ) -> Tensor:
         """Return a load balancing loss without its coefficient.
 
@@ -222,14 +222,14 @@ class TopKRouter(MegatronModule):
         """
         axes = self.axes
         num_tokens = len(scores) * axes.token_ranks  # of the micro-batch
-        if kind == "seq_aux_loss":
+        if loss_type == "seq_aux_loss":
             # The mean of the losses of the sequences.
             total = _sum_over_axes(counts, *axes.tokens)  # [b, experts]
             num_tokens = num_tokens // batch
             by_sequence = scores.view(-1, batch, self.num_experts)  # [s, b, experts]
             score_sums = by_sequence.sum(0)  # [b, experts]
             products = (score_sums * total).sum() / batch
-        elif kind == "global_aux_loss":
+        elif loss_type == "global_aux_loss":
             total = _sum_over_axes(counts.sum(0), *axes.everyone)  # [experts]
             # The mean over the micro-batches of all replicas, and of the step so far.
             total = total * (axes.token_ranks / axes.all_ranks)

@@ -67,7 +67,7 @@ class Engine:
             )
             setattr(self.module, name, param)
 
-    def __call__(self, owner: nn.Module, x: Tensor, *rest: Any) -> Tensor:
+    def __call__(self, owner: nn.Module, x: Tensor, *inputs: Any) -> Tensor:
         """Apply a linear layer of any kind."""
         self.module.training = owner.training
         self.module.fuse_wgrad_accumulation = hasattr(owner.weight, "main_grad")
@@ -79,7 +79,7 @@ class Engine:
         self._step = STEP.number
         if self.has_own_weights:
             x = _RunGradHooks.apply(x, owner.weight)
-        output: Tensor = self.module(x, *rest, is_first_microbatch=is_first_microbatch)
+        output: Tensor = self.module(x, *inputs, is_first_microbatch=is_first_microbatch)
         return output
 
 
@@ -273,8 +273,8 @@ class TEPrecision(Precision):
             # ranks create theirs here: NCCL splits it off the world, in which ranks without such
             # weights would never participate later.
             group_of((dist.get_rank(),))
-        for number, layer in (layers or {}).items():
-            in_fp8 = config.fp8_param_gather and config.quantizes(number)
+        for layer_number, layer in (layers or {}).items():
+            in_fp8 = config.fp8_param_gather and config.quantizes(layer_number)
             for name, module in layer.named_modules():
                 if isinstance(module, EngineLinearMixin):
                     self._configure_linear(module, name, in_fp8)
@@ -299,8 +299,8 @@ class TEPrecision(Precision):
         )
         return context
 
-    def layer(self, number: int) -> AbstractContextManager[None]:
-        if self._recipe is None or self.config.quantizes(number):
+    def layer(self, layer_number: int) -> AbstractContextManager[None]:
+        if self._recipe is None or self.config.quantizes(layer_number):
             return nullcontext()
         context: AbstractContextManager[None] = te.fp8_autocast(enabled=False)
         return context

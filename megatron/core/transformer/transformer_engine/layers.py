@@ -140,15 +140,15 @@ class TECoreAttention(CoreAttention):
     The local class computes if scores have a softcap or a sink.
     """
 
-    def __init__(self, config: TransformerConfig, place: Placement, **options: Any) -> None:
-        super().__init__(config, place, **options)
+    def __init__(self, config: TransformerConfig, placement: Placement, **options: Any) -> None:
+        super().__init__(config, placement, **options)
         attention_axis = self.cp.attention_axis
         # The module gets the heads of this rank only.
-        head_ranks = place.tp.size * self.cp.head_axis.size
+        head_ranks = placement.tp.size * self.cp.head_axis.size
         self.common_options: dict[str, Any] = {"window_size": self.mask.window}
         if self.mask.slopes is not None:
             # On the device: a copy in every call would wait for it.
-            slopes = self.mask.slopes.to(device=place.device)
+            slopes = self.mask.slopes.to(device=placement.device)
             self.common_options |= {"core_attention_bias_type": "alibi", "alibi_slopes": slopes}
         if config.attends_in_blocks:
             # The local class computes.
@@ -355,8 +355,8 @@ def initialize_user_buffers(config: TransformerConfig, tokens: int, tp_size: int
     if not config.tp_comm_overlap or tp_size == 1:
         return
     in_fp8 = []
-    for number in range(config.num_layers):
-        in_fp8.append(config.fp8 is not None and config.quantizes(number))
+    for layer_number in range(config.num_layers):
+        in_fp8.append(config.fp8 is not None and config.quantizes(layer_number))
     # One set of buffers per precision of the layers. They are a list instead of a set, since all
     # ranks must create the buffers in the same order.
     modes = []
