@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing import (
 )
 from megatron.core.dist_checkpointing.format.checksums import find_checksums
 from megatron.core.dist_checkpointing.source import TensorInfo
-from megatron.core.run_checkpoint.reader import read_common
+from megatron.core.run_checkpoint.native_reader import read_common
 from megatron.planning.pictures import Shares
 
 OPTIMIZER_STATE = "optimizer.state."  # prefix of keys, followed by the name of the state

@@ -97,7 +97,7 @@ from megatron.core.run_checkpoint.keys import (
     is_hybrid,
     split_key,
 )
-from megatron.core.run_checkpoint.reader import list_generators, read_common
+from megatron.core.run_checkpoint.native_reader import list_generators, read_common
 from megatron.core.run_checkpoint.source import Source, TrainingState
 from megatron.core.run_checkpoint.tokenizer_files import find_stored_tokenizer
 from megatron.core.safe_files.schema import mapping, optional, record, tensor_shape

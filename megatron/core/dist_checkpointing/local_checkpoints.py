@@ -75,7 +75,7 @@ class Tier(Protocol):
         """Record on this node that a launch has taken `generation`."""
 
 
-class LocalSaver(Protocol):
+class TierSaver(Protocol):
     """State that all saves to the nodes share (`tiers.local_tier.LocalSaver`)."""
 
     def checkpoint(self, iteration: int, save_id: str) -> PendingCheckpoint:
@@ -129,9 +129,9 @@ def open_local_checkpoint(tier: Tier, info: LocalCheckpointInfo) -> OpenLocalChe
 
 def make_local_saver(
     tier: Tier, generation: Generation, loaded: str | None, replication_interval: int
-) -> LocalSaver:
+) -> TierSaver:
     """Return the state of saves to the nodes; `loaded` is the local checkpoint to keep."""
-    saver: LocalSaver = resolve(_LOCAL_SAVER)(tier, generation, loaded, replication_interval)
+    saver: TierSaver = resolve(_LOCAL_SAVER)(tier, generation, loaded, replication_interval)
     return saver
 
 

@@ -1,9 +1,9 @@
 """Mixed-precision optimizer over flat shards, gradient clipping, loss scaling, and schedules."""
 
-from megatron.core.optimizer.config import OptimizerConfig, SchedulerConfig
 from megatron.core.optimizer.flat_shard import AVERAGE_PREFIX
 from megatron.core.optimizer.grad_norm import counts_for_model
 from megatron.core.optimizer.optimizer import MegatronOptimizer, StepResult
+from megatron.core.optimizer.optimizer_config import OptimizerConfig, SchedulerConfig
 from megatron.core.optimizer.param_scheduler import OptimizerParamScheduler, Schedule, make_schedule
 from megatron.core.optimizer.update_rules import (
     UPDATE_RULES,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron.core.optimizer.config import OptimizerConfig
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
 
 class GradScaler:

@@ -14,7 +14,6 @@ from megatron.core.deferred import start_copy
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.param_and_grad_buffer import Piece
-from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.flat_shard import (
     AVERAGE_PREFIX,
     OPTIMIZER_PREFIX,
@@ -24,6 +23,7 @@ from megatron.core.optimizer.flat_shard import (
 )
 from megatron.core.optimizer.grad_norm import GradNorm, compute_clip_coefficient
 from megatron.core.optimizer.grad_scaler import GradScaler
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.rounding import store_with_new_scale
 from megatron.core.optimizer.update_rules import make_update_rule, select_states
 from megatron.core.parallel_state import ParallelState

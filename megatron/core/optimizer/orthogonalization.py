@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from megatron.core.optimizer.config import OptimizerConfig
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.parallel_state import Axis
 from megatron.core.sharding import Sharding
 from megatron.core.tensor_parallel.mappings import all_gather_into_tensor

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron.core.optimizer.config import OptimizerConfig, SchedulerConfig
+from megatron.core.optimizer.optimizer_config import OptimizerConfig, SchedulerConfig
 
 logger = logging.getLogger(__name__)
 

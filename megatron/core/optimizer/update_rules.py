@@ -16,8 +16,8 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from megatron.core.distributed.param_and_grad_buffer import ParamGroup
-from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.flat_shard import FlatShard
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.wings import resolve
 
 

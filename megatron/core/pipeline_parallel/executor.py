@@ -26,7 +26,7 @@ class MessageSpec(NamedTuple):
     device: torch.device
 
 
-class Exchange:
+class StageExchange:
     """The messages of one tick, posted together on construction; `wait` completes them.
 
     Keep the object until `wait`: gloo abandons a message whose exchange is garbage collected. With
@@ -131,8 +131,8 @@ def run_schedule(
     spec = MessageSpec(tuple(tensor_shape), dtype, device)
     stage = _Stage(forward_step, num_chunks, pp, spec, forward_only)
     last_microbatch = num_microbatches - 1
-    inputs: dict[Action, Exchange] = {}  # received, but not consumed yet
-    previous: Exchange | None = None
+    inputs: dict[Action, StageExchange] = {}  # received, but not consumed yet
+    previous: StageExchange | None = None
     for tick in schedule(pp.rank, pp.size, num_chunks, num_microbatches, forward_only, group_size):
         # 1. Run the pass of this tick, with the input that an earlier exchange received.
         result = None
@@ -153,7 +153,7 @@ def run_schedule(
         if previous is not None:
             previous.wait()
         # 3. Post the messages of this tick, which overlap with the pass of the next one.
-        previous = Exchange(tick, result, pp, spec)
+        previous = StageExchange(tick, result, pp, spec)
         if tick.receive is not None:
             inputs[tick.receive.input_of] = previous
     if previous is not None:

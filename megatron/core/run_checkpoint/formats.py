@@ -50,7 +50,7 @@ from megatron.core.run_checkpoint.file_names import (
     RELEASE,
     ZERO,
 )
-from megatron.core.run_checkpoint.reader import open_run_checkpoint
+from megatron.core.run_checkpoint.native_reader import open_run_checkpoint
 from megatron.core.run_checkpoint.source import Source
 from megatron.core.safe_files.links import confine_links
 from megatron.core.safe_files.reading import read_json, read_regular

@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing.loading.load import RAISE, STRICTNESS, Box
 from megatron.core.dist_checkpointing.loading.reader import Request
 from megatron.core.progress import ProgressBar
 from megatron.core.run_checkpoint.keys import split_key
-from megatron.core.run_checkpoint.reader import RunCheckpoint
+from megatron.core.run_checkpoint.native_reader import RunCheckpoint
 from megatron.core.run_checkpoint.source import Source
 
 logger = logging.getLogger(__name__)

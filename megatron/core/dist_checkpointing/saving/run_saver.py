@@ -19,8 +19,8 @@ from megatron.core.dist_checkpointing.generation import Generation
 from megatron.core.dist_checkpointing.lineage import LINEAGE, Lineage, Segment, iteration_in_name
 from megatron.core.dist_checkpointing.local_checkpoints import (
     Copier,
-    LocalSaver,
     Tier,
+    TierSaver,
     make_copier,
     make_local_saver,
 )
@@ -106,7 +106,7 @@ class RunSaver:
         # Threads and buffers, created when they are first used.
         self._saver: AsyncSaver | None = None
         self._copier: Copier | None = None
-        self._local_saver: LocalSaver | None = None
+        self._local_saver: TierSaver | None = None
         self._preparation: Future[object] | None = None
 
         # Ownership of the run's directory and of the one on the nodes.

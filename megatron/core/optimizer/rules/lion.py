@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron.core.distributed.param_and_grad_buffer import ParamGroup
-from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.flat_shard import FlatShard
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.update_rules import (
     AdamW,
     MupPowers,

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.distributed.param_and_grad_buffer import Bucket, ParamGroup
-from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.flat_shard import FlatShard
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.orthogonalization import Orthogonalizer
 from megatron.core.optimizer.update_rules import (
     AdamW,

@@ -27,7 +27,7 @@ from megatron.core.run_checkpoint.formats import (
     open_found,
     require_checkpoint,
 )
-from megatron.core.run_checkpoint.reader import RunCheckpoint
+from megatron.core.run_checkpoint.native_reader import RunCheckpoint
 from megatron.core.safe_files import safe_load
 from tests.support.compare import assert_same, read_all
 from tests.support.memory_source import LLAMA_ARGS, random_source
