@@ -21,9 +21,9 @@ _MIN_ROWS = 64
 _BLOCK = 32 << 20  # bytes of a product that are computed at once
 
 
-def read_all(stored: Stored) -> torch.Tensor:
+def read_all(tensor: Stored) -> torch.Tensor:
     """Return a whole tensor."""
-    return stored.read((0,) * len(stored.shape), stored.shape)
+    return tensor.read((0,) * len(tensor.shape), tensor.shape)
 
 
 def replace_tensor(base: Stored, new: Stored) -> Stored:
@@ -42,9 +42,9 @@ def replace_rows(base: Stored, rows: Sequence[int], new: Stored) -> Stored:
         values = base.read(offset, shape).clone()
         first = offset[0]
         last = first + shape[0]
-        for number, row in enumerate(rows):
+        for index, row in enumerate(rows):
             if first <= row < last:
-                replacement = new.read((number, offset[1]), (1, shape[1]))
+                replacement = new.read((index, offset[1]), (1, shape[1]))
                 values[row - first] = replacement[0].to(base.dtype)
         return values
 
@@ -191,22 +191,22 @@ def _read_expert(base: Stored, expert: int, offset: Shape, shape: Shape) -> torc
     return base.read((expert, *offset), (1, *shape))[0]
 
 
-def _select_rows(stored: Stored, first: int, count: int) -> Stored:
+def _select_rows(tensor: Stored, first: int, count: int) -> Stored:
     """Return `count` rows of a matrix from row `first` on."""
 
     def read(offset: Shape, shape: Shape) -> torch.Tensor:
-        return stored.read((first + offset[0], offset[1]), shape)
+        return tensor.read((first + offset[0], offset[1]), shape)
 
-    return Stored((count, stored.shape[1]), stored.dtype, read)
+    return Stored((count, tensor.shape[1]), tensor.dtype, read)
 
 
-def _select_columns(stored: Stored, first: int, step: int) -> Stored:
+def _select_columns(tensor: Stored, first: int, step: int) -> Stored:
     """Return every `step`-th column of a matrix from column `first` on."""
-    rows, columns = stored.shape
+    rows, columns = tensor.shape
 
     def read(offset: Shape, shape: Shape) -> torch.Tensor:
-        whole = stored.read((offset[0], 0), (shape[0], columns))
+        whole = tensor.read((offset[0], 0), (shape[0], columns))
         selected = whole[:, first::step]
         return narrow(selected, (0, offset[1]), shape)
 
-    return Stored((rows, columns // step), stored.dtype, read)
+    return Stored((rows, columns // step), tensor.dtype, read)

@@ -39,10 +39,10 @@ _NAMES = optional(sequence(text(1024), 10**5))
 _TOKENS = sequence(integer(0, 2**31), 10**7)
 
 
-def _check_tokens(value: Any, where: str) -> Any:
+def _check_tokens(value: Any, location: str) -> Any:
     """Check the tokens of the embedding, or of each named module."""
     check = mapping(_TOKENS) if isinstance(value, Mapping) else _TOKENS
-    return check(value, where)
+    return check(value, location)
 
 
 # Names of initial values that leave the base model as it is. PiSSA and others change its weights.
@@ -139,26 +139,26 @@ def read_adapter_config(directory: Path) -> AdapterConfig:
     Raises CheckpointError for other kinds of adapters, and for options that change more than the
     weights that the adapter contains.
     """
-    where = str(directory / ADAPTER_CONFIG)
-    fields = mapping(anything)(read_json(directory / ADAPTER_CONFIG), where)
-    kind = fields.get("peft_type")
-    if kind != "LORA":
+    location = str(directory / ADAPTER_CONFIG)
+    fields = mapping(anything)(read_json(directory / ADAPTER_CONFIG), location)
+    peft_type = fields.get("peft_type")
+    if peft_type != "LORA":
         raise CheckpointError(
-            f"{where}: peft_type {format_value(kind)} is not supported, only LORA is: merge this "
-            "adapter with merge_and_unload() of peft if it can do that"
+            f"{location}: peft_type {format_value(peft_type)} is not supported, only LORA is: "
+            "merge this adapter with merge_and_unload() of peft if it can do that"
         )
-    _refuse_fields(fields, where)
+    _refuse_fields(fields, location)
     for name in ("r", "lora_alpha"):
         if name not in fields:
-            raise CheckpointError(f"{where} has no {name!r}")
+            raise CheckpointError(f"{location} has no {name!r}")
     for name, check in _CHECKS.items():
         if name in fields:
-            check(fields[name], f"{where}: {name}")
+            check(fields[name], f"{location}: {name}")
     return AdapterConfig(
         fields["r"],
         fields["lora_alpha"],
-        ModulePatterns(fields.get("rank_pattern") or {}, f"{where}: rank_pattern"),
-        ModulePatterns(fields.get("alpha_pattern") or {}, f"{where}: alpha_pattern"),
+        ModulePatterns(fields.get("rank_pattern") or {}, f"{location}: rank_pattern"),
+        ModulePatterns(fields.get("alpha_pattern") or {}, f"{location}: alpha_pattern"),
         fields.get("use_rslora", False),
         fields.get("use_dora", False),
         tuple(fields.get("modules_to_save") or ()),
@@ -168,13 +168,13 @@ def read_adapter_config(directory: Path) -> AdapterConfig:
     )
 
 
-def _refuse_fields(fields: Mapping[str, Any], where: str) -> None:
+def _refuse_fields(fields: Mapping[str, Any], location: str) -> None:
     """Raise CheckpointError for options that cannot be merged, and for unknown ones."""
     initial = fields.get("init_lora_weights")
     if isinstance(initial, str) and initial.lower() not in _HARMLESS_INITIAL_VALUES:
         raise CheckpointError(
-            f"{where}: init_lora_weights = {format_value(initial)} is not supported, because such "
-            "initial values change the weights of the base model. Convert the adapter with "
+            f"{location}: init_lora_weights = {format_value(initial)} is not supported, because "
+            "such initial values change the weights of the base model. Convert the adapter with "
             "path_initial_model_for_weight_conversion of peft's save_pretrained(), or give the "
             "changed base model and set the field to true"
         )
@@ -184,11 +184,11 @@ def _refuse_fields(fields: Mapping[str, Any], where: str) -> None:
         if not is_set or name in _CHECKS or name in _WITHOUT_EFFECT.split():
             continue
         if name in _REFUSED:
-            raise CheckpointError(f"{where}: {name} is not supported: it {_REFUSED[name]}")
+            raise CheckpointError(f"{location}: {name} is not supported: it {_REFUSED[name]}")
         unknown.append(format_value(name))
     if unknown:
         raise CheckpointError(
-            f"{where} has fields that are not known and may change the merged weights: "
+            f"{location} has fields that are not known and may change the merged weights: "
             f"{schema.abbreviate(unknown, between=', ')}. If they do not, remove them"
         )
 

@@ -20,16 +20,18 @@ def heads(always_written: bool = True, free_width: bool = True) -> Rule:
     is written only if `always_written`. Without `free_width` no other width is accepted.
     """
 
-    def read(found: ConfigFields, args: Json) -> Json:
+    def read(hf_config: ConfigFields, args: Json) -> Json:
         # Without key/value heads every query head has its own.
         count = args["num_attention_heads"]
-        groups = args.get("num_query_groups") or found.get("num_key_value_heads") or count
+        groups = args.get("num_query_groups") or hf_config.get("num_key_value_heads") or count
         result = {"num_query_groups": groups, "group_query_attention": groups != count}
-        width = found.get("head_dim")
+        width = hf_config.get("head_dim")
         if width is not None:
             if not free_width and width * count != args["hidden_size"]:
-                wanted = f"hidden_size / num_attention_heads = {args['hidden_size']} / {count} is"
-                raise unsupported("head_dim", width, wanted)
+                supported = (
+                    f"hidden_size / num_attention_heads = {args['hidden_size']} / {count} is"
+                )
+                raise unsupported("head_dim", width, supported)
             result["kv_channels"] = width
         return result
 
@@ -43,8 +45,8 @@ def heads(always_written: bool = True, free_width: bool = True) -> Rule:
     return Rule({"num_key_value_heads": "num_query_groups", "head_dim": "kv_channels"}, read, write)
 
 
-def _read_no_groups(found: ConfigFields, args: Json) -> Json:
-    groups = found.stated.get("num_key_value_heads")
+def _read_no_groups(hf_config: ConfigFields, args: Json) -> Json:
+    groups = hf_config.stated.get("num_key_value_heads")
     count = args["num_attention_heads"]
     if groups not in (None, count):
         raise unsupported("num_key_value_heads", groups, f"num_attention_heads = {count} is")
@@ -55,7 +57,7 @@ def _write_no_groups(config: TransformerConfig) -> Json:
     return {"num_key_value_heads": config.num_attention_heads}
 
 
-def _check_codegen_heads(found: ConfigFields, args: Json) -> Json:
+def _check_codegen_heads(hf_config: ConfigFields, args: Json) -> Json:
     count = args["num_attention_heads"]
     if count % CODEGEN_BLOCKS:
         raise unsupported("n_head", count, f"a multiple of {CODEGEN_BLOCKS} is")
@@ -66,23 +68,25 @@ CODEGEN_HEADS = Rule({}, _check_codegen_heads)
 NO_GROUPS = Rule({"num_key_value_heads": "num_query_groups"}, _read_no_groups, _write_no_groups)
 
 
-def _check_rotated_width(found: ConfigFields, args: Json) -> Json:
-    width = found.stated.get("head_dim")
-    wanted = found.first("qk_rope_head_dim")
-    if width not in (None, wanted):
+def _check_rotated_width(hf_config: ConfigFields, args: Json) -> Json:
+    width = hf_config.stated.get("head_dim")
+    rotary_width = hf_config.first("qk_rope_head_dim")
+    if width not in (None, rotary_width):
         # transformers takes the rotary frequencies of this width.
-        raise unsupported("head_dim", width, f"qk_rope_head_dim = {wanted} is")
+        raise unsupported("head_dim", width, f"qk_rope_head_dim = {rotary_width} is")
     return {}
 
 
 LATENT_HEAD_DIM = Rule({"head_dim": COUNT}, _check_rotated_width)
 
 
-def _check_rotated_fraction(found: ConfigFields, args: Json) -> Json:
-    width = found.stated.get("head_dim")
-    wanted = found.first("qk_nope_head_dim") + found.first("qk_rope_head_dim")
-    if width not in (None, wanted):
-        raise unsupported("head_dim", width, f"qk_nope_head_dim + qk_rope_head_dim = {wanted} is")
+def _check_rotated_fraction(hf_config: ConfigFields, args: Json) -> Json:
+    width = hf_config.stated.get("head_dim")
+    head_width = hf_config.first("qk_nope_head_dim") + hf_config.first("qk_rope_head_dim")
+    if width not in (None, head_width):
+        raise unsupported(
+            "head_dim", width, f"qk_nope_head_dim + qk_rope_head_dim = {head_width} is"
+        )
     return {}
 
 
@@ -90,8 +94,8 @@ def _check_rotated_fraction(found: ConfigFields, args: Json) -> Json:
 WHOLE_HEAD_DIM = Rule({"head_dim": COUNT}, _check_rotated_fraction)
 
 
-def _read_query_scalar(found: ConfigFields, args: Json) -> Json:
-    return {"softmax_scale": found.first("query_pre_attn_scalar") ** -0.5}
+def _read_query_scalar(hf_config: ConfigFields, args: Json) -> Json:
+    return {"softmax_scale": hf_config.first("query_pre_attn_scalar") ** -0.5}
 
 
 def _write_query_scalar(config: TransformerConfig) -> Json:
@@ -102,8 +106,8 @@ def _write_query_scalar(config: TransformerConfig) -> Json:
 QUERY_SCALAR = Rule({"query_pre_attn_scalar": number(1)}, _read_query_scalar, _write_query_scalar)
 
 
-def _read_attention_multiplier(found: ConfigFields, args: Json) -> Json:
-    factor = found.first("attention_multiplier")
+def _read_attention_multiplier(hf_config: ConfigFields, args: Json) -> Json:
+    factor = hf_config.first("attention_multiplier")
     if factor is None:
         head_dim = args.get("kv_channels") or args["hidden_size"] // args["num_attention_heads"]
         factor = head_dim**-0.5
@@ -138,21 +142,23 @@ def _make_uniform_window(window: int | None) -> Json:
     return {"window_size": size, "window_attn_skip_freq": None}
 
 
-def _make_windows(window: int | None, kinds: Sequence[str]) -> Json:
+def _make_windows(window: int | None, layer_types: Sequence[str]) -> Json:
     """Return the arguments of a model with these kinds of layers."""
-    strange = set(kinds) - set(_KINDS)
+    strange = set(layer_types) - set(_KINDS)
     if strange:
         raise ValueError(f"config.json: layer_types {sorted(strange)} is not supported")
-    if "sliding_attention" not in kinds:
+    if "sliding_attention" not in layer_types:
         return _make_uniform_window(None)
     if not window:
         raise ValueError(
             f"config.json: layer_types sliding_attention with sliding_window = {window}"
         )
     arguments = _make_uniform_window(window)
-    if "full_attention" in kinds:
+    if "full_attention" in layer_types:
         # 1 for each layer that has a window, as in `window_pattern`.
-        arguments["window_attn_skip_freq"] = [_KINDS.index(kind) for kind in kinds]
+        arguments["window_attn_skip_freq"] = [
+            _KINDS.index(layer_type) for layer_type in layer_types
+        ]
     return arguments
 
 
@@ -177,17 +183,17 @@ def alternating_windows(every: int, free: bool = False, full_first: bool = False
     """
     field = "sliding_window_pattern"
 
-    def read(found: ConfigFields, args: Json) -> Json:
-        skip = found.first(field) or every
+    def read(hf_config: ConfigFields, args: Json) -> Json:
+        skip = hf_config.first(field) or every
         if skip != every and not free:
             raise unsupported(field, skip, f"{every} is")
-        kinds = found.first("layer_types")
-        if kinds is None:
+        layer_types = hf_config.first("layer_types")
+        if layer_types is None:
             # Derive the kinds from the position of the layer.
             shift = 0 if full_first else 1
             pattern = [(layer + shift) % skip > 0 for layer in range(args["num_layers"])]
-            kinds = _list_kinds(pattern)
-        return _make_windows(found.get("sliding_window"), kinds)
+            layer_types = _list_kinds(pattern)
+        return _make_windows(hf_config.get("sliding_window"), layer_types)
 
     def write(config: TransformerConfig) -> Json:
         return _write_listed_windows(config)
@@ -195,24 +201,24 @@ def alternating_windows(every: int, free: bool = False, full_first: bool = False
     return Rule(_LAYER_TYPES | {"sliding_window": COUNT, field: COUNT}, read, write)
 
 
-def _read_uniform_window(found: ConfigFields, window: int | None) -> Json:
+def _read_uniform_window(hf_config: ConfigFields, window: int | None) -> Json:
     """Return the arguments of one window for all layers; check that `layer_types` agrees."""
-    (kind,) = _list_kinds([bool(window)])
-    others = set(found.first("layer_types") or ()) - {kind}
-    if others:
+    (layer_type,) = _list_kinds([bool(window)])
+    unsupported_types = set(hf_config.first("layer_types") or ()) - {layer_type}
+    if unsupported_types:
         raise ValueError(
-            f"config.json: layer_types {sorted(others)} is not supported with "
+            f"config.json: layer_types {sorted(unsupported_types)} is not supported with "
             f"sliding_window = {window}"
         )
     return _make_uniform_window(window)
 
 
-def _read_no_window(found: ConfigFields, args: Json) -> Json:
-    return _read_uniform_window(found, None)
+def _read_no_window(hf_config: ConfigFields, args: Json) -> Json:
+    return _read_uniform_window(hf_config, None)
 
 
-def _read_common_window(found: ConfigFields, args: Json) -> Json:
-    return _read_uniform_window(found, found.get("sliding_window"))
+def _read_common_window(hf_config: ConfigFields, args: Json) -> Json:
+    return _read_uniform_window(hf_config, hf_config.get("sliding_window"))
 
 
 def _write_common_window(config: TransformerConfig) -> Json:
@@ -225,12 +231,12 @@ COMMON_WINDOW = Rule(
 )
 
 
-def _read_listed_windows(found: ConfigFields, args: Json) -> Json:
-    window = found.get("sliding_window")
-    kinds = found.first("layer_types")
-    if kinds is None:
+def _read_listed_windows(hf_config: ConfigFields, args: Json) -> Json:
+    window = hf_config.get("sliding_window")
+    layer_types = hf_config.first("layer_types")
+    if layer_types is None:
         return _make_uniform_window(window)
-    return _make_windows(window, kinds)
+    return _make_windows(window, layer_types)
 
 
 # Windows in the layers that `layer_types` lists; without that field in all.
@@ -239,11 +245,11 @@ LISTED_WINDOWS = Rule(
 )
 
 
-def _read_switched_window(found: ConfigFields) -> int | None:
+def _read_switched_window(hf_config: ConfigFields) -> int | None:
     """Return the window of a Qwen model, which has one only with `use_sliding_window`."""
-    if not found.first("use_sliding_window"):
+    if not hf_config.first("use_sliding_window"):
         return None
-    return found.get("sliding_window")
+    return hf_config.get("sliding_window")
 
 
 def _write_switched_window(config: TransformerConfig) -> Json:
@@ -268,24 +274,24 @@ def qwen_windows(in_first_layers: bool = False, switched: bool = True) -> Rule:
             return layer % 2 == 0 and layer < limit
         return layer >= limit
 
-    def read(found: ConfigFields, args: Json) -> Json:
-        window = _read_switched_window(found) if switched else found.get("sliding_window")
-        kinds = found.first("layer_types")
-        if kinds is None:
-            limit = found.first("max_window_layers")
+    def read(hf_config: ConfigFields, args: Json) -> Json:
+        window = _read_switched_window(hf_config) if switched else hf_config.get("sliding_window")
+        layer_types = hf_config.first("layer_types")
+        if layer_types is None:
+            limit = hf_config.first("max_window_layers")
             pattern = []
             for layer in range(args["num_layers"]):
                 pattern.append(window is not None and has_window(layer, limit))
-            kinds = _list_kinds(pattern)
-        return _make_windows(window, kinds)
+            layer_types = _list_kinds(pattern)
+        return _make_windows(window, layer_types)
 
     def write(config: TransformerConfig) -> Json:
-        kinds = _list_kinds(config.window_pattern)
+        layer_types = _list_kinds(config.window_pattern)
         limit = config.num_layers
-        if not in_first_layers and "sliding_attention" in kinds:
-            limit = kinds.index("sliding_attention")
+        if not in_first_layers and "sliding_attention" in layer_types:
+            limit = layer_types.index("sliding_attention")
         # `layer_types` takes precedence; readers that do not know it use `max_window_layers`.
-        fields = {"max_window_layers": limit, "layer_types": kinds}
+        fields = {"max_window_layers": limit, "layer_types": layer_types}
         written = _write_switched_window(config)
         if not switched:
             del written["use_sliding_window"]
@@ -294,8 +300,8 @@ def qwen_windows(in_first_layers: bool = False, switched: bool = True) -> Rule:
     return Rule(_LAYER_TYPES | window_fields | {"max_window_layers": COUNT}, read, write)
 
 
-def _read_qwen3_moe_window(found: ConfigFields, args: Json) -> Json:
-    return _make_uniform_window(_read_switched_window(found))
+def _read_qwen3_moe_window(hf_config: ConfigFields, args: Json) -> Json:
+    return _make_uniform_window(_read_switched_window(hf_config))
 
 
 # transformers applies the window of a Qwen3-MoE to every layer and reads neither `layer_types` nor
@@ -313,30 +319,32 @@ _NEO_KINDS = ("global", "local")  # without and with a window
 _NEO_KIND_LIST = schema.sequence(SHORT_TEXT, 10**5)
 
 
-def _check_repeated_kinds(value: Any, where: str) -> Any:
+def _check_repeated_kinds(value: Any, location: str) -> Any:
     """Check a pair of a list of kinds and the number of its repetitions."""
-    kinds, count = schema.sequence(schema.anything, 2, least=2)(value, where)
-    return _NEO_KIND_LIST(kinds, where), COUNT(count, where)
+    layer_types, count = schema.sequence(schema.anything, 2, least=2)(value, location)
+    return _NEO_KIND_LIST(layer_types, location), COUNT(count, location)
 
 
-def _read_attention_types(found: ConfigFields, args: Json) -> Json:
-    groups = found.first("attention_types") or [[_NEO_KINDS, 12]]
-    kinds: list[str] = []
+def _read_attention_types(hf_config: ConfigFields, args: Json) -> Json:
+    groups = hf_config.first("attention_types") or [[_NEO_KINDS, 12]]
+    layer_types: list[str] = []
     for names, count in groups:
-        if len(kinds) <= args["num_layers"]:  # a bound of memory
-            kinds += list(names) * min(count, args["num_layers"])
-    if len(kinds) != args["num_layers"] or not set(kinds) <= set(_NEO_KINDS):
-        wanted = f"{args['num_layers']} layers of {' and '.join(_NEO_KINDS)} are"
-        raise unsupported("attention_types", found.first("attention_types"), wanted)
-    if found.stated.get("attention_layers") not in (None, kinds):
-        raise unsupported("attention_layers", found.stated["attention_layers"], f"{kinds} is")
-    pattern = [kind == "local" for kind in kinds]
-    return _make_windows(found.first("window_size"), _list_kinds(pattern))
+        if len(layer_types) <= args["num_layers"]:  # a bound of memory
+            layer_types += list(names) * min(count, args["num_layers"])
+    if len(layer_types) != args["num_layers"] or not set(layer_types) <= set(_NEO_KINDS):
+        supported = f"{args['num_layers']} layers of {' and '.join(_NEO_KINDS)} are"
+        raise unsupported("attention_types", hf_config.first("attention_types"), supported)
+    if hf_config.stated.get("attention_layers") not in (None, layer_types):
+        raise unsupported(
+            "attention_layers", hf_config.stated["attention_layers"], f"{layer_types} is"
+        )
+    pattern = [layer_type == "local" for layer_type in layer_types]
+    return _make_windows(hf_config.first("window_size"), _list_kinds(pattern))
 
 
 def _write_attention_types(config: TransformerConfig) -> Json:
-    kinds = [_NEO_KINDS[has_window] for has_window in config.window_pattern]
-    fields: Json = {"attention_types": [[kinds, 1]]}
+    layer_types = [_NEO_KINDS[has_window] for has_window in config.window_pattern]
+    fields: Json = {"attention_types": [[layer_types, 1]]}
     window = _get_written_window(config)
     if window is not None:
         fields["window_size"] = window
@@ -354,9 +362,9 @@ ATTENTION_TYPES = Rule(
 )
 
 
-def _read_multi_query(found: ConfigFields, args: Json) -> Json:
+def _read_multi_query(hf_config: ConfigFields, args: Json) -> Json:
     count = args["num_attention_heads"]
-    groups = 1 if found.first("multi_query") else count
+    groups = 1 if hf_config.first("multi_query") else count
     return {"num_query_groups": groups, "group_query_attention": groups != count}
 
 
@@ -372,23 +380,23 @@ MULTI_QUERY = Rule({"multi_query": boolean}, _read_multi_query, _write_multi_que
 # key/value head or one per query head.
 
 
-def _read_falcon_layers(found: ConfigFields, args: Json) -> Json:
+def _read_falcon_layers(hf_config: ConfigFields, args: Json) -> Json:
     count = args["num_attention_heads"]
-    norms = found.get("num_ln_in_parallel_attn")
-    is_new = bool(found.first("new_decoder_architecture"))
-    is_parallel = bool(found.first("parallel_attn"))
+    norms = hf_config.get("num_ln_in_parallel_attn")
+    is_new = bool(hf_config.first("new_decoder_architecture"))
+    is_parallel = bool(hf_config.first("parallel_attn"))
     # Falcon 40B and later have query groups and up to two norms, Falcon 7B and 1B neither.
     if is_new:
         if not is_parallel:
             raise unsupported("parallel_attn", False, "True is with new_decoder_architecture")
-        groups = found.get("num_kv_heads") or count
+        groups = hf_config.get("num_kv_heads") or count
         norms = 2 if norms is None else norms
         accepted: tuple[int, ...] = (1, 2)
     else:
-        groups = 1 if found.first("multi_query") else count
+        groups = 1 if hf_config.first("multi_query") else count
         norms = 1 if norms is None else norms
         accepted = (1,)
-        stated = found.stated.get("num_kv_heads")
+        stated = hf_config.stated.get("num_kv_heads")
         if groups != 1 and stated not in (None, groups):
             raise unsupported("num_kv_heads", stated, f"num_attention_heads = {count} is")
     if norms not in accepted:
@@ -440,11 +448,11 @@ def _make_no_rope(pattern: Sequence[bool | int]) -> Json:
 _MAX_PATTERN = 10**5
 
 
-def _read_no_rope_layers(found: ConfigFields, args: Json) -> Json:
+def _read_no_rope_layers(hf_config: ConfigFields, args: Json) -> Json:
     """Read SmolLM3's list, which has a 1 for each layer with RoPE."""
-    has_rope = found.first("no_rope_layers")
+    has_rope = hf_config.first("no_rope_layers")
     if has_rope is None:
-        interval = found.first("no_rope_layer_interval") or 1
+        interval = hf_config.first("no_rope_layer_interval") or 1
         has_rope = [(layer + 1) % interval for layer in range(args["num_layers"])]
     if len(has_rope) != args["num_layers"]:
         raise unsupported("no_rope_layers", has_rope, f"a list of {args['num_layers']} is")
@@ -469,20 +477,22 @@ def hybrid_windows(always: bool, period_field: str = "sliding_window_pattern") -
     `layer_types`, every N-th layer has no window, where N is `period_field`.
     """
 
-    def read(found: ConfigFields, args: Json) -> Json:
-        window = found.get("sliding_window")
-        kinds = found.first("layer_types")
-        if kinds is None and window is None and not always:
+    def read(hf_config: ConfigFields, args: Json) -> Json:
+        window = hf_config.get("sliding_window")
+        layer_types = hf_config.first("layer_types")
+        if layer_types is None and window is None and not always:
             return _make_uniform_window(None) | _make_no_rope([])
         # By default every `period`-th layer has full attention.
-        if kinds is None:
-            period = found.first(period_field) or 4
+        if layer_types is None:
+            period = hf_config.first(period_field) or 4
             if not isinstance(period, int):
                 raise unsupported(period_field, period, "a number, or layer_types, is")
-            kinds = _list_kinds([(layer + 1) % period > 0 for layer in range(args["num_layers"])])
+            layer_types = _list_kinds(
+                [(layer + 1) % period > 0 for layer in range(args["num_layers"])]
+            )
         has_no_rope = always or window is not None
-        pattern = [has_no_rope and kind == _KINDS[0] for kind in kinds]
-        return _make_windows(window, kinds) | _make_no_rope(pattern)
+        pattern = [has_no_rope and layer_type == _KINDS[0] for layer_type in layer_types]
+        return _make_windows(window, layer_types) | _make_no_rope(pattern)
 
     def write(config: TransformerConfig) -> Json:
         if always or any(config.no_rope_pattern):
@@ -508,25 +518,25 @@ def _list_expert_layers(args: Json) -> list[int]:
     return [int(layer % freq == 0) for layer in range(args["num_layers"])]
 
 
-def _read_cohere_windows(found: ConfigFields, args: Json) -> Json:
+def _read_cohere_windows(hf_config: ConfigFields, args: Json) -> Json:
     num_layers = args["num_layers"]
-    dense_period = found.first(_DENSE_PERIOD)
-    kinds = found.first("layer_types")
-    if kinds is None:
-        period = found.first("sliding_window_pattern")
-        num_dense = min(found.first("first_k_dense_replace") or 0, num_layers)
+    dense_period = hf_config.first(_DENSE_PERIOD)
+    layer_types = hf_config.first("layer_types")
+    if layer_types is None:
+        period = hf_config.first("sliding_window_pattern")
+        num_dense = min(hf_config.first("first_k_dense_replace") or 0, num_layers)
         pattern = [(layer + 1) % dense_period > 0 for layer in range(num_dense)]
         pattern += [(layer + 1) % period > 0 for layer in range(num_layers - num_dense)]
-        kinds = _list_kinds(pattern)
-    if len(kinds) != num_layers:
-        raise unsupported("layer_types", kinds, f"a list of {num_layers} is")
+        layer_types = _list_kinds(pattern)
+    if len(layer_types) != num_layers:
+        raise unsupported("layer_types", layer_types, f"a list of {num_layers} is")
 
     has_no_rope = []
     # A list of the user of another length is refused with the other rules of the model.
-    for kind, has_experts in zip(kinds, _list_expert_layers(args), strict=False):
-        is_rotated = kind == _KINDS[1] or (not has_experts and dense_period == 1)
+    for layer_type, has_experts in zip(layer_types, _list_expert_layers(args), strict=False):
+        is_rotated = layer_type == _KINDS[1] or (not has_experts and dense_period == 1)
         has_no_rope.append(not is_rotated)
-    return _make_windows(found.get("sliding_window"), kinds) | _make_no_rope(has_no_rope)
+    return _make_windows(hf_config.get("sliding_window"), layer_types) | _make_no_rope(has_no_rope)
 
 
 def _write_cohere_windows(config: TransformerConfig) -> Json:
@@ -552,15 +562,15 @@ COHERE_WINDOWS = Rule(
 )
 
 
-def _read_flint_windows(found: ConfigFields, args: Json) -> Json:
-    kinds = found.first("layer_types")
-    if kinds is None:
+def _read_flint_windows(hf_config: ConfigFields, args: Json) -> Json:
+    layer_types = hf_config.first("layer_types")
+    if layer_types is None:
         # Full attention in the first two layers, every fourth one and the last one.
         last = args["num_layers"] - 1
         pattern = [2 <= layer < last and layer % 4 != 1 for layer in range(args["num_layers"])]
-        kinds = _list_kinds(pattern)
-    has_no_rope = [kind == _KINDS[0] for kind in kinds]
-    return _make_windows(found.get("sliding_window"), kinds) | _make_no_rope(has_no_rope)
+        layer_types = _list_kinds(pattern)
+    has_no_rope = [layer_type == _KINDS[0] for layer_type in layer_types]
+    return _make_windows(hf_config.get("sliding_window"), layer_types) | _make_no_rope(has_no_rope)
 
 
 # Layers without a window have no RoPE.
@@ -569,8 +579,8 @@ FLINT_WINDOWS = Rule(
 )
 
 
-def _read_alibi(found: ConfigFields, args: Json) -> Json:
-    if not found.first("alibi"):
+def _read_alibi(hf_config: ConfigFields, args: Json) -> Json:
+    if not hf_config.first("alibi"):
         return {}
     return {"position_embedding_type": "alibi", "scale_alibi": True}
 
@@ -586,10 +596,10 @@ SWITCHED_ALIBI = Rule({"alibi": boolean}, _read_alibi, _write_alibi)
 _INDEXED_KINDS = ("indexed_attention", "deepseek_sparse_attention")
 
 
-def _read_indexed_layers(found: ConfigFields, args: Json) -> Json:
-    others = set(found.first("layer_types") or ()) - set(_INDEXED_KINDS)
-    if others:
-        raise unsupported("layer_types", sorted(others), f"{_INDEXED_KINDS[0]} is")
+def _read_indexed_layers(hf_config: ConfigFields, args: Json) -> Json:
+    unsupported_types = set(hf_config.first("layer_types") or ()) - set(_INDEXED_KINDS)
+    if unsupported_types:
+        raise unsupported("layer_types", sorted(unsupported_types), f"{_INDEXED_KINDS[0]} is")
     return {}
 
 
@@ -603,20 +613,22 @@ STATE_SPACE = "state space mixer"
 CONVOLUTION = "short convolution"
 
 
-def _make_foreign_mixers(kind: str, has_attention: Sequence[bool]) -> Json:
+def _make_foreign_mixers(mixer: str, has_attention: Sequence[bool]) -> Json:
     """Return the arguments of a model whose layers without attention have mixers of this kind."""
     if all(has_attention):
         return {"foreign_mixers": None}
-    return {"foreign_mixers": ["" if value else kind for value in has_attention]}
+    return {"foreign_mixers": ["" if value else mixer for value in has_attention]}
 
 
-def _find_attention(field: str, kinds: Sequence[str], others: Sequence[str]) -> list[bool]:
-    """Return which layers have attention. `others` are the names of the other kind of layer."""
-    strange = set(kinds) - set(_ATTENTION_KINDS) - set(others)
+def _find_attention(
+    field: str, layer_types: Sequence[str], mixer_types: Sequence[str]
+) -> list[bool]:
+    """Return which layers have attention. `mixer_types` are the names of the other layers."""
+    strange = set(layer_types) - set(_ATTENTION_KINDS) - set(mixer_types)
     if strange:
-        wanted = f"{', '.join([*_ATTENTION_KINDS, *others])} are"
-        raise unsupported(field, sorted(strange), wanted)
-    return [kind in _ATTENTION_KINDS for kind in kinds]
+        supported = f"{', '.join([*_ATTENTION_KINDS, *mixer_types])} are"
+        raise unsupported(field, sorted(strange), supported)
+    return [layer_type in _ATTENTION_KINDS for layer_type in layer_types]
 
 
 # Granite 4: attention or state space layers, under their names in transformers 4.x or 5.x.
@@ -625,11 +637,11 @@ _ATTENTION_KINDS = ("attention", "full_attention")
 _LAYER_KINDS = ("layer_types", "layers_block_type")
 
 
-def _read_attention_layers(found: ConfigFields, args: Json) -> Json:
-    kinds = found.first(*_LAYER_KINDS)
-    if kinds is None:
-        kinds = ["linear_attention"] * args["num_layers"]
-    has_attention = _find_attention(_LAYER_KINDS[0], kinds, ("mamba", "linear_attention"))
+def _read_attention_layers(hf_config: ConfigFields, args: Json) -> Json:
+    layer_types = hf_config.first(*_LAYER_KINDS)
+    if layer_types is None:
+        layer_types = ["linear_attention"] * args["num_layers"]
+    has_attention = _find_attention(_LAYER_KINDS[0], layer_types, ("mamba", "linear_attention"))
     return _make_foreign_mixers(STATE_SPACE, has_attention)
 
 
@@ -649,16 +661,16 @@ ATTENTION_LAYERS = Rule(
 # LFM2: attention or short convolutions.
 
 
-def _read_convolutions(found: ConfigFields, args: Json) -> Json:
-    kinds = found.first("layer_types")
-    if kinds is not None:
-        has_attention = _find_attention("layer_types", kinds, ("conv",))
+def _read_convolutions(hf_config: ConfigFields, args: Json) -> Json:
+    layer_types = hf_config.first("layer_types")
+    if layer_types is not None:
+        has_attention = _find_attention("layer_types", layer_types, ("conv",))
         return _make_foreign_mixers(CONVOLUTION, has_attention)
     layers = range(args["num_layers"])
-    numbers = found.first("full_attn_idxs")
-    if numbers is None:
-        numbers = layers
-    return _make_foreign_mixers(CONVOLUTION, [layer in numbers for layer in layers])
+    attention_layers = hf_config.first("full_attn_idxs")
+    if attention_layers is None:
+        attention_layers = layers
+    return _make_foreign_mixers(CONVOLUTION, [layer in attention_layers for layer in layers])
 
 
 def _write_convolutions(config: TransformerConfig) -> Json:
@@ -673,7 +685,7 @@ CONVOLUTIONS = Rule(
 
 
 def foreign_layers(
-    kind: str,
+    mixer: str,
     fields: Mapping[str, Check],
     find_attention: Callable[[ConfigFields, int], Sequence[bool]],
 ) -> Rule:
@@ -682,19 +694,19 @@ def foreign_layers(
     `find_attention` returns which layers have attention, from the fields and the number of layers.
     """
 
-    def read(found: ConfigFields, args: Json) -> Json:
-        has_attention = find_attention(found, args["num_layers"])
+    def read(hf_config: ConfigFields, args: Json) -> Json:
+        has_attention = find_attention(hf_config, args["num_layers"])
         if all(has_attention):
             first = next(iter(fields))
-            raise unsupported(first, found.first(first), f"a model with a {kind} is")
-        return _make_foreign_mixers(kind, has_attention)
+            raise unsupported(first, hf_config.first(first), f"a model with a {mixer} is")
+        return _make_foreign_mixers(mixer, has_attention)
 
     return Rule(fields, read)
 
 
-def _find_listed_attention(found: ConfigFields, num_layers: int) -> list[bool]:
-    numbers = found.first("attn_layer_indices") or ()
-    return [layer in numbers for layer in range(num_layers)]
+def _find_listed_attention(hf_config: ConfigFields, num_layers: int) -> list[bool]:
+    attention_layers = hf_config.first("attn_layer_indices") or ()
+    return [layer in attention_layers for layer in range(num_layers)]
 
 
 # Bamba.
@@ -703,9 +715,9 @@ LISTED_ATTENTION = foreign_layers(
 )
 
 
-def _find_periodic_attention(found: ConfigFields, num_layers: int) -> list[bool]:
-    period = found.first("attn_layer_period")
-    offset = found.first("attn_layer_offset")
+def _find_periodic_attention(hf_config: ConfigFields, num_layers: int) -> list[bool]:
+    period = hf_config.first("attn_layer_period")
+    offset = hf_config.first("attn_layer_offset")
     return [layer % period == offset for layer in range(num_layers)]
 
 
@@ -717,9 +729,9 @@ PERIODIC_ATTENTION = foreign_layers(
 )
 
 
-def _find_layers_of_attention(found: ConfigFields, num_layers: int) -> list[bool]:
-    kinds = found.first("layer_types") or _ATTENTION_KINDS[1:] * num_layers
-    return _find_attention("layer_types", kinds, ("conv",))
+def _find_layers_of_attention(hf_config: ConfigFields, num_layers: int) -> list[bool]:
+    layer_types = hf_config.first("layer_types") or _ATTENTION_KINDS[1:] * num_layers
+    return _find_attention("layer_types", layer_types, ("conv",))
 
 
 # LFM2 with experts.
@@ -749,8 +761,8 @@ _MPT_NAMES = {"attn_pdrop", "softmax_scale", "clip_qkv", *_MPT_CONSTANTS}
 _MPT_HARMLESS = {"attn_impl", "dtype", "is_encoder_decoder", *HARMLESS.split()}
 
 
-def _read_mpt_attention(found: ConfigFields, args: Json) -> Json:
-    stated = found.stated.get("attn_config") or {}
+def _read_mpt_attention(hf_config: ConfigFields, args: Json) -> Json:
+    stated = hf_config.stated.get("attn_config") or {}
     for name, value in stated.items():
         if name not in _MPT_NAMES | _MPT_HARMLESS and value is not None:
             raise unsupported(f"attn_config.{name}", value, f"{', '.join(sorted(_MPT_NAMES))} are")

@@ -39,11 +39,11 @@ _RMS_EPSILON = "rms_norm_eps"
 _LAYER_NORM_EPSILON = "layer_norm_eps"
 
 
-def _read_kind_of_norm(found: ConfigFields, args: Json) -> Json:
-    epsilon = found.get(_RMS_EPSILON)
+def _read_kind_of_norm(hf_config: ConfigFields, args: Json) -> Json:
+    epsilon = hf_config.get(_RMS_EPSILON)
     if epsilon is not None:
         return {"normalization": "RMSNorm", "norm_epsilon": epsilon}
-    return {"normalization": "LayerNorm", "norm_epsilon": found.first(_LAYER_NORM_EPSILON)}
+    return {"normalization": "LayerNorm", "norm_epsilon": hf_config.first(_LAYER_NORM_EPSILON)}
 
 
 def _write_kind_of_norm(config: TransformerConfig) -> Json:
@@ -63,9 +63,9 @@ RMS_OR_LAYER_NORM = Rule(
 SILU = fixed("hidden_act", "silu", "swish", written=True)
 
 
-def _read_gate(found: ConfigFields, args: Json) -> Json:
-    name = found.get("hidden_act")
-    if name is None and found.defaults.get("hidden_act") is None:
+def _read_gate(hf_config: ConfigFields, args: Json) -> Json:
+    name = hf_config.get("hidden_act")
+    if name is None and hf_config.defaults.get("hidden_act") is None:
         name = "silu"
     if name not in ("silu", "swish", *TANH_GELU):
         raise unsupported("hidden_act", name, "silu and gelu_pytorch_tanh are")

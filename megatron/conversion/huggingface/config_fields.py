@@ -114,17 +114,17 @@ class _ConfigProcess:
             with contextlib.suppress(BrokenPipeError):  # without an answer, either
                 requests.write(json.dumps([question, *arguments]) + "\n")
                 requests.flush()
-            line = answers.readline()
-        if not line:
+            reply = answers.readline()
+        if not reply:
             status = self._process.wait()
             raise RuntimeError(
                 f"the process that imports transformers ended with exit code {status} before it "
                 "answered"
             )
-        answer = json.loads(line)
+        answer = json.loads(reply)
         if "error" in answer:
-            kind = ImportError if answer["error"] == "ImportError" else ValueError
-            raise kind(answer["text"])
+            error_type = ImportError if answer["error"] == "ImportError" else ValueError
+            raise error_type(answer["text"])
         return answer["result"]
 
 

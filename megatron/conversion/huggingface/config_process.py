@@ -70,8 +70,8 @@ def find_refusal(model_type: str, fields: dict[str, Any]) -> str | None:
     try:
         declared(**(tokens | _decode_floats(fields)))
     except Exception as error:  # its validators raise errors of many types
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        return lines[-1].strip()
+        messages = str(error).strip().splitlines() or [type(error).__name__]
+        return messages[-1].strip()
     return None
 
 
@@ -107,8 +107,8 @@ def main() -> None:
     os.dup2(2, 1)  # output of transformers must not mix with answers
     with contextlib.suppress(ImportError):  # reported with the first answer
         config_class("llama")  # imports everything before the first request
-    for line in sys.stdin:
-        answers.write(json.dumps(answer(json.loads(line))) + "\n")
+    for request in sys.stdin:
+        answers.write(json.dumps(answer(json.loads(request))) + "\n")
         answers.flush()
 
 

@@ -111,7 +111,7 @@ class HuggingFaceSource:
         read_options = read_options or ReadOptions()
         self.description = f"Hugging Face directory {directory}"
         self._directory = directory
-        given = read_options.args
+        user_args = read_options.args
         refuse_adapter(directory)
 
         # Read config.json, or params.json of Meta.
@@ -127,8 +127,8 @@ class HuggingFaceSource:
         with _errors_about(directory):
             wrapper = find_wrapper(hf)
         if wrapper is not None:
-            stored = open_weights(directory)
-            files = rename_tensors(stored, read_options.renames, self.description)
+            weights = open_weights(directory)
+            files = rename_tensors(weights, read_options.renames, self.description)
             with _errors_about(directory):
                 multimodal = wrapper.find_language_model(hf, files)
             hf = multimodal.text
@@ -141,7 +141,7 @@ class HuggingFaceSource:
             refuse_other_quantization(directory)
         with _errors_about(directory):
             family = find_family(hf) if multimodal is None else multimodal.family
-            self.args = family.read_config(hf, given, read_options.ignored_fields)
+            self.args = family.read_config(hf, user_args, read_options.ignored_fields)
             if quantization is not None:
                 block = read_block_size(quantization)
 
@@ -149,10 +149,10 @@ class HuggingFaceSource:
         if multimodal is not None:
             files = multimodal.files
         else:
-            stored = use_transformers_layout(open_weights(directory), hf)
-            files = rename_tensors(stored, read_options.renames, self.description)
+            weights = use_transformers_layout(open_weights(directory), hf)
+            files = rename_tensors(weights, read_options.renames, self.description)
         refuse_adapted_modules(files, directory)
-        if "mtp_num_layers" not in given and not _has_prediction_layers(files, self.args):
+        if "mtp_num_layers" not in user_args and not _has_prediction_layers(files, self.args):
             # transformers leaves these layers out when it saves a model, but not the field.
             self.args["mtp_num_layers"] = None
         with _errors_about(directory):
@@ -191,7 +191,7 @@ class HuggingFaceSource:
         self.args["hf_fields"] = family.repeated_fields(hf)
         if mixers is not None:
             self.args["hf_fields"] = hf
-        self.args |= read_tokenizer_arguments(directory, token_ids) | dict(given)
+        self.args |= read_tokenizer_arguments(directory, token_ids) | dict(user_args)
 
         if read_options.keep_foreign and multimodal is not None:
             self.args[_FOREIGN_FIELDS] = multimodal.fields
@@ -206,7 +206,7 @@ class HuggingFaceSource:
             self._sidecar = open_sidecar(directory / DIRECTORY)
         self.training: TrainingState | None = None
         if self._sidecar is not None:
-            self._add_sidecar(self._sidecar, config, given)
+            self._add_sidecar(self._sidecar, config, user_args)
 
         for key, tensor in self._foreign.items():
             self.tensors[key] = TensorInfo(tensor.shape, tensor.dtype)
@@ -227,13 +227,13 @@ class HuggingFaceSource:
         return self._weights.read(key, offset, shape).to(dtype)
 
     def _read_optimizer(
-        self, stored: Stored, key: str, offset: Shape, shape: Shape
+        self, tensor: Stored, key: str, offset: Shape, shape: Shape
     ) -> torch.Tensor:
         """Read optimizer state.
 
         Main parameters must equal the weights bitwise: else the moments belong to another model.
         """
-        value = stored.read(offset, shape)
+        value = tensor.read(offset, shape)
         parameter, state = split_key(key)
         if state == "param" and parameter in self._weights:
             weight = self._weights.read(parameter, offset, shape)
@@ -245,24 +245,26 @@ class HuggingFaceSource:
         return value
 
     def _add_sidecar(
-        self, sidecar: Sidecar, config: TransformerConfig, given: Mapping[str, Any]
+        self, sidecar: Sidecar, config: TransformerConfig, user_args: Mapping[str, Any]
     ) -> None:
         """Add the arguments, the training state and the tensors of the sidecar."""
-        where = self._directory / DIRECTORY
-        run = model_config(sidecar.args, self.args["vocab_size"], str(where))
-        _check_same_model(compute_model_signature(run), compute_model_signature(config), where)
-        self.args |= {**sidecar.args, **given}
+        sidecar_dir = self._directory / DIRECTORY
+        run = model_config(sidecar.args, self.args["vocab_size"], str(sidecar_dir))
+        _check_same_model(
+            compute_model_signature(run), compute_model_signature(config), sidecar_dir
+        )
+        self.args |= {**sidecar.args, **user_args}
         self.training = sidecar.training
         # The weights have the dtype of the run, even if they were exported in another one.
         for key, info in self.tensors.items():
             if is_trained(key):
                 self.tensors[key] = TensorInfo(info.shape, run.params_dtype)
-        for key, stored in sidecar.tensors.items():
+        for key, tensor in sidecar.tensors.items():
             parameter, state = split_key(key)
             if state is None or parameter not in self.tensors:
-                raise ValueError(f"{where}: {key} is not an optimizer state of this model")
-            self.tensors[key] = TensorInfo(stored.shape, stored.dtype)
-        check_optimizer_complete(self.tensors, self.args, str(where))
+                raise ValueError(f"{sidecar_dir}: {key} is not an optimizer state of this model")
+            self.tensors[key] = TensorInfo(tensor.shape, tensor.dtype)
+        check_optimizer_complete(self.tensors, self.args, str(sidecar_dir))
 
 
 @contextmanager
@@ -284,8 +286,8 @@ def _refuse_indexer(indexer: str, unused: Sequence[str], directory: Path) -> Non
     """Raise ValueError if tensors of a sparse indexer would be lost."""
     layers = set()
     for name in unused:
-        before, found, _ = name.partition(indexer)
-        if found:
+        before, separator, _ = name.partition(indexer)
+        if separator:
             layers.add(int(before.rpartition(".")[2]))
     if layers:
         raise ValueError(
@@ -296,16 +298,18 @@ def _refuse_indexer(indexer: str, unused: Sequence[str], directory: Path) -> Non
         )
 
 
-def _check_same_model(wanted: Mapping[str, Any], found: Mapping[str, Any], where: Path) -> None:
-    """Raise ValueError if config.json no longer describes the model of the sidecar at `where`."""
+def _check_same_model(
+    exported: Mapping[str, Any], current: Mapping[str, Any], sidecar_dir: Path
+) -> None:
+    """Raise ValueError if config.json no longer describes the model of the sidecar."""
     differing = []
-    for name, value in wanted.items():
-        if value != found[name]:
-            differing.append(f"{name} ({value} -> {found[name]})")
+    for name, value in exported.items():
+        if value != current[name]:
+            differing.append(f"{name} ({value} -> {current[name]})")
     if differing:
         raise ValueError(
-            f"{where.parent}: config.json was changed after the export ({', '.join(differing)}), "
-            f"so the optimizer state in {where} {_OTHER_MODEL}"
+            f"{sidecar_dir.parent}: config.json was changed after the export "
+            f"({', '.join(differing)}), so the optimizer state in {sidecar_dir} {_OTHER_MODEL}"
         )
 
 
@@ -342,25 +346,27 @@ def write_huggingface(
         _check_foreign_mixers(source, family, foreign)
     shapes = model_tensors(config)
     # Exports have one tensor per expert, not the fused form.
-    parts = list(
+    parameters = list(
         stored_parameters(shapes, family.select_rows(config), family.layers, config, has_none)
     )
-    parts += copied_parameters(shapes, family.layers, config)
-    _check_complete(source, config, shapes, {part.key for part in parts})
-    parts = _leave_out_biases(source, family, fields, parts)
+    parameters += copied_parameters(shapes, family.layers, config)
+    _check_complete(source, config, shapes, {parameter.key for parameter in parameters})
+    parameters = _leave_out_biases(source, family, fields, parameters)
     foreign_names = {key: foreign_name(key) for key in foreign}
     if wrapper is not None:
         prefixes = wrapper.get_prefixes(source.args.get(_TEXT_PREFIX))
-        for number, part in enumerate(parts):
-            names = tuple(prefixes.add(name) for name in part.names)
-            parts[number] = dataclasses.replace(part, names=names)
+        for index, parameter in enumerate(parameters):
+            names = tuple(prefixes.add(name) for name in parameter.names)
+            parameters[index] = dataclasses.replace(parameter, names=names)
         for key, name in foreign_names.items():
             foreign_names[key] = prefixes.add(name)
     weights: list[OutgoingTensor] = []
-    for part in parts:
-        weights.append(_prepare_weight(source, part, config.params_dtype, options.quantization))
+    for parameter in parameters:
+        weights.append(
+            _prepare_weight(source, parameter, config.params_dtype, options.quantization)
+        )
     if options.quantization is not None:
-        fields[_QUANTIZATION] = make_quantization_config(_list_unquantized(parts, foreign))
+        fields[_QUANTIZATION] = make_quantization_config(_list_unquantized(parameters, foreign))
     for key in foreign:
         weights.append(OutgoingForeign(source, key, foreign_names[key]))
     optimizer: Sequence[Outgoing] = []
@@ -386,7 +392,7 @@ def write_huggingface(
         lost = write_small_files(small_files, source.args, fields, options, wrapper is not None)
     # A sidecar keeps the full precision.
     if options.dtype is None and not optimizer:
-        lost = [*lost, *_list_rounded(source, parts, config.params_dtype)]
+        lost = [*lost, *_list_rounded(source, parameters, config.params_dtype)]
     if options.quantization is not None:
         _note_partial_blocks(weights, options)
     return lost + _list_left_out(source, bool(optimizer))
@@ -590,34 +596,36 @@ def _check_multimodal_options(options: WriteOptions) -> None:
 
 
 def _leave_out_biases(
-    source: Source, family: Family, fields: dict[str, Any], parts: list[StoredParameter]
+    source: Source, family: Family, fields: dict[str, Any], parameters: list[StoredParameter]
 ) -> list[StoredParameter]:
     """Leave out the biases that `fields` switch off; switch them on if one of them is not zero."""
     unbiased = family.list_unbiased_parts(fields)
     for field, name in family.switched_biases():
-        biases = [part for part in parts if part.is_bias and name in part.key]
+        biases = [
+            parameter for parameter in parameters if parameter.is_bias and name in parameter.key
+        ]
         if not biases or name not in unbiased:
             continue
         is_used = any(torch.count_nonzero(read_whole(source, bias.key)) for bias in biases)
         if is_used:
             fields[field] = True
         else:
-            parts = [part for part in parts if part not in biases]
-    return parts
+            parameters = [parameter for parameter in parameters if parameter not in biases]
+    return parameters
 
 
 def _list_rounded(
-    source: Source, parts: Sequence[StoredParameter], dtype: torch.dtype
+    source: Source, parameters: Sequence[StoredParameter], dtype: torch.dtype
 ) -> list[str]:
     """Return a note about weights with more precision than the model's dtype, such as fp32 norms.
 
     Weights of an export have one dtype, in which transformers loads all of them by default.
     """
     rounded: dict[str, None] = {}  # several rows may be parts of one key
-    for part in parts:
-        info = source.tensors.get(part.key)
-        if info is not None and is_trained(part.key) and info.dtype.itemsize > dtype.itemsize:
-            rounded[part.key] = None
+    for parameter in parameters:
+        info = source.tensors.get(parameter.key)
+        if info is not None and is_trained(parameter.key) and info.dtype.itemsize > dtype.itemsize:
+            rounded[parameter.key] = None
     if not rounded:
         return []
     return [
@@ -627,49 +635,53 @@ def _list_rounded(
 
 
 def _prepare_weight(
-    source: Source, part: StoredParameter, dtype: torch.dtype, quantization: str | None
+    source: Source, parameter: StoredParameter, dtype: torch.dtype, quantization: str | None
 ) -> Outgoing | OutgoingQuantized:
     """Return a weight to write: from the fp32 main parameter if any, so that it is cast once."""
-    key = full_precision_key(part.key, source.tensors)
-    if quantization is not None and _is_quantizable(part):
-        return OutgoingQuantized(source, key, part)
-    if not is_trained(part.key):
-        dtype = source.tensors[part.key].dtype
-    return Outgoing(source, key, part, dtype)
+    key = full_precision_key(parameter.key, source.tensors)
+    if quantization is not None and _is_quantizable(parameter):
+        return OutgoingQuantized(source, key, parameter)
+    if not is_trained(parameter.key):
+        dtype = source.tensors[parameter.key].dtype
+    return Outgoing(source, key, parameter, dtype)
 
 
 def check_quantizable(family: Family, config: TransformerConfig) -> None:
     """Raise ValueError if matrices of a model cannot be quantized in the files of `family`."""
     shapes = model_tensors(config)
-    for part in stored_parameters(shapes, family.rows, family.layers, config, has_none):
-        _is_quantizable(part)
+    for parameter in stored_parameters(shapes, family.rows, family.layers, config, has_none):
+        _is_quantizable(parameter)
 
 
-def _is_quantizable(part: StoredParameter) -> bool:
+def _is_quantizable(parameter: StoredParameter) -> bool:
     """Return whether a parameter is the matrix of a linear layer in attention, MLP or experts.
 
     Raises ValueError for a family whose matrices are stored in a form that has no scales.
     """
-    is_matrix = ".linear_" in part.key and part.key.endswith("weight") and len(part.shape) == 2
-    if is_matrix and (part.transposed or part.packed is not None):
+    is_matrix = (
+        ".linear_" in parameter.key
+        and parameter.key.endswith("weight")
+        and len(parameter.shape) == 2
+    )
+    if is_matrix and (parameter.transposed or parameter.packed is not None):
         raise ValueError(
-            f"--quantize: {part.names[0]} is stored transposed or packed with other experts, and "
-            "fp8 blocks of such tensors are not defined: leave the flag out"
+            f"--quantize: {parameter.names[0]} is stored transposed or packed with other experts, "
+            "and fp8 blocks of such tensors are not defined: leave the flag out"
         )
     return is_matrix
 
 
-def _list_unquantized(parts: Sequence[StoredParameter], foreign: Sequence[str]) -> list[str]:
+def _list_unquantized(parameters: Sequence[StoredParameter], foreign: Sequence[str]) -> list[str]:
     """Return the modules with a matrix that is not quantized: embeddings, head, routers, and those
     of foreign tensors.
     """
     modules = ["lm_head"]  # a tied head has no tensor, but is a linear layer
-    for part in parts:
-        if len(part.shape) == 2 and not _is_quantizable(part):
-            modules += [name.removesuffix(".weight") for name in part.names]
+    for parameter in parameters:
+        if len(parameter.shape) == 2 and not _is_quantizable(parameter):
+            modules += [name.removesuffix(".weight") for name in parameter.names]
     for key in foreign:
-        module, _, kind = foreign_name(key).rpartition(".")
-        if kind == "weight":
+        module, _, suffix = foreign_name(key).rpartition(".")
+        if suffix == "weight":
             modules.append(module)
     return sorted(set(modules))
 

@@ -103,8 +103,8 @@ from megatron.core.safe_files.schema import COUNT, anything, integer, sequence
 
 def _experts(counts: tuple[str, ...], width: str) -> tuple[Rule, ...]:
     """Return the rules of `counts`, the fields of the number of experts, and of their `width`."""
-    number = copied("num_experts", *counts)
-    return EXPERTS_PER_TOKEN, AUXILIARY_LOSS, number, copied("moe_ffn_hidden_size", width)
+    num_experts = copied("num_experts", *counts)
+    return EXPERTS_PER_TOKEN, AUXILIARY_LOSS, num_experts, copied("moe_ffn_hidden_size", width)
 
 
 _QWEN_EXPERT_RULES = (

@@ -13,9 +13,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 EXPERTS_PER_TOKEN = copied("moe_router_topk", "num_experts_per_tok", required=True)
 
 
-def _read_auxiliary_loss(found: ConfigFields, args: Json) -> Json:
+def _read_auxiliary_loss(hf_config: ConfigFields, args: Json) -> Json:
     return {
-        "moe_aux_loss_coeff": [float(found.first("router_aux_loss_coef") or 0.0)],
+        "moe_aux_loss_coeff": [float(hf_config.first("router_aux_loss_coef") or 0.0)],
         "moe_router_load_balancing_type": ["aux_loss"],
     }
 
@@ -39,14 +39,14 @@ _TOPK = "num_experts_per_tok"
 
 def _refuse_one_expert(args: Json, field: str = _TOPK) -> None:
     if args["moe_router_topk"] == 1:
-        wanted = "2 or more are where the weights of the chosen experts are normalized"
-        raise unsupported(field, 1, wanted)
+        supported = "2 or more are where the weights of the chosen experts are normalized"
+        raise unsupported(field, 1, supported)
 
 
 def normalized_weights(field: str = _TOPK) -> Rule:
     """Normalize the weights of the chosen experts; `field` is their number."""
 
-    def read(found: ConfigFields, args: Json) -> Json:
+    def read(hf_config: ConfigFields, args: Json) -> Json:
         _refuse_one_expert(args, field)
         return {"moe_router_pre_softmax": False}
 
@@ -56,21 +56,21 @@ def normalized_weights(field: str = _TOPK) -> Rule:
 NORMALIZED_WEIGHTS = normalized_weights()
 
 
-def _read_layer_topk(found: ConfigFields, args: Json) -> Json:
-    numbers = {}
+def _read_layer_topk(hf_config: ConfigFields, args: Json) -> Json:
+    stated = {}
     for name in _TOPK_BY_LAYER:
-        topk = found.stated.get(name)
+        topk = hf_config.stated.get(name)
         # One number, or one for each layer.
         if isinstance(topk, list):
             if len(topk) < args["num_layers"] or any(value != topk[0] for value in topk):
                 raise unsupported(name, topk, "the same number in every layer is")
             topk = topk[0]
         if topk is not None:
-            numbers[name] = COUNT(topk, f"config.json: {name}")
-    refuse_conflicts(numbers)
-    if not numbers:
-        return {"moe_router_topk": found.first(_TOPK_BY_LAYER[0])}
-    return {"moe_router_topk": next(iter(numbers.values()))}
+            stated[name] = COUNT(topk, f"config.json: {name}")
+    refuse_conflicts(stated)
+    if not stated:
+        return {"moe_router_topk": hf_config.first(_TOPK_BY_LAYER[0])}
+    return {"moe_router_topk": next(iter(stated.values()))}
 
 
 def _write_layer_topk(config: TransformerConfig) -> Json:
@@ -85,8 +85,8 @@ LAYER_TOPK = Rule(
 )
 
 
-def _read_normalization(found: ConfigFields, args: Json) -> Json:
-    is_normalized = bool(found.get("norm_topk_prob"))
+def _read_normalization(hf_config: ConfigFields, args: Json) -> Json:
+    is_normalized = bool(hf_config.get("norm_topk_prob"))
     if is_normalized:
         _refuse_one_expert(args)
     return {"moe_router_pre_softmax": not is_normalized}
@@ -101,7 +101,7 @@ SWITCHED_NORMALIZATION = Rule(
 )
 
 
-def _read_always_normalized(found: ConfigFields, args: Json) -> Json:
+def _read_always_normalized(hf_config: ConfigFields, args: Json) -> Json:
     _refuse_one_expert(args)
     return {}
 
@@ -109,13 +109,13 @@ def _read_always_normalized(found: ConfigFields, args: Json) -> Json:
 NORMALIZED_SIGMOID = Rule({}, _read_always_normalized)
 
 
-def _read_sigmoid_normalization(found: ConfigFields, args: Json) -> Json:
+def _read_sigmoid_normalization(hf_config: ConfigFields, args: Json) -> Json:
     """Check that weights are normalized exactly where our router normalizes sigmoid scores."""
-    is_normalized = found.get("norm_topk_prob")
+    is_normalized = hf_config.get("norm_topk_prob")
     topk = args["moe_router_topk"]
     if bool(is_normalized) != (topk > 1):
-        wanted = f"{topk > 1} is with num_experts_per_tok = {topk}"
-        raise unsupported("norm_topk_prob", is_normalized, wanted)
+        supported = f"{topk > 1} is with num_experts_per_tok = {topk}"
+        raise unsupported("norm_topk_prob", is_normalized, supported)
     return {}
 
 
@@ -134,9 +134,9 @@ def _expert_layers(default_dense: tuple[int, ...]) -> Rule:
     Without the latter field they are the layers of `default_dense`.
     """
 
-    def read(found: ConfigFields, args: Json) -> Json:
-        step = found.first("decoder_sparse_step") or 1
-        dense = found.first("mlp_only_layers")
+    def read(hf_config: ConfigFields, args: Json) -> Json:
+        step = hf_config.first("decoder_sparse_step") or 1
+        dense = hf_config.first("mlp_only_layers")
         if dense is None:
             dense = default_dense
         pattern = []  # 1 for each layer that has experts
@@ -170,8 +170,8 @@ def _make_layer_pattern(num_dense: int, args: Json, field: str = _DENSE_PREFIX) 
     """Return the arguments of a model whose first `num_dense` layers have no experts."""
     num_layers = args["num_layers"]
     if num_dense > num_layers:
-        wanted = f"at most num_hidden_layers = {num_layers} is"
-        raise unsupported(field, num_dense, wanted)
+        supported = f"at most num_hidden_layers = {num_layers} is"
+        raise unsupported(field, num_dense, supported)
     pattern: int | list[int] = 1
     if num_dense:
         pattern = [0] * num_dense + [1] * (num_layers - num_dense)
@@ -181,8 +181,8 @@ def _make_layer_pattern(num_dense: int, args: Json, field: str = _DENSE_PREFIX) 
 def dense_prefix(field: str = _DENSE_PREFIX) -> Rule:
     """Map the number of layers without experts, which are the first ones."""
 
-    def read(found: ConfigFields, args: Json) -> Json:
-        return _make_layer_pattern(found.get(field) or 0, args, field)
+    def read(hf_config: ConfigFields, args: Json) -> Json:
+        return _make_layer_pattern(hf_config.get(field) or 0, args, field)
 
     def write(config: TransformerConfig) -> Json:
         return {field: config.num_layers - sum(config.moe_layer_pattern)}
@@ -193,9 +193,9 @@ def dense_prefix(field: str = _DENSE_PREFIX) -> Rule:
 DENSE_PREFIX = dense_prefix()
 
 
-def _read_periodic_experts(found: ConfigFields, args: Json) -> Json:
-    period = found.first("expert_layer_period")
-    offset = found.first("expert_layer_offset")
+def _read_periodic_experts(hf_config: ConfigFields, args: Json) -> Json:
+    period = hf_config.first("expert_layer_period")
+    offset = hf_config.first("expert_layer_offset")
     pattern = [int(layer % period == offset) for layer in range(args["num_layers"])]
     return {"moe_layer_freq": pattern if any(pattern) else 1}
 
@@ -217,8 +217,8 @@ def _make_interval_pattern(num_layers: int, first: int, last: int, interval: int
     return pattern
 
 
-def _read_expert_interval(found: ConfigFields, args: Json) -> Json:
-    first, last, interval = (found.first(field) for field in _INTERVAL)
+def _read_expert_interval(hf_config: ConfigFields, args: Json) -> Json:
+    first, last, interval = (hf_config.first(field) for field in _INTERVAL)
     if last == -1:
         last = args["num_layers"] - 1
     pattern = _make_interval_pattern(args["num_layers"], first, last, interval)
@@ -263,25 +263,25 @@ def listed_expert_layers(num_dense: int | None) -> Rule:
     None: `first_k_dense_replace` is that number.
     """
 
-    def read(found: ConfigFields, args: Json) -> Json:
-        kinds = found.first("mlp_layer_types")
-        prefix = found.first(_DENSE_PREFIX) if num_dense is None else num_dense
+    def read(hf_config: ConfigFields, args: Json) -> Json:
+        layer_types = hf_config.first("mlp_layer_types")
+        prefix = hf_config.first(_DENSE_PREFIX) if num_dense is None else num_dense
         arguments = _make_layer_pattern(min(prefix or 0, args["num_layers"]), args)
-        if kinds is not None:
-            if len(kinds) != args["num_layers"] or not set(kinds) <= set(_LAYER_KINDS):
-                wanted = f"{args['num_layers']} layers of {' and '.join(_LAYER_KINDS)} are"
-                raise unsupported("mlp_layer_types", kinds, wanted)
-            pattern = [_LAYER_KINDS.index(kind) for kind in kinds]
+        if layer_types is not None:
+            if len(layer_types) != args["num_layers"] or not set(layer_types) <= set(_LAYER_KINDS):
+                supported = f"{args['num_layers']} layers of {' and '.join(_LAYER_KINDS)} are"
+                raise unsupported("mlp_layer_types", layer_types, supported)
+            pattern = [_LAYER_KINDS.index(layer_type) for layer_type in layer_types]
             arguments = {"moe_layer_freq": 1 if all(pattern) else pattern}
         # Other models of transformers do not read this field.
-        stated = None if num_dense is None else found.stated.get(_DENSE_PREFIX)
+        stated = None if num_dense is None else hf_config.stated.get(_DENSE_PREFIX)
         if stated is not None and _make_layer_pattern(stated, args) != arguments:
             raise unsupported(_DENSE_PREFIX, stated, "the number that mlp_layer_types implies is")
         return arguments
 
     def write(config: TransformerConfig) -> Json:
         pattern = config.moe_layer_pattern
-        fields: Json = {"mlp_layer_types": [_LAYER_KINDS[kind] for kind in pattern]}
+        fields: Json = {"mlp_layer_types": [_LAYER_KINDS[has_experts] for has_experts in pattern]}
         if num_dense is None and pattern == sorted(pattern):
             # For readers that do not know the list.
             fields |= DENSE_PREFIX.write(config)
@@ -298,8 +298,8 @@ _EXPERT_WIDTH = "intermediate_size"
 _NUM_EXPERTS = "num_local_experts"
 
 
-def _read_shared_width(found: ConfigFields, args: Json) -> Json:
-    width = found.first(_SHARED_WIDTH)
+def _read_shared_width(hf_config: ConfigFields, args: Json) -> Json:
+    width = hf_config.first(_SHARED_WIDTH)
     if width and args["add_bias_linear"]:  # which the rule of biases has read
         raise unsupported("attention_bias", True, f"False is with {_SHARED_WIDTH} = {width}")
     return {"moe_shared_expert_intermediate_size": width or None}
@@ -317,27 +317,27 @@ SHARED_WIDTH = Rule(
 # Granite 4 may have no experts: its MLP is the shared expert then.
 
 
-def _read_width_without_experts(found: ConfigFields, args: Json) -> Json:
-    if found.get(_NUM_EXPERTS):
+def _read_width_without_experts(hf_config: ConfigFields, args: Json) -> Json:
+    if hf_config.get(_NUM_EXPERTS):
         return {}
-    return {"ffn_hidden_size": found.first(_SHARED_WIDTH)}
+    return {"ffn_hidden_size": hf_config.first(_SHARED_WIDTH)}
 
 
 WIDTH_WITHOUT_EXPERTS = Rule({_SHARED_WIDTH: "ffn_hidden_size"}, _read_width_without_experts)
 
 
-def _read_optional_experts(found: ConfigFields, args: Json) -> Json:
-    num_experts = found.get(_NUM_EXPERTS)
+def _read_optional_experts(hf_config: ConfigFields, args: Json) -> Json:
+    num_experts = hf_config.get(_NUM_EXPERTS)
     if not num_experts:
         return {"num_experts": None}
-    topk = found.first("num_experts_per_tok")
+    topk = hf_config.first("num_experts_per_tok")
     _refuse_one_expert({"moe_router_topk": topk})
     return {
         "num_experts": num_experts,
         "moe_router_topk": topk,
-        "moe_ffn_hidden_size": found.first(_EXPERT_WIDTH),
+        "moe_ffn_hidden_size": hf_config.first(_EXPERT_WIDTH),
         "moe_router_pre_softmax": False,
-        **_read_shared_width(found, args),
+        **_read_shared_width(hf_config, args),
     }
 
 
@@ -366,8 +366,8 @@ _WEIGHT_FACTOR = number(1e-9)
 def scaled_weights(field: str) -> Rule:
     """Map the factor of the weights of the chosen experts."""
 
-    def read(found: ConfigFields, args: Json) -> Json:
-        return {"moe_router_topk_scaling_factor": float(found.first(field))}
+    def read(hf_config: ConfigFields, args: Json) -> Json:
+        return {"moe_router_topk_scaling_factor": float(hf_config.first(field))}
 
     def write(config: TransformerConfig) -> Json:
         return {field: config.topk_scaling_factor}
@@ -375,13 +375,16 @@ def scaled_weights(field: str) -> Rule:
     return Rule({field: _WEIGHT_FACTOR}, read, write)
 
 
-def _read_selection(found: ConfigFields, args: Json) -> Json:
-    function = found.first("expert_selection_fn")
+def _read_selection(hf_config: ConfigFields, args: Json) -> Json:
+    function = hf_config.first("expert_selection_fn")
     if function == "softmax":
         _refuse_one_expert(args)
         return {"moe_router_score_function": "softmax", "moe_router_pre_softmax": False}
     if function == "sigmoid":
-        return {"moe_router_score_function": "sigmoid", **_read_sigmoid_normalization(found, args)}
+        return {
+            "moe_router_score_function": "sigmoid",
+            **_read_sigmoid_normalization(hf_config, args),
+        }
     raise unsupported("expert_selection_fn", function, "softmax and sigmoid are")
 
 
@@ -400,8 +403,8 @@ SELECTION_FUNCTION = Rule(
 _COMBINATION = "shared_expert_combination_strategy"
 
 
-def _read_combination(found: ConfigFields, args: Json) -> Json:
-    strategy = found.first(_COMBINATION)
+def _read_combination(hf_config: ConfigFields, args: Json) -> Json:
+    strategy = hf_config.first(_COMBINATION)
     if strategy not in ("sum", "average"):
         raise unsupported(_COMBINATION, strategy, "sum and average are")
     has_shared = bool(args["moe_shared_expert_intermediate_size"])
@@ -419,11 +422,11 @@ SHARED_COMBINATION = Rule({_COMBINATION: SHORT_TEXT}, _read_combination, _write_
 _PREFIX_WIDTH = "prefix_dense_intermediate_size"
 
 
-def _read_widths(found: ConfigFields, args: Json) -> Json:
-    width = found.first("intermediate_size")
+def _read_widths(hf_config: ConfigFields, args: Json) -> Json:
+    width = hf_config.first("intermediate_size")
     return {
         "moe_ffn_hidden_size": width,
-        "ffn_hidden_size": found.first(_PREFIX_WIDTH) or width,
+        "ffn_hidden_size": hf_config.first(_PREFIX_WIDTH) or width,
     }
 
 
@@ -443,10 +446,10 @@ EXPERT_AND_DENSE_WIDTH = Rule(
 def counted_shared_experts(field: str, least: int = 0) -> Rule:
     """Map the number of shared experts, which have the width of a routed one each."""
 
-    def read(found: ConfigFields, args: Json) -> Json:
-        if found.get(field) == 0 and least:
+    def read(hf_config: ConfigFields, args: Json) -> Json:
+        if hf_config.get(field) == 0 and least:
             raise unsupported(field, 0, f"{least} or more is")
-        width = (found.get(field) or 0) * args["moe_ffn_hidden_size"]
+        width = (hf_config.get(field) or 0) * args["moe_ffn_hidden_size"]
         return {"moe_shared_expert_intermediate_size": width}
 
     def write(config: TransformerConfig) -> Json:
@@ -471,26 +474,26 @@ def deepseek_experts(methods: Sequence[str], best: int) -> Rule:
     token; the first is the default.
     """
 
-    def read(found: ConfigFields, args: Json) -> Json:
-        method = found.first("topk_method") or methods[0]
+    def read(hf_config: ConfigFields, args: Json) -> Json:
+        method = hf_config.first("topk_method") or methods[0]
         if method not in methods:
             verb = "are" if len(methods) > 1 else "is"
             raise unsupported("topk_method", method, f"{' and '.join(methods)} {verb}")
 
         # Groups. The method decides, not the number of groups.
-        num_groups = found.get("n_group") or 1
+        num_groups = hf_config.get("n_group") or 1
         grouping: Json = dict.fromkeys(
             ("moe_router_num_groups", "moe_router_group_topk", "moe_router_group_score_topk")
         )
-        if method == methods[-1] and found.get("topk_group") == 0:
+        if method == methods[-1] and hf_config.get("topk_group") == 0:
             # transformers masks all experts then, even of a single group.
             raise unsupported("topk_group", 0, "1 or more is")
         if method == methods[-1] and num_groups > 1:
             grouping["moe_router_num_groups"] = num_groups
-            grouping["moe_router_group_topk"] = found.get("topk_group")
+            grouping["moe_router_group_topk"] = hf_config.get("topk_group")
             grouping["moe_router_group_score_topk"] = best
 
-        scaling_factor = found.get("routed_scaling_factor") or 1.0
+        scaling_factor = hf_config.get("routed_scaling_factor") or 1.0
         return grouping | {
             "moe_router_topk_scaling_factor": float(scaling_factor),
         }
@@ -513,9 +516,9 @@ def deepseek_experts(methods: Sequence[str], best: int) -> Rule:
 _PREDICTION_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")  # the first one is written
 
 
-def _read_prediction_layers(found: ConfigFields, args: Json) -> Json:
+def _read_prediction_layers(hf_config: ConfigFields, args: Json) -> Json:
     # transformers ignores the layers, so the weight files decide whether there are any.
-    return {"mtp_num_layers": found.first(*_PREDICTION_LAYERS) or None}
+    return {"mtp_num_layers": hf_config.first(*_PREDICTION_LAYERS) or None}
 
 
 def _write_prediction_layers(config: TransformerConfig) -> Json:

@@ -62,29 +62,29 @@ def plan_export(
     family = choose_family(config, args.get("hf_model_type"))
     fields = family.write_config(config, get_imported_fields(family, config, args))
     shapes = model_tensors(config)
-    parts = list(
+    parameters = list(
         stored_parameters(shapes, family.select_rows(config), family.layers, config, has_none)
     )
-    parts += copied_parameters(shapes, family.layers, config)
+    parameters += copied_parameters(shapes, family.layers, config)
 
     # The values of biases are not known: each must have a place.
-    missing = sorted(set(shapes) - {part.key for part in parts})
+    missing = sorted(set(shapes) - {parameter.key for parameter in parameters})
     if missing:
         raise ValueError(
             f"models of type {family.model_type} have no place for {', '.join(missing[:3])}: leave "
             "out the flag that adds it (--disable-bias-linear)"
         )
     for field, name in family.switched_biases():
-        if any(part.is_bias and name in part.key for part in parts):
+        if any(parameter.is_bias and name in parameter.key for parameter in parameters):
             fields[field] = True
 
     # Lay out the files.
     dtypes = {}
     infos: dict[str, TensorInfo] = {}
-    for part in parts:
-        dtype = config.params_dtype if is_trained(part.key) else torch.float32
-        dtypes[part.key] = dtype
-        for name, shape in zip(part.names, part.stored_shapes(), strict=True):
+    for parameter in parameters:
+        dtype = config.params_dtype if is_trained(parameter.key) else torch.float32
+        dtypes[parameter.key] = dtype
+        for name, shape in zip(parameter.names, parameter.stored_shapes(), strict=True):
             infos[name] = TensorInfo(shape, dtype)
     weight_files = lay_out_weight_files(_STEM, infos, options.max_shard_size)
     files: dict[str, ExportFile] = {}
@@ -96,12 +96,14 @@ def plan_export(
             starts[name] = (file, start)
 
     # Locate every element.
-    places: dict[str, list[TensorPlace]] = {}
-    for part in parts:
-        places.setdefault(part.key, []).extend(_locate(part, dtypes[part.key], starts))
+    places_by_key: dict[str, list[TensorPlace]] = {}
+    for parameter in parameters:
+        places_by_key.setdefault(parameter.key, []).extend(
+            _locate(parameter, dtypes[parameter.key], starts)
+        )
     exported = {}
-    for key, found in places.items():
-        exported[key] = ExportedTensor(dtypes[key], tuple(found))
+    for key, tensor_places in places_by_key.items():
+        exported[key] = ExportedTensor(dtypes[key], tuple(tensor_places))
 
     def add_small_files(directory: Path) -> None:
         write_index(directory, _STEM, weight_files)
@@ -111,29 +113,31 @@ def plan_export(
 
 
 def _locate(
-    part: StoredParameter, dtype: torch.dtype, starts: Mapping[str, tuple[str, int]]
+    parameter: StoredParameter, dtype: torch.dtype, starts: Mapping[str, tuple[str, int]]
 ) -> Iterator[TensorPlace]:
     """Yield the places of the runs of rows of a parameter, or of the matrix of one expert."""
     itemsize = dtype.itemsize
-    rest = part.shape[1:]
+    row_shape = parameter.shape[1:]
     first = 0  # row of the model
-    for run in part.row_map:
-        stored = part.stored_shapes()[run.source]
-        file, position = starts[part.names[run.source]]
-        if part.packed is not None:
-            (expert,) = part.lead
-            position += expert * math.prod(stored[1:]) * itemsize
+    for run in parameter.row_map:
+        stored_shape = parameter.stored_shapes()[run.source]
+        file, position = starts[parameter.names[run.source]]
+        if parameter.packed is not None:
+            (expert,) = parameter.lead
+            position += expert * math.prod(stored_shape[1:]) * itemsize
         # Bytes between neighbors along each axis of the model's parameter.
-        if part.transposed:
+        if parameter.transposed:
             row_stride = itemsize
-            strides = [stored[-1] * itemsize]
+            strides = [stored_shape[-1] * itemsize]
         else:
-            row_stride = math.prod(rest) * itemsize
-            strides = [math.prod(rest[axis + 1 :]) * itemsize for axis in range(len(rest))]
-        lead = len(part.lead)
+            row_stride = math.prod(row_shape) * itemsize
+            strides = [
+                math.prod(row_shape[axis + 1 :]) * itemsize for axis in range(len(row_shape))
+            ]
+        lead = len(parameter.lead)
         yield TensorPlace(
-            offset=(*part.lead, first, *(0,) * len(rest)),
-            shape=(*(1,) * lead, run.rows, *rest),
+            offset=(*parameter.lead, first, *(0,) * len(row_shape)),
+            shape=(*(1,) * lead, run.rows, *row_shape),
             file=file,
             position=position + run.start * row_stride,
             strides=(*(0,) * lead, run.step * row_stride, *strides),

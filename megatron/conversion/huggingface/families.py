@@ -128,15 +128,17 @@ def _describe_layers(hf: Json) -> str:
     """Return which layers are of a kind that our model does not have, for a message."""
     check_kinds = optional(sequence(text(256), 10**5))
     for field in ("layer_types", "layers_block_type"):
-        kinds = check_kinds(hf.get(field), f"config.json: {field}") or []
+        layer_types = check_kinds(hf.get(field), f"config.json: {field}") or []
         by_kind: dict[str, list[int]] = {}
-        for layer, kind in enumerate(kinds):
-            if kind not in _KNOWN_LAYERS:
-                by_kind.setdefault(kind, []).append(layer)
+        for layer, layer_type in enumerate(layer_types):
+            if layer_type not in _KNOWN_LAYERS:
+                by_kind.setdefault(layer_type, []).append(layer)
         if by_kind:
             listed = []
-            for kind, layers in by_kind.items():
-                listed.append(f"{escape_control_chars(kind)} in layers {format_layers(layers)}")
+            for layer_type, layers in by_kind.items():
+                listed.append(
+                    f"{escape_control_chars(layer_type)} in layers {format_layers(layers)}"
+                )
             return f" (it has {' and '.join(listed)}, which the trainer does not have)"
     return ""
 
@@ -165,10 +167,10 @@ def choose_family(
             is_candidate = not family.has_foreign_attention
         if not is_candidate:
             continue
-        found = family.find_obstacles(config, imported)
-        if not found:
+        family_obstacles = family.find_obstacles(config, imported)
+        if not family_obstacles:
             return family
-        obstacles[family.model_type] = found
+        obstacles[family.model_type] = family_obstacles
     if not obstacles:
         raise ValueError(
             "a model with foreign token mixers can only be written as the family that it was read "

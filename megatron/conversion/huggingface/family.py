@@ -102,23 +102,23 @@ class Family:
         `names` are those of the tensors, and `args` the arguments in config.json. Raises ValueError
         if they contradict each other.
         """
-        found = self._list_mixers(names, args["num_layers"])
-        wanted = args.get("foreign_mixers") or [""] * len(found)
+        mixers = self._list_mixers(names, args["num_layers"])
+        config_mixers = args.get("foreign_mixers") or [""] * len(mixers)
         if self.has_foreign_attention:  # config.json need not state the kinds
-            kinds = " or ".join(self.foreign_mixers.values())
-            wanted = [kind or kinds for kind in found]
-        if len(wanted) != len(found):
+            mixer_names = " or ".join(self.foreign_mixers.values())
+            config_mixers = [mixer or mixer_names for mixer in mixers]
+        if len(config_mixers) != len(mixers):
             raise ValueError(
-                f"config.json: layer_types lists {len(wanted)} layers, but num_hidden_layers is "
-                f"{len(found)}: make them equal"
+                f"config.json: layer_types lists {len(config_mixers)} layers, but "
+                f"num_hidden_layers is {len(mixers)}: make them equal"
             )
-        for layer, kind in enumerate(found):
-            if kind != wanted[layer]:
+        for layer, mixer in enumerate(mixers):
+            if mixer != config_mixers[layer]:
                 raise ValueError(
-                    f"layer {layer} has {kind or 'no foreign mixer'} in the weights, but "
-                    f"{wanted[layer] or 'attention'} in config.json"
+                    f"layer {layer} has {mixer or 'no foreign mixer'} in the weights, but "
+                    f"{config_mixers[layer] or 'attention'} in config.json"
                 )
-        return found if any(found) else None
+        return mixers if any(mixers) else None
 
     def _list_mixers(self, names: Iterable[str], num_layers: int) -> list[str]:
         """Return the kind of each layer's foreign mixer among the tensors, "" if there is none."""
@@ -128,9 +128,9 @@ class Family:
             match = layer_name.fullmatch(self.add_prefix(name))
             if match is None or int(match[1]) >= num_layers:
                 continue
-            for prefix, kind in self.foreign_mixers.items():
+            for prefix, mixer in self.foreign_mixers.items():
                 if match[2].startswith(prefix):
-                    mixers[int(match[1])] = kind
+                    mixers[int(match[1])] = mixer
         return mixers
 
     def read_config(
@@ -141,10 +141,10 @@ class Family:
         Raises ValueError for a field that is unknown, missing or has an unsupported value.
         """
         self.check_fields(hf, ignored)
-        found = ConfigFields(hf, transformers_defaults(self.model_type))
+        hf_config = ConfigFields(hf, transformers_defaults(self.model_type))
         result = dict(args)
         for rule in self.all_rules:
-            result = {**rule.read(found, result), **result}
+            result = {**rule.read(hf_config, result), **result}
         return result
 
     def check_fields(self, hf: Json, ignored: Collection[str] = ()) -> None:
@@ -152,12 +152,12 @@ class Family:
         checks = self._collect_checks()
         # An unknown field may change the model: reject unknown fields before reading any. A model
         # that is copied, but not computed here, is described by all of its fields.
-        known = {*HARMLESS.split(), *self.harmless.split(), *ignored, *checks}
+        accepted = {*HARMLESS.split(), *self.harmless.split(), *ignored, *checks}
         if self.has_foreign_attention:
-            known |= hf.keys()
+            accepted |= hf.keys()
         unknown = []
         for name, value in hf.items():
-            if value is not None and name not in known:
+            if value is not None and name not in accepted:
                 unknown.append(name)
         if unknown:
             unknown.sort()
@@ -222,25 +222,25 @@ class Family:
 
     def _describes(self, rule: Rule, fields: Json, config: TransformerConfig) -> bool:
         """Return whether the rule reads the arguments of this model from the fields."""
-        found = ConfigFields(fields, transformers_defaults(self.model_type))
-        arguments = rule.read(found, {})
+        hf_config = ConfigFields(fields, transformers_defaults(self.model_type))
+        arguments = rule.read(hf_config, {})
         return all(getattr(config, name) == value for name, value in arguments.items())
 
     def repeated_fields(self, hf: Json) -> Json:
         """Return the fields that `write_config` repeats, with defaults for missing ones."""
-        found = ConfigFields(hf, transformers_defaults(self.model_type))
+        hf_config = ConfigFields(hf, transformers_defaults(self.model_type))
         fields: Json = {}
         for rule in self.rules:
-            if found.states(*rule.repeated):
-                fields |= {name: found.first(name) for name in rule.repeated}
+            if hf_config.states(*rule.repeated):
+                fields |= {name: hf_config.first(name) for name in rule.repeated}
         return fields
 
     def list_unused_fields(self, hf: Json, args: Json) -> list[str]:
         """Return a text for each field that changes the training in transformers, but not here."""
-        found = ConfigFields(hf, transformers_defaults(self.model_type))
+        hf_config = ConfigFields(hf, transformers_defaults(self.model_type))
         texts = []
         for rule in self.all_rules:
-            for name, value in rule.list_unused(found, args).items():
+            for name, value in rule.list_unused(hf_config, args).items():
                 texts.append(f"config.json: {name} = {format_value(value)}")
         return texts
 
@@ -253,8 +253,8 @@ class Family:
 
     def list_unbiased_parts(self, hf: Json) -> list[str]:
         """Return the parts of a layer whose biases the config.json `hf` switches off."""
-        found = ConfigFields(hf, transformers_defaults(self.model_type))
-        return [part for field, part in self.switched_biases() if not found.first(field)]
+        hf_config = ConfigFields(hf, transformers_defaults(self.model_type))
+        return [module for field, module in self.switched_biases() if not hf_config.first(field)]
 
     def find_obstacles(
         self, config: TransformerConfig, imported: Mapping[str, Any] | None = None
@@ -269,7 +269,7 @@ class Family:
             config = replace(
                 config, window_size=None, window_attn_skip_freq=None, rotary_base_local=None
             )
-        wanted = compute_model_signature(config)
+        signature = compute_model_signature(config)
 
         # Write and read config.json. Names of tensors state which mixers are foreign.
         is_partial = has_foreign_mixers(config)
@@ -277,16 +277,18 @@ class Family:
             fields = self.write_config(config, imported if is_partial else None)
             args = self.read_config(fields, {}, ignored=fields if is_partial else ())
         except ValueError as error:  # a value that the family does not have
-            return [str(error), *_list_differences(wanted, {})]
+            return [str(error), *_list_differences(signature, {})]
         if isinstance(config, StoredConfig):
             args["foreign_mixers"] = config.foreign_mixers
 
         # Compare the model that it describes.
         try:
-            found = _make_config(args)
+            imported_config = _make_config(args)
         except ValueError as error:  # the model contradicts the family
-            return [*str(error).splitlines(), *_list_differences(wanted, wanted | args)]
-        obstacles = _list_differences(wanted, compute_model_signature(found), found)
+            return [*str(error).splitlines(), *_list_differences(signature, signature | args)]
+        obstacles = _list_differences(
+            signature, compute_model_signature(imported_config), imported_config
+        )
         if not obstacles:
             refusal = refusal_of_transformers(self.model_type, fields)
             if refusal is not None:
@@ -312,29 +314,31 @@ _MISSING = object()
 
 
 def _list_differences(
-    wanted: Mapping[str, Any], found: Mapping[str, Any], config: TransformerConfig | None = None
+    signature: Mapping[str, Any],
+    imported_signature: Mapping[str, Any],
+    config: TransformerConfig | None = None,
 ) -> list[str]:
-    """Return a line for each value of `wanted` that is missing or different in `found`.
+    """Return a line for each value that is missing or different in `imported_signature`.
 
-    `found` is the signature of `config`. Differences that follow from another one are left out:
-    a model without qk_layernorm has no place for the options of these norms.
+    `imported_signature` is the signature of `config`. Differences that follow from another one are
+    left out: a model without qk_layernorm has no place for the options of these norms.
     """
     unused = set()
     if config is not None:
         conditions = find_conditions(vars(config))
-        for each in select_architecture_fields():
-            if not is_used(each, conditions):
-                unused.add(each.metadata["meaning"] or each.name)
-    lines = []
+        for option in select_architecture_fields():
+            if not is_used(option, conditions):
+                unused.add(option.metadata["meaning"] or option.name)
+    differences = []
     subordinate = []
-    for name, value in wanted.items():
-        other = found.get(name, _MISSING)
-        if other == value:
+    for name, value in signature.items():
+        imported_value = imported_signature.get(name, _MISSING)
+        if imported_value == value:
             continue
-        if other is _MISSING:
-            lines.append(f"no {name}, which is {value}")
-        elif other is None and name in unused:
+        if imported_value is _MISSING:
+            differences.append(f"no {name}, which is {value}")
+        elif imported_value is None and name in unused:
             subordinate.append(f"no {name}, which is {value}")
         else:
-            lines.append(f"{name} = {other} instead of {value}")
-    return lines or subordinate
+            differences.append(f"{name} = {imported_value} instead of {value}")
+    return differences or subordinate

@@ -74,22 +74,22 @@ class LoraAdapter:
             self._add_tensor(name, stored_name, tensors[stored_name])
         self._inner_modules = set(map(_strip_wrappers, self._matrices))
 
-    def _add_tensor(self, name: str, stored_name: str, stored: Stored) -> None:
+    def _add_tensor(self, name: str, stored_name: str, tensor: Stored) -> None:
         """Sort a tensor of the adapter by the kind of its change."""
         match = _CHANGE.fullmatch(name)
         if match is None:
             # Modules within other wrappers of PEFT have the name of the wrapper.
             name = name.replace(f"{_WRAPPER}.", ".")
-            self._whole[name] = stored
+            self._whole[name] = tensor
         elif match["tokens"]:
-            self._tokens[match["module"]] = stored
+            self._tokens[match["module"]] = tensor
             name = f"{match['module']}.tokens"
         else:
-            kind = match["embedding"] or match["magnitude"] or match["linear"]
+            matrix = match["embedding"] or match["magnitude"] or match["linear"]
             if match["kind"] == "bias":
-                kind += ".bias"
-            self._matrices[match["module"]][kind] = stored
-            name = f"{match['module']}.{kind}"
+                matrix += ".bias"
+            self._matrices[match["module"]][matrix] = tensor
+            name = f"{match['module']}.{matrix}"
         if name in self._stored_names:
             raise CheckpointError(
                 f"{self.directory}: {self._stored_names[name]} and {stored_name} are changes of "
@@ -97,11 +97,11 @@ class LoraAdapter:
             )
         self._stored_names[name] = stored_name
 
-    def _check_dtype(self, name: str, stored: Stored) -> None:
+    def _check_dtype(self, name: str, tensor: Stored) -> None:
         """Raise CheckpointError unless the values of a tensor are numbers."""
-        if not stored.dtype.is_floating_point or stored.dtype.itemsize == 1:
+        if not tensor.dtype.is_floating_point or tensor.dtype.itemsize == 1:
             raise CheckpointError(
-                f"{self.directory}: {name} has dtype {stored.dtype}: tensors of an adapter must be "
+                f"{self.directory}: {name} has dtype {tensor.dtype}: tensors of an adapter must be "
                 "floating point, of 16 bits or more"
             )
 
@@ -130,11 +130,13 @@ class LoraAdapter:
         name = f"{copy}.weight"
         if name in self._whole:
             pairs.append((self._whole[name], self._whole.get(f"{original}.weight"), False))
-        found = self._matrices.get(copy, {})
-        wanted = self._matrices.get(original, {})
-        for kind, stored in found.items():
-            other = {"lora_A": "lora_embedding_B", "lora_B": "lora_embedding_A"}.get(kind, "")
-            pairs.append((stored, wanted.get(other), True))
+        copy_matrices = self._matrices.get(copy, {})
+        original_matrices = self._matrices.get(original, {})
+        for matrix, tensor in copy_matrices.items():
+            transposed_matrix = {"lora_A": "lora_embedding_B", "lora_B": "lora_embedding_A"}.get(
+                matrix, ""
+            )
+            pairs.append((tensor, original_matrices.get(transposed_matrix), True))
         for first, second, is_transposed in pairs:
             if second is None:
                 return False
@@ -162,13 +164,13 @@ class LoraAdapter:
         unused: list[str] = []
 
         # Tensors that were trained as a whole, or saved next to their changes.
-        for name, stored in self._whole.items():
+        for name, tensor in self._whole.items():
             if name not in model:
                 unused.append(self._stored_names[name])
                 continue
             self._check_changeable(name, model[name])
-            self._check_shape(name, stored, model[name].shape)
-            model[name] = replace_tensor(model[name], stored)
+            self._check_shape(name, tensor, model[name].shape)
+            model[name] = replace_tensor(model[name], tensor)
             changed[name] = None
 
         # Products of matrices.
@@ -178,7 +180,7 @@ class LoraAdapter:
         for module, matrices in self._matrices.items():
             target = self._find_target(module, children)
             if target is None:
-                unused += [self._stored_names[f"{module}.{kind}"] for kind in matrices]
+                unused += [self._stored_names[f"{module}.{matrix}"] for matrix in matrices]
                 continue
             base = model[target.name]
             self._check_changeable(target.name, base)
@@ -198,8 +200,8 @@ class LoraAdapter:
                 unused.append(self._stored_names[f"{module}.tokens"])
                 continue
             self._check_changeable(name, model[name])
-            numbers = self._find_rows(module, rows, model[name].shape)
-            model[name] = replace_rows(model[name], numbers, rows)
+            row_indices = self._find_rows(module, rows, model[name].shape)
+            model[name] = replace_rows(model[name], row_indices, rows)
             changed[name] = None
 
         if unused:
@@ -243,10 +245,10 @@ class LoraAdapter:
         matrices = self._matrices[module]
         is_embedding = "lora_embedding_A" in matrices or "lora_embedding_B" in matrices
         names = ["lora_embedding_A", "lora_embedding_B"] if is_embedding else ["lora_A", "lora_B"]
-        wanted = list(names)
+        matrix_names = list(names)
         if self.config.has_magnitudes:
-            wanted.append("lora_magnitude_vector")
-        self._check_kinds(module, wanted)
+            matrix_names.append("lora_magnitude_vector")
+        self._check_kinds(module, matrix_names)
 
         # Shapes. The matrices of all experts are stored as one.
         pattern_name = target.name if target.is_parameter else _strip_wrappers(module)
@@ -255,8 +257,8 @@ class LoraAdapter:
         count = 1
         shape = base.shape
         if len(shape) == 3:
-            count, *rest = shape
-            shape = tuple(rest)
+            count, *matrix_shape = shape
+            shape = tuple(matrix_shape)
         if len(shape) != 2:
             raise CheckpointError(
                 f"{self.directory} changes {target.name} of shape {list(base.shape)}, which is not "
@@ -283,16 +285,17 @@ class LoraAdapter:
             is_rounded=target.is_parameter or (is_embedding and magnitude is None),
         )
 
-    def _check_kinds(self, module: str, wanted: list[str]) -> None:
+    def _check_kinds(self, module: str, required: list[str]) -> None:
         """Raise CheckpointError unless a module has the wanted matrices, and at most a bias."""
-        found = self._matrices[module]
-        missing = [kind for kind in wanted if kind not in found]
+        matrices = self._matrices[module]
+        missing = [matrix for matrix in required if matrix not in matrices]
         if missing:
             raise CheckpointError(
-                f"{self.directory}: {module} has {', '.join(found)}, but no {', '.join(missing)}: "
-                "the adapter is incomplete, or its configuration is another one's"
+                f"{self.directory}: {module} has {', '.join(matrices)}, but no "
+                f"{', '.join(missing)}: the adapter is incomplete, or its configuration is another "
+                "one's"
             )
-        extra = [kind for kind in found if kind not in (*wanted, "lora_B.bias")]
+        extra = [matrix for matrix in matrices if matrix not in (*required, "lora_B.bias")]
         if extra:
             name = self._stored_names[f"{module}.{extra[0]}"]
             raise CheckpointError(
@@ -312,7 +315,7 @@ class LoraAdapter:
         self._check_shape(f"{module}.lora_B.bias", change, base.shape)
         return add_bias(base, change, self.config.get_scaling(module))
 
-    def _find_rows(self, module: str, stored: Stored, shape: Shape) -> list[int]:
+    def _find_rows(self, module: str, values: Stored, shape: Shape) -> list[int]:
         """Return the rows of a matrix that the adapter replaces."""
         rows = self.config.get_tokens(module)
         if not rows:
@@ -320,7 +323,7 @@ class LoraAdapter:
                 f"{self.directory}: trainable_token_indices has no tokens of {module}, of which "
                 "the adapter has rows"
             )
-        self._check_shape(f"{module}.tokens", stored, (len(rows), shape[1]))
+        self._check_shape(f"{module}.tokens", values, (len(rows), shape[1]))
         if len(set(rows)) < len(rows):
             raise CheckpointError(f"{self.directory}: trainable_token_indices has a token twice")
         if max(rows) >= shape[0]:
@@ -330,16 +333,16 @@ class LoraAdapter:
             )
         return rows
 
-    def _check_shape(self, name: str, stored: Stored, expected: Shape) -> None:
+    def _check_shape(self, name: str, tensor: Stored, expected: Shape) -> None:
         """Raise CheckpointError if a tensor of the adapter does not have the expected shape."""
-        if stored.shape == expected:
+        if tensor.shape == expected:
             return
         hint = ""
-        has_more_rows = len(expected) == 2 and stored.shape[1:] == expected[1:]
-        if name in self._whole and has_more_rows and stored.shape[0] > expected[0]:
-            hint = _describe_growth(stored.shape[0])
+        has_more_rows = len(expected) == 2 and tensor.shape[1:] == expected[1:]
+        if name in self._whole and has_more_rows and tensor.shape[0] > expected[0]:
+            hint = _describe_growth(tensor.shape[0])
         raise CheckpointError(
-            f"{self.directory}: {self._stored_names[name]} has shape {list(stored.shape)}, but the "
+            f"{self.directory}: {self._stored_names[name]} has shape {list(tensor.shape)}, but the "
             f"model and adapter_config.json make it {list(expected)}{hint}"
         )
 

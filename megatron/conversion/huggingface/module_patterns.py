@@ -49,8 +49,8 @@ class _Sequence(NamedTuple):
 class ModulePatterns(Generic[Value]):
     """Values by pattern of module names; the first pattern that matches applies."""
 
-    def __init__(self, values: Mapping[str, Value], where: str) -> None:
-        """Raises CheckpointError naming `where` for a pattern that is not supported."""
+    def __init__(self, values: Mapping[str, Value], location: str) -> None:
+        """Raises CheckpointError naming `location` for a pattern that is not supported."""
         # Adapters may name each module: these are looked up.
         self._plain: dict[str, tuple[int, Value]] = {}
         self._patterns: list[tuple[int, list[_Sequence], Value]] = []
@@ -62,10 +62,10 @@ class ModulePatterns(Generic[Value]):
             length += len(pattern)
             if length > _MAX_PATTERN_LENGTH:
                 raise CheckpointError(
-                    f"{where} has patterns of more than {_MAX_PATTERN_LENGTH} characters: replace "
-                    "them by the names of modules"
+                    f"{location} has patterns of more than {_MAX_PATTERN_LENGTH} characters: "
+                    "replace them by the names of modules"
                 )
-            self._patterns.append((order, _parse_pattern(pattern, where), value))
+            self._patterns.append((order, _parse_pattern(pattern, location), value))
 
     def find(self, module: str) -> Value | None:
         """Return the value of the first pattern that matches the end of a name, or None."""
@@ -91,14 +91,14 @@ def _iterate_ends(module: str) -> Iterator[str]:
 # Parsing
 
 
-def _parse_pattern(pattern: str, where: str) -> list[_Sequence]:
+def _parse_pattern(pattern: str, location: str) -> list[_Sequence]:
     """Return the alternatives of a pattern."""
     tokens = []
     position = 0
     while position < len(pattern):
         token = _TOKEN.match(pattern, position)
         if token is None:
-            _refuse_pattern(pattern, where)
+            _refuse_pattern(pattern, location)
         tokens.append(token)
         position = token.end()
 
@@ -108,7 +108,7 @@ def _parse_pattern(pattern: str, where: str) -> list[_Sequence]:
         current = alternatives if group is None else group
         syntax = token["syntax"]
         if syntax is None:
-            accepted = _read_characters(token["atom"], pattern, where)
+            accepted = _read_characters(token["atom"], pattern, location)
             current[-1].items.append(_Characters(accepted, token["repetition"]))
         elif syntax == "|":
             current.append(_Sequence([]))
@@ -122,9 +122,9 @@ def _parse_pattern(pattern: str, where: str) -> list[_Sequence]:
         elif syntax.startswith("(") and group is None:
             group = [_Sequence([])]
         else:
-            _refuse_pattern(pattern, where)
+            _refuse_pattern(pattern, location)
     if group is not None:
-        _refuse_pattern(pattern, where)
+        _refuse_pattern(pattern, location)
     return alternatives
 
 
@@ -132,7 +132,7 @@ def _ends_alternative(tokens: list[re.Match[str]], index: int) -> bool:
     return index + 1 == len(tokens) or tokens[index + 1].group() == "|"
 
 
-def _read_characters(atom: str, pattern: str, where: str) -> frozenset[str] | None:
+def _read_characters(atom: str, pattern: str, location: str) -> frozenset[str] | None:
     """Return the characters that an atom accepts, None for all."""
     if atom == ".":
         return None
@@ -146,14 +146,15 @@ def _read_characters(atom: str, pattern: str, where: str) -> frozenset[str] | No
     for first, last in re.findall(r"([\w.-])(?:-([\w.]))?", atom[1:-1], re.ASCII):
         codes = range(ord(first), ord(last or first) + 1)
         if not codes:
-            _refuse_pattern(pattern, where)
+            _refuse_pattern(pattern, location)
         accepted.update(map(chr, codes))
     return frozenset(accepted)
 
 
-def _refuse_pattern(pattern: str, where: str) -> NoReturn:
+def _refuse_pattern(pattern: str, location: str) -> NoReturn:
     raise CheckpointError(
-        f"{where} has the pattern {format_value(pattern)}, which is not supported. Supported are "
+        f"{location} has the pattern {format_value(pattern)}, which is not "
+        "supported. Supported are "
         r"names of modules, ., \d, \w, [abc] and escaped characters, each followed by *, + or ? if "
         "they are repeated, and groups (a|b) without repetition"
     )

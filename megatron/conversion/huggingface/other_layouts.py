@@ -91,30 +91,32 @@ def open_dcp(directory: Path) -> dict[str, Stored]:
     """Return the tensors of a DCP directory, without the state of an optimizer."""
     reader = Reader(directory)
     tensors = {}
-    for key, stored in reader.metadata.tensors.items():
+    for key, tensor in reader.metadata.tensors.items():
         name = key.removeprefix("model.")
         if name in _OUTSIDE or _NUMBERED.fullmatch(name):
-            tensors[name] = Stored(stored.shape, stored.dtype, partial(reader.read, key))
+            tensors[name] = Stored(tensor.shape, tensor.dtype, partial(reader.read, key))
     return tensors
 
 
-def join_consolidated(files: list[dict[str, Stored]], where: str) -> dict[str, Stored]:
+def join_consolidated(files: list[dict[str, Stored]], location: str) -> dict[str, Stored]:
     """Return the tensors that Meta splits over several files."""
     joined = {}
     for name in files[0]:
-        missing = [number for number, tensors in enumerate(files) if name not in tensors]
+        missing = [file_index for file_index, tensors in enumerate(files) if name not in tensors]
         if missing:
-            raise CheckpointError(f"{where}: file {missing[0]} lacks {name}")
-        parts = [tensors[name] for tensors in files]
-        joined[name] = parts[0]
+            raise CheckpointError(f"{location}: file {missing[0]} lacks {name}")
+        shards = [tensors[name] for tensors in files]
+        joined[name] = shards[0]
         # Norms are stored whole in every file.
         axis = _find_split_axis(name, files[0])
-        if len(parts) == 1 or axis is None:
+        if len(shards) == 1 or axis is None:
             continue
-        shapes = {part.shape for part in parts}
-        if len(shapes) > 1 or len(parts[0].shape) != 2:
-            raise CheckpointError(f"{where}: {name} has the shapes {sorted(shapes)} in the files")
-        joined[name] = _join(parts, axis)
+        shapes = {shard.shape for shard in shards}
+        if len(shapes) > 1 or len(shards[0].shape) != 2:
+            raise CheckpointError(
+                f"{location}: {name} has the shapes {sorted(shapes)} in the files"
+            )
+        joined[name] = _join(shards, axis)
     return joined
 
 
@@ -127,30 +129,30 @@ def _find_split_axis(name: str, tensors: Mapping[str, Stored]) -> int | None:
         return 0 if has_all_columns else 1
     if name == "output.weight":
         return 0
-    for part, axis in _SPLIT_AXES.items():
-        if part in name:
+    for module, axis in _SPLIT_AXES.items():
+        if module in name:
             return axis
     return None
 
 
-def _join(parts: list[Stored], axis: int) -> Stored:
+def _join(shards: list[Stored], axis: int) -> Stored:
     """Return the concatenation of matrices of the same shape."""
-    size = parts[0].shape[axis]
-    shape = list(parts[0].shape)
-    shape[axis] = size * len(parts)
+    size = shards[0].shape[axis]
+    shape = list(shards[0].shape)
+    shape[axis] = size * len(shards)
 
     def read(offset: Shape, extent: Shape) -> torch.Tensor:
-        pieces = []
-        for number, part in enumerate(parts):
-            start = max(offset[axis] - number * size, 0)
-            stop = min(offset[axis] + extent[axis] - number * size, size)
+        blocks = []
+        for shard_index, shard in enumerate(shards):
+            start = max(offset[axis] - shard_index * size, 0)
+            stop = min(offset[axis] + extent[axis] - shard_index * size, size)
             if start < stop:
                 inner_offset = (*offset[:axis], start, *offset[axis + 1 :])
                 inner_extent = (*extent[:axis], stop - start, *extent[axis + 1 :])
-                pieces.append(part.read(inner_offset, inner_extent))
-        return torch.cat(pieces, dim=axis)
+                blocks.append(shard.read(inner_offset, inner_extent))
+        return torch.cat(blocks, dim=axis)
 
-    return Stored(tuple(shape), parts[0].dtype, read)
+    return Stored(tuple(shape), shards[0].dtype, read)
 
 
 # ---- Names and rows of transformers ----
@@ -169,24 +171,24 @@ def use_transformers_layout(
     groups = config.get("num_key_value_heads") or heads
     is_interleaved = config.get("model_type") in _INTERLEAVED
     result = {}
-    for name, stored in _split_fused_qkv(files, heads, groups).items():
+    for name, tensor in _split_fused_qkv(files, heads, groups).items():
         if name in _FREQUENCIES:
             continue
-        if _is_unused_bias(name, stored):
+        if _is_unused_bias(name, tensor):
             continue
         match = _EXPERTS.fullmatch(name)
         if match is not None:
-            layer, kind = match.groups()
-            for expert, matrix in enumerate(_split_experts(stored, name)):
+            layer, projection = match.groups()
+            for expert, matrix in enumerate(_split_experts(tensor, name)):
                 experts = f"model.layers.{layer}.mlp.experts.{expert}"
-                result[f"{experts}.{_PROJECTIONS[kind]}.weight"] = matrix
+                result[f"{experts}.{_PROJECTIONS[projection]}.weight"] = matrix
             continue
         new_name = _find_name(name)
         # Rotary pairs are adjacent rows here, and halves of a head in transformers.
-        if is_interleaved and any(part in new_name for part in _ROTATED):
+        if is_interleaved and any(module in new_name for module in _ROTATED):
             count = heads if ".q_proj." in new_name else groups
-            stored = _separate_halves(stored, count, name)
-        result[new_name] = stored
+            tensor = _separate_halves(tensor, count, name)
+        result[new_name] = tensor
     return result
 
 
@@ -196,29 +198,29 @@ def _split_fused_qkv(files: Mapping[str, Stored], heads: Any, groups: Any) -> di
     For each query group, a fused matrix has the rows of its queries, its key and its value.
     """
     result = {}
-    for name, stored in files.items():
+    for name, tensor in files.items():
         match = _FUSED.fullmatch(name)
         if match is None:
-            result[name] = stored
+            result[name] = tensor
             continue
-        rows = stored.shape[0] if stored.shape else 0
+        rows = tensor.shape[0] if tensor.shape else 0
         is_known = type(heads) is int and type(groups) is int and heads > 0 and groups > 0
         if not is_known or heads % groups or rows == 0 or rows % (heads + 2 * groups):
             raise CheckpointError(
                 f"{name} has {rows} rows, which are not {heads} heads and {groups} query groups"
             )
         row_map = map_separate_qkv(heads, groups, rows // (heads + 2 * groups))
-        layer, kind = match.groups()
+        layer, suffix = match.groups()
         counts = count_stored_rows(row_map)
-        for number, projection in enumerate(("wq", "wk", "wv")):
-            shape = (counts[number], *stored.shape[1:])
-            read = partial(_read_projection, stored, row_map, number)
-            result[f"{layer}attention.{projection}.{kind}"] = Stored(shape, stored.dtype, read)
+        for index, projection in enumerate(("wq", "wk", "wv")):
+            shape = (counts[index], *tensor.shape[1:])
+            read = partial(_read_projection, tensor, row_map, index)
+            result[f"{layer}attention.{projection}.{suffix}"] = Stored(shape, tensor.dtype, read)
     return result
 
 
 def _read_projection(
-    fused: Stored, row_map: RowMap, number: int, offset: Shape, shape: Shape
+    fused: Stored, row_map: RowMap, index: int, offset: Shape, shape: Shape
 ) -> torch.Tensor:
     """Return a box of queries, keys or values (0, 1, 2) from a fused matrix."""
 
@@ -226,7 +228,7 @@ def _read_projection(
         return fused.read((first, *offset[1:]), (count, *shape[1:]))
 
     result = torch.empty(shape, dtype=fused.dtype)
-    read_stored_rows(row_map, number, offset[0], result, read_rows)
+    read_stored_rows(row_map, index, offset[0], result, read_rows)
     return result
 
 
@@ -242,14 +244,14 @@ def _split_experts(stacked: Stored, name: str) -> Iterator[Stored]:
         yield Stored(stacked.shape[1:], stacked.dtype, partial(read, expert))
 
 
-def _is_unused_bias(name: str, stored: Stored) -> bool:
+def _is_unused_bias(name: str, tensor: Stored) -> bool:
     """Return whether a tensor is a bias that balances experts, which models here do not have.
 
     Raises CheckpointError if it is not zero, because it decides which experts a token goes to.
     """
     if _EXPERT_BIAS.fullmatch(name) is None:
         return False
-    if torch.count_nonzero(stored.read((0,) * len(stored.shape), stored.shape)):
+    if torch.count_nonzero(tensor.read((0,) * len(tensor.shape), tensor.shape)):
         raise CheckpointError(
             f"{name} is not zero: the model was trained with torchtitan's load_balance_coeff, and "
             "this model type of transformers has no bias of the router"
@@ -266,18 +268,18 @@ def _find_name(name: str) -> str:
         return f"model.layers.{router[1]}.mlp.gate.weight"
     match = _NUMBERED.fullmatch(name)
     if match is not None:
-        layer, rest = match.groups()
-        rest = rest.replace(_QKV_MODULE, "attention.")
+        layer, module = match.groups()
+        module = module.replace(_QKV_MODULE, "attention.")
         for new, olds in _LAYER.items():
             for old in olds:
-                if rest == old or (old.endswith(".") and rest.startswith(old)):
-                    return f"model.layers.{layer}.{new}{rest.removeprefix(old)}"
+                if module == old or (old.endswith(".") and module.startswith(old)):
+                    return f"model.layers.{layer}.{new}{module.removeprefix(old)}"
     return name
 
 
-def _separate_halves(stored: Stored, heads: Any, name: str) -> Stored:
+def _separate_halves(tensor: Stored, heads: Any, name: str) -> Stored:
     """Return a tensor whose heads have the even rows first, then the odd ones."""
-    rows = stored.shape[0] if stored.shape else 0
+    rows = tensor.shape[0] if tensor.shape else 0
     if type(heads) is not int or heads < 1 or rows % (2 * heads):
         raise CheckpointError(f"{name} has {rows} rows, which are not {heads} heads")
     head_rows = rows // heads
@@ -288,13 +290,13 @@ def _separate_halves(stored: Stored, heads: Any, name: str) -> Stored:
         last_head = -(-(offset[0] + shape[0]) // head_rows)  # rounded up
         start = first_head * head_rows
         extent = ((last_head - first_head) * head_rows, *shape[1:])
-        value = stored.read((start, *offset[1:]), extent)
+        value = tensor.read((start, *offset[1:]), extent)
         pairs = value.view(last_head - first_head, head_rows // 2, 2, *shape[1:])
         moved = pairs.transpose(1, 2).reshape(extent)
         skipped = offset[0] - start
         return moved[skipped : skipped + shape[0]]
 
-    return Stored(stored.shape, stored.dtype, read)
+    return Stored(tensor.shape, tensor.dtype, read)
 
 
 # ---- params.json ----

@@ -136,23 +136,23 @@ def dequantize(
 
 
 def _scale_blocks(
-    name: str, stored: Stored, scales: Stored, block: Sequence[int], dtype: torch.dtype
+    name: str, tensor: Stored, scales: Stored, block: Sequence[int], dtype: torch.dtype
 ) -> Stored:
     """Return a matrix of 8-bit floats, multiplied by the scale of each of its blocks."""
     # [blocks of rows, blocks of columns]; the last blocks may be partial.
     num_blocks = []
-    for extent, size in zip(stored.shape, block, strict=False):
+    for extent, size in zip(tensor.shape, block, strict=False):
         num_blocks.append(-(-extent // size))  # rounded up
     expected = tuple(num_blocks)
-    if stored.dtype != torch.float8_e4m3fn:
+    if tensor.dtype != torch.float8_e4m3fn:
         raise ValueError(
-            f"{name} has scales {name}{SCALES} and dtype {stored.dtype}, but matrices in blocks "
+            f"{name} has scales {name}{SCALES} and dtype {tensor.dtype}, but matrices in blocks "
             "must be torch.float8_e4m3fn: convert the unquantized original of the model"
         )
     is_number = scales.dtype in (torch.float32, torch.bfloat16)
-    if len(stored.shape) != 2 or scales.shape != expected or not is_number:
+    if len(tensor.shape) != 2 or scales.shape != expected or not is_number:
         raise ValueError(
-            f"{name} of shape {list(stored.shape)} has scales in {scales.dtype} of shape "
+            f"{name} of shape {list(tensor.shape)} has scales in {scales.dtype} of shape "
             f"{list(scales.shape)}, but blocks of {list(block)} need floating-point numbers of "
             f"shape {list(expected)}"
         )
@@ -162,7 +162,7 @@ def _scale_blocks(
         # The block of each row and of each column.
         rows = torch.arange(offset[0], offset[0] + shape[0]) // block[0]
         columns = torch.arange(offset[1], offset[1] + shape[1]) // block[1]
-        values = stored.read(offset, shape).float() * factors[rows][:, columns]
+        values = tensor.read(offset, shape).float() * factors[rows][:, columns]
         return values.to(dtype)
 
-    return Stored(stored.shape, dtype, read)
+    return Stored(tensor.shape, dtype, read)

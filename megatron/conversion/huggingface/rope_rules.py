@@ -97,19 +97,23 @@ def rope(
     """
     base_name, fraction_name = names
 
-    def read(found: ConfigFields, args: Json) -> Json:
-        default = found.defaults.get("rope_scaling") or found.defaults.get("rope_parameters") or {}
-        base = found.defaults.get("rope_theta")
-        parameters = found.stated.get("rope_scaling") or found.stated.get("rope_parameters")
+    def read(hf_config: ConfigFields, args: Json) -> Json:
+        default = (
+            hf_config.defaults.get("rope_scaling")
+            or hf_config.defaults.get("rope_parameters")
+            or {}
+        )
+        base = hf_config.defaults.get("rope_theta")
+        parameters = hf_config.stated.get("rope_scaling") or hf_config.stated.get("rope_parameters")
         if not parameters:
             base = default.get("rope_theta") or base
             # The default scaling; base and fraction have fields of their own.
             parameters = default if whole_default else _leave_out(default, _NUMBERS)
         if is_nested and parameters.get("rope_theta") is not None:
-            found = ConfigFields(_leave_out(found.stated, (base_name,)), found.defaults)
-        if width is not None and not found.states("partial_rotary_factor"):
-            parameters = _read_rotated_width(found.first(width), args) | dict(parameters)
-        return _read_rope(found, parameters, base, scalings, partial, args, names)
+            hf_config = ConfigFields(_leave_out(hf_config.stated, (base_name,)), hf_config.defaults)
+        if width is not None and not hf_config.states("partial_rotary_factor"):
+            parameters = _read_rotated_width(hf_config.first(width), args) | dict(parameters)
+        return _read_rope(hf_config, parameters, base, scalings, partial, args, names)
 
     def write(config: TransformerConfig) -> Json:
         scaling = _write_scaling(config)
@@ -132,16 +136,16 @@ def rope(
     return Rule(fields, read, write)
 
 
-def _read_ministral3_rope(found: ConfigFields, args: Json) -> Json:
-    default = found.defaults["rope_parameters"]
-    stated = found.stated.get("rope_scaling") or found.stated.get("rope_parameters")
-    base = (stated or default).get("rope_theta") or found.defaults["rope_theta"]
+def _read_ministral3_rope(hf_config: ConfigFields, args: Json) -> Json:
+    default = hf_config.defaults["rope_parameters"]
+    stated = hf_config.stated.get("rope_scaling") or hf_config.stated.get("rope_parameters")
+    base = (stated or default).get("rope_theta") or hf_config.defaults["rope_theta"]
     # transformers reads the length from the model's own field.
     parameters = _leave_out(stated or default, (_QUERY_SCALING, "max_position_embeddings"))
     rate = (stated or default).get(_QUERY_SCALING)
     if rate is None:
         raise unsupported(f"rope_parameters.{_QUERY_SCALING}", rate, "a number is")
-    result = _read_rope(found, parameters, base, ("yarn",), False, args)
+    result = _read_rope(hf_config, parameters, base, ("yarn",), False, args)
     return result | {"query_length_scaling": float(rate)}
 
 
@@ -151,20 +155,20 @@ def _write_ministral3_rope(config: TransformerConfig) -> Json:
     return {"rope_parameters": scaling | {"rope_theta": config.rotary_base}}
 
 
-def _read_mistral4_rope(found: ConfigFields, args: Json) -> Json:
-    stated = found.stated.get("rope_parameters") or {}
+def _read_mistral4_rope(hf_config: ConfigFields, args: Json) -> Json:
+    stated = hf_config.stated.get("rope_parameters") or {}
     fraction = stated.get("partial_rotary_factor")
-    rotated = found.first("qk_rope_head_dim")
-    wanted = rotated / (found.first("qk_nope_head_dim") + rotated)
-    if fraction not in (None, wanted):
-        wanted_text = f"the rotated part of a head, {wanted}, is"
+    rotated = hf_config.first("qk_rope_head_dim")
+    rotary_fraction = rotated / (hf_config.first("qk_nope_head_dim") + rotated)
+    if fraction not in (None, rotary_fraction):
+        wanted_text = f"the rotated part of a head, {rotary_fraction}, is"
         raise unsupported("rope_parameters.partial_rotary_factor", fraction, wanted_text)
     # The part is a head of its own for the rope, which rotates all of it.
     fraction_name = ("partial_rotary_factor",)
-    fields = dict(found.stated)
+    fields = dict(hf_config.stated)
     if stated:
         fields["rope_parameters"] = _leave_out(stated, fraction_name)
-    defaults = _leave_out(found.defaults, fraction_name)
+    defaults = _leave_out(hf_config.defaults, fraction_name)
     defaults["rope_parameters"] = _leave_out(defaults["rope_parameters"], fraction_name)
     return _read_ministral3_rope(ConfigFields(fields, defaults), args)
 
@@ -182,8 +186,8 @@ MINISTRAL3_ROPE = Rule(
 MISTRAL4_ROPE = Rule(MINISTRAL3_ROPE.fields, _read_mistral4_rope, _write_ministral3_rope)
 
 
-def _read_gptj_rope(found: ConfigFields, args: Json) -> Json:
-    width = found.get("rotary_dim")
+def _read_gptj_rope(hf_config: ConfigFields, args: Json) -> Json:
+    width = hf_config.get("rotary_dim")
     if not width:
         raise unsupported("rotary_dim", width, "a number of elements of a head is")
     fraction = width / _get_head_dim(args)
@@ -227,8 +231,8 @@ def _check_fraction(fraction: float, partial: bool, args: Json) -> None:
         raise unsupported("partial_rotary_factor", fraction, "1.0 is")
     head_dim = _get_head_dim(args)
     if int(head_dim * fraction) % 2:
-        wanted = f"an even number of the {head_dim} elements of a head is"
-        raise unsupported("partial_rotary_factor", fraction, wanted)
+        supported = f"an even number of the {head_dim} elements of a head is"
+        raise unsupported("partial_rotary_factor", fraction, supported)
 
 
 def _leave_out(values: Mapping[str, Any], names: Container[str]) -> Json:
@@ -248,7 +252,7 @@ def _replace_disabled(parameters: Mapping[str, Any]) -> Json:
 
 
 def _read_rope(
-    found: ConfigFields,
+    hf_config: ConfigFields,
     parameters: Mapping[str, Any],
     default_base: float | None,
     scalings: Sequence[str],
@@ -261,7 +265,7 @@ def _read_rope(
     parameters = _replace_disabled(parameters)
 
     # Base.
-    stated_base = found.stated.get(base_name)
+    stated_base = hf_config.stated.get(base_name)
     base = parameters.get("rope_theta") or stated_base or default_base or 1e4
     if stated_base not in (None, base):
         # transformers 4.x would use the one, 5.x the other.
@@ -272,7 +276,7 @@ def _read_rope(
     # Rotated fraction.
     fraction = parameters.get("partial_rotary_factor")
     if fraction is None:
-        fraction = found.first(fraction_name, "partial_rotary_factor")
+        fraction = hf_config.first(fraction_name, "partial_rotary_factor")
     if fraction is None:
         fraction = 1.0
     if fraction == 0.0:
@@ -281,97 +285,99 @@ def _read_rope(
         _check_fraction(fraction, partial, args)
 
     # Scaling.
-    kind = parameters.get("rope_type") or parameters.get("type") or "default"
-    if kind not in scalings:
+    rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
+    if rope_type not in scalings:
         verb = "is" if len(scalings) == 1 else "are"
         raise ValueError(
-            f"config.json: rope type {kind!r} is not supported, only {', '.join(scalings)} {verb}"
+            f"config.json: rope type {rope_type!r} is not supported, only {', '.join(scalings)} "
+            f"{verb}"
         )
     scaling = _leave_out(parameters, (*_TYPE_FIELDS, *_NUMBERS))
     arguments = {
         "position_embedding_type": "rope",
         "rotary_base": float(base),
         "rotary_percent": float(fraction),
-        "use_rope_scaling": kind == "llama3",
-        "rope_type": kind if kind in ("yarn", "longrope") else "rope",
+        "use_rope_scaling": rope_type == "llama3",
+        "rope_type": rope_type if rope_type in ("yarn", "longrope") else "rope",
     }
-    if kind == "longrope":
+    if rope_type == "longrope":
         pairs = int(_get_head_dim(args) * fraction) // 2
         for field in _LONGROPE:
             factors = scaling.get(field)
             if factors is not None and len(factors) != pairs:
                 raise unsupported(f"rope_scaling.{field}", factors, f"a list of {pairs} is")
-        arguments |= _read_context_lengths(found, scaling)
-    elif kind in ("llama3", "yarn"):
-        scaling |= _read_original_length(found, scaling)
-    return arguments | _read_scaling(kind, scaling, found, args)
+        arguments |= _read_context_lengths(hf_config, scaling)
+    elif rope_type in ("llama3", "yarn"):
+        scaling |= _read_original_length(hf_config, scaling)
+    return arguments | _read_scaling(rope_type, scaling, hf_config, args)
 
 
-def _read_context_lengths(found: ConfigFields, scaling: Json) -> Json:
+def _read_context_lengths(hf_config: ConfigFields, scaling: Json) -> Json:
     """Return LongRoPE's arguments for the lengths of the context, and remove them from `scaling`.
 
     transformers has the original length in a field of its own, which takes precedence.
     """
-    original = found.first(_ORIGINAL_LENGTH)
+    original = hf_config.first(_ORIGINAL_LENGTH)
     nested = scaling.pop(_ORIGINAL_LENGTH, None)
     if original is None:
         original = nested
     if nested not in (None, original):
-        wanted = f"that of the model, {original}, is"
-        raise unsupported(f"rope_scaling.{_ORIGINAL_LENGTH}", nested, wanted)
+        supported = f"that of the model, {original}, is"
+        raise unsupported(f"rope_scaling.{_ORIGINAL_LENGTH}", nested, supported)
     if original is None:
         raise ValueError(f"config.json: rope scaling longrope needs {_ORIGINAL_LENGTH!r}")
-    implied_factor = found.first("max_position_embeddings") / original
+    implied_factor = hf_config.first("max_position_embeddings") / original
     factor = scaling.pop("factor", None) or implied_factor
     if factor != implied_factor:
-        wanted = f"max_position_embeddings / {_ORIGINAL_LENGTH} = {implied_factor} is"
-        raise unsupported("rope_scaling.factor", factor, wanted)
+        supported = f"max_position_embeddings / {_ORIGINAL_LENGTH} = {implied_factor} is"
+        raise unsupported("rope_scaling.factor", factor, supported)
     return {_ORIGINAL_LENGTH: original, "rotary_scaling_factor": factor}
 
 
-def _read_original_length(found: ConfigFields, scaling: Json) -> Json:
+def _read_original_length(hf_config: ConfigFields, scaling: Json) -> Json:
     """Return the original length among the fields of the model, which takes precedence."""
-    original = found.first(_ORIGINAL_LENGTH)
+    original = hf_config.first(_ORIGINAL_LENGTH)
     if original is None:
         return {}
     nested = scaling.get(_ORIGINAL_LENGTH)
     if nested not in (None, original):  # transformers 4 would use this one
-        wanted = f"that of the model, {original}, is"
-        raise unsupported(f"rope_scaling.{_ORIGINAL_LENGTH}", nested, wanted)
+        supported = f"that of the model, {original}, is"
+        raise unsupported(f"rope_scaling.{_ORIGINAL_LENGTH}", nested, supported)
     return {_ORIGINAL_LENGTH: original}
 
 
-def _read_scaling(kind: str, scaling: Json, found: ConfigFields, args: Json) -> Json:
+def _read_scaling(rope_type: str, scaling: Json, hf_config: ConfigFields, args: Json) -> Json:
     """Return the arguments of a scaling. Raises ValueError for missing or unknown fields."""
-    if kind == "yarn" and _ATTENTION_FACTOR in scaling:
+    if rope_type == "yarn" and _ATTENTION_FACTOR in scaling:
         scaling = _replace_attention_factor(scaling)
     else:
         _check_mscale(scaling)
-    strange = sorted(set(scaling) - set(SCALINGS[kind]))
+    strange = sorted(set(scaling) - set(SCALINGS[rope_type]))
     if strange:
         raise ValueError(
-            f"config.json: rope type {kind!r} with {schema.format_value(strange)} is not "
-            f"supported: its fields are {', '.join(SCALINGS[kind]) or 'none'}"
+            f"config.json: rope type {rope_type!r} with {schema.format_value(strange)} is not "
+            f"supported: its fields are {', '.join(SCALINGS[rope_type]) or 'none'}"
         )
     # Without an original length transformers takes the one that the model is made for.
-    length = found.stated.get("max_position_embeddings")
-    known = {"original_max_position_embeddings": length} | scaling
-    for field in _REQUIRED[kind]:
-        argument = SCALINGS[kind][field]
-        if known.get(field) is None and argument not in args:
+    length = hf_config.stated.get("max_position_embeddings")
+    all_fields = {"original_max_position_embeddings": length} | scaling
+    for field in _REQUIRED[rope_type]:
+        argument = SCALINGS[rope_type][field]
+        if all_fields.get(field) is None and argument not in args:
             raise ValueError(
-                f"config.json: rope scaling {kind} has no {field!r}: give {flag_name(argument)}"
+                f"config.json: rope scaling {rope_type} has no {field!r}: give "
+                f"{flag_name(argument)}"
             )
-    low = known.get("low_freq_factor")
-    high = known.get("high_freq_factor")
-    if kind == "llama3" and low is not None and high is not None and high <= low:
+    low = all_fields.get("low_freq_factor")
+    high = all_fields.get("high_freq_factor")
+    if rope_type == "llama3" and low is not None and high is not None and high <= low:
         # transformers warns, and computes frequencies without a meaning.
-        wanted = f"more than low_freq_factor = {low} is"
-        raise unsupported("rope_scaling.high_freq_factor", high, wanted)
+        supported = f"more than low_freq_factor = {low} is"
+        raise unsupported("rope_scaling.high_freq_factor", high, supported)
     arguments = {}
-    for field, argument in SCALINGS[kind].items():
-        if known.get(field) is not None:
-            arguments[argument] = known[field]
+    for field, argument in SCALINGS[rope_type].items():
+        if all_fields.get(field) is not None:
+            arguments[argument] = all_fields[field]
     return arguments
 
 
@@ -412,15 +418,15 @@ def _check_mscale(scaling: Json) -> None:
 def _write_scaling(config: TransformerConfig) -> Json | None:
     """Return the field `rope_scaling`; None without scaling."""
     if config.use_rope_scaling:
-        kind = "llama3"
+        rope_type = "llama3"
     elif config.rope_type in ("yarn", "longrope"):
-        kind = config.rope_type
+        rope_type = config.rope_type
     elif config.rotary_stretch != 1.0:
-        kind = "linear"
+        rope_type = "linear"
     else:
         return None
-    scaling: Json = {"rope_type": kind}
-    for field, argument in SCALINGS[kind].items():
+    scaling: Json = {"rope_type": rope_type}
+    for field, argument in SCALINGS[rope_type].items():
         scaling[field] = getattr(config, argument)
     if not scaling.get("mscale_all_dim"):  # transformers takes both or none
         mscale = scaling.pop("mscale", 1.0)
@@ -451,23 +457,23 @@ def two_ropes(*flat: str) -> Rule:
     of 4.x that the family reads; if the local base is one of them, that form is written.
     """
 
-    def read(found: ConfigFields, args: Json) -> Json:
-        nested = found.stated.get("rope_parameters") or {}
-        default = found.defaults.get("rope_parameters") or {}
-        parameters = _read_global_rope(found, nested.get("full_attention") or {})
+    def read(hf_config: ConfigFields, args: Json) -> Json:
+        nested = hf_config.stated.get("rope_parameters") or {}
+        default = hf_config.defaults.get("rope_parameters") or {}
+        parameters = _read_global_rope(hf_config, nested.get("full_attention") or {})
         base = default.get("full_attention", {}).get("rope_theta")
-        base = base or found.defaults.get("rope_theta")
-        result = _read_rope(found, parameters, base, _COMMON_SCALINGS, False, args)
+        base = base or hf_config.defaults.get("rope_theta")
+        result = _read_rope(hf_config, parameters, base, _COMMON_SCALINGS, False, args)
 
         # The second base, if any layer has a window.
         local = _check_local_rope(nested.get("sliding_attention") or {})
         default_base = default.get("sliding_attention", {}).get("rope_theta")
-        local_base = local.get("rope_theta") or found.first(_LOCAL_BASE) or default_base
-        stated_base = found.stated.get("rope_theta")
+        local_base = local.get("rope_theta") or hf_config.first(_LOCAL_BASE) or default_base
+        stated_base = hf_config.stated.get("rope_theta")
         if _LOCAL_BASE not in flat and stated_base not in (None, local_base):
             raise unsupported("rope_theta", stated_base, f"{local_base} is, in every layer")
         result["rotary_base_local"] = None
-        if found.get("sliding_window"):
+        if hf_config.get("sliding_window"):
             result["rotary_base_local"] = float(local_base)
         return result
 
@@ -479,20 +485,20 @@ def two_ropes(*flat: str) -> Rule:
             local = {} if local_base is None else {_LOCAL_BASE: local_base}
             return {"rope_theta": base, "rope_scaling": scaling, **local}
         unscaled = {"rope_type": "default"}
-        kinds = {
+        parameters = {
             "full_attention": {"rope_theta": base, **(scaling or unscaled)},
             "sliding_attention": {"rope_theta": local_base or base, **unscaled},
         }
-        return {"rope_parameters": kinds}
+        return {"rope_parameters": parameters}
 
     fields: dict[str, schema.Check | str] = {name: _FLAT_FIELDS[name] for name in flat}
     fields["rope_parameters"] = _LAYER_ROPES
     return Rule(fields, read, write)
 
 
-def _read_global_rope(found: ConfigFields, nested: Json) -> Json:
+def _read_global_rope(hf_config: ConfigFields, nested: Json) -> Json:
     """Return the parameters of layers without a window, from both generations of config.json."""
-    scaling = found.stated.get("rope_scaling") or {}
+    scaling = hf_config.stated.get("rope_scaling") or {}
     if scaling.get("type", "default") != "default" and not scaling.get("rope_type"):
         # transformers 5 ignores this name here, transformers 4 does not.
         raise ValueError(
@@ -508,13 +514,13 @@ def _read_global_rope(found: ConfigFields, nested: Json) -> Json:
 
 def _check_local_rope(parameters: Json) -> Json:
     """Return the parameters of layers with a window. Raises ValueError if they are scaled."""
-    where = "rope_parameters.sliding_attention"
-    kind = parameters.get("rope_type") or parameters.get("type") or "default"
-    if kind != "default":
-        raise unsupported(f"{where}.rope_type", kind, "default is")
+    field = "rope_parameters.sliding_attention"
+    rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
+    if rope_type != "default":
+        raise unsupported(f"{field}.rope_type", rope_type, "default is")
     fraction = parameters.get("partial_rotary_factor") or 1.0
     if fraction != 1.0:
-        raise unsupported(f"{where}.partial_rotary_factor", fraction, "1.0 is")
+        raise unsupported(f"{field}.partial_rotary_factor", fraction, "1.0 is")
     return parameters
 
 
@@ -525,10 +531,10 @@ _COMMON_ROPE = rope()
 _SCALING_ARGUMENTS = ("use_rope_scaling", "rotary_seq_len_interpolation_factor")
 
 
-def _read_layer_bases(found: ConfigFields, args: Json) -> Json:
+def _read_layer_bases(hf_config: ConfigFields, args: Json) -> Json:
     """Return the arguments of a rope with bases by layer; those of the windows are in `args`."""
-    result = _COMMON_ROPE.read(found, args) | {"no_rope_freq": None, "rotary_base_local": None}
-    bases = found.first(_LAYER_BASES)
+    result = _COMMON_ROPE.read(hf_config, args) | {"no_rope_freq": None, "rotary_base_local": None}
+    bases = hf_config.first(_LAYER_BASES)
     if bases is None:
         return result
     if len(bases) != args["num_layers"]:
@@ -541,8 +547,8 @@ def _read_layer_bases(found: ConfigFields, args: Json) -> Json:
         if base:
             (local_bases if has_window else global_bases).add(float(base))
     if len(global_bases) > 1 or len(local_bases) > 1:
-        wanted = "one base for layers with a window and one for the others are"
-        raise unsupported(_LAYER_BASES, bases, wanted)
+        supported = "one base for layers with a window and one for the others are"
+        raise unsupported(_LAYER_BASES, bases, supported)
     if len(global_bases | local_bases) > 1:
         is_scaled = any(result.get(name) for name in _SCALING_ARGUMENTS)
         if is_scaled or result["rope_type"] != "rope":
@@ -584,11 +590,11 @@ LAYER_BASES = Rule(
 # Granite 4 has RoPE if this field states it, and otherwise no position embeddings.
 
 
-def _read_switched_rope(found: ConfigFields, args: Json) -> Json:
-    kind = found.get("position_embedding_type")
-    if kind not in ("rope", "nope", None):
-        raise unsupported("position_embedding_type", kind, "rope and nope are")
-    return {"position_embedding_type": "rope" if kind == "rope" else "none"}
+def _read_switched_rope(hf_config: ConfigFields, args: Json) -> Json:
+    embedding_type = hf_config.get("position_embedding_type")
+    if embedding_type not in ("rope", "nope", None):
+        raise unsupported("position_embedding_type", embedding_type, "rope and nope are")
+    return {"position_embedding_type": "rope" if embedding_type == "rope" else "none"}
 
 
 def _write_switched_rope(config: TransformerConfig) -> Json:
@@ -605,17 +611,19 @@ SWITCHED_ROPE = Rule(
 # Hunyuan's scaling "dynamic" with `alpha` replaces the base, for sequences of any length.
 
 
-def _read_hunyuan_rope(found: ConfigFields, args: Json) -> Json:
-    parameters = found.stated.get("rope_scaling") or found.stated.get("rope_parameters") or {}
+def _read_hunyuan_rope(hf_config: ConfigFields, args: Json) -> Json:
+    parameters = (
+        hf_config.stated.get("rope_scaling") or hf_config.stated.get("rope_parameters") or {}
+    )
     alpha = parameters.get(_ALPHA)
-    kind = parameters.get("rope_type") or parameters.get("type")
-    if kind != "dynamic" or not alpha:
-        return _COMMON_ROPE.read(found, args)
+    rope_type = parameters.get("rope_type") or parameters.get("type")
+    if rope_type != "dynamic" or not alpha:
+        return _COMMON_ROPE.read(hf_config, args)
     # The rope without scaling; all other parameters have no effect.
     bases = {name: value for name, value in parameters.items() if name == "rope_theta"}
-    stated = _leave_out(found.stated, ("rope_scaling", "rope_parameters"))
+    stated = _leave_out(hf_config.stated, ("rope_scaling", "rope_parameters"))
     stated["rope_parameters"] = bases | {"rope_type": "default"}
-    result = _COMMON_ROPE.read(ConfigFields(stated, found.defaults), args)
+    result = _COMMON_ROPE.read(ConfigFields(stated, hf_config.defaults), args)
     head_dim = _get_head_dim(args)
     result["rotary_base"] *= float(alpha) ** (head_dim / (head_dim - 2))
     return result
@@ -633,17 +641,17 @@ _SCALING_FIELDS = ("rope_scaling", "rope_parameters")
 def with_sections(rule: Rule) -> Rule:
     """Return the rule of a rope for the language model of a wrapper, which may have sections."""
 
-    def read(found: ConfigFields, args: Json) -> Json:
-        stated = dict(found.stated)
+    def read(hf_config: ConfigFields, args: Json) -> Json:
+        stated = dict(hf_config.stated)
         for field in _SCALING_FIELDS:
             if stated.get(field):
                 parameters = _leave_out(stated[field], _SECTIONS)
                 for name in _TYPE_FIELDS:
                     if name in parameters:
-                        kind = parameters[name]
-                        parameters[name] = _SECTIONED_TYPES.get(kind, kind)
+                        rope_type = parameters[name]
+                        parameters[name] = _SECTIONED_TYPES.get(rope_type, rope_type)
                 stated[field] = parameters
-        return rule.read(ConfigFields(stated, found.defaults), args)
+        return rule.read(ConfigFields(stated, hf_config.defaults), args)
 
     def update(imported: Json, config: TransformerConfig) -> Json:
         sections = {}

@@ -44,10 +44,10 @@ class Rule(NamedTuple):
     list_unused: Callable[[ConfigFields, Json], Json] = lambda fields, args: {}
 
 
-def unsupported(field: str, value: Any, wanted: str) -> ValueError:
-    """Return the error for a value that no model of ours has; `wanted` ends with its verb."""
+def unsupported(field: str, value: Any, supported: str) -> ValueError:
+    """Return the error for a value that no model of ours has; `supported` ends with its verb."""
     return ValueError(
-        f"config.json: {field} = {schema.format_value(value)} is not supported, only {wanted}"
+        f"config.json: {field} = {schema.format_value(value)} is not supported, only {supported}"
     )
 
 
@@ -57,10 +57,10 @@ def copied(argument: str, *fields: str, required: bool = False) -> Rule:
     A `required` field defines the model, so its default is not used, and is not 0.
     """
 
-    def read(found: ConfigFields, args: Json) -> Json:
-        if required and not found.states(*fields) and argument not in args:
+    def read(hf_config: ConfigFields, args: Json) -> Json:
+        if required and not hf_config.states(*fields) and argument not in args:
             raise ValueError(f"config.json has no {fields[0]!r}: give {flag_name(argument)}")
-        value = found.first(*fields)
+        value = hf_config.first(*fields)
         if required and value == 0:
             raise unsupported(fields[0], 0, "1 or more is")
         return {argument: value}
@@ -77,8 +77,8 @@ def copied(argument: str, *fields: str, required: bool = False) -> Rule:
 def nullable(argument: str) -> Rule:
     """Copy the value of an argument of the same name; null means None, not the default."""
 
-    def read(found: ConfigFields, args: Json) -> Json:
-        return {argument: found.get(argument)}
+    def read(hf_config: ConfigFields, args: Json) -> Json:
+        return {argument: hf_config.get(argument)}
 
     def write(config: TransformerConfig) -> Json:
         return {argument: getattr(config, argument)}
@@ -89,8 +89,8 @@ def nullable(argument: str) -> Rule:
 def opposite(argument: str, *fields: str) -> Rule:
     """Map a switch to an argument with the opposite value. Of several names the last is written."""
 
-    def read(found: ConfigFields, args: Json) -> Json:
-        return {argument: not found.first(*fields)}
+    def read(hf_config: ConfigFields, args: Json) -> Json:
+        return {argument: not hf_config.first(*fields)}
 
     def write(config: TransformerConfig) -> Json:
         return {fields[-1]: not getattr(config, argument)}
@@ -101,8 +101,8 @@ def opposite(argument: str, *fields: str) -> Rule:
 def reciprocal(argument: str, field: str) -> Rule:
     """Map a factor to an argument that divides."""
 
-    def read(found: ConfigFields, args: Json) -> Json:
-        return {argument: 1.0 / found.first(field)}
+    def read(hf_config: ConfigFields, args: Json) -> Json:
+        return {argument: 1.0 / hf_config.first(field)}
 
     def write(config: TransformerConfig) -> Json:
         return {field: 1.0 / getattr(config, argument)}
@@ -113,8 +113,8 @@ def reciprocal(argument: str, field: str) -> Rule:
 def root_scale(field: str) -> Rule:
     """Map the switch of a factor sqrt(hidden_size) of word embeddings."""
 
-    def read(found: ConfigFields, args: Json) -> Json:
-        factor = math.sqrt(args["hidden_size"]) if found.first(field) else 1.0
+    def read(hf_config: ConfigFields, args: Json) -> Json:
+        factor = math.sqrt(args["hidden_size"]) if hf_config.first(field) else 1.0
         return {"embedding_multiplier": factor}
 
     def write(config: TransformerConfig) -> Json:
@@ -129,9 +129,9 @@ def fixed(field: str, *values: Any, written: bool = False) -> Rule:
     The first value is the default where transformers declares none, and the one that is written.
     """
 
-    def read(found: ConfigFields, args: Json) -> Json:
-        value = found.get(field)
-        is_missing = value is None and found.defaults.get(field) is None
+    def read(hf_config: ConfigFields, args: Json) -> Json:
+        value = hf_config.get(field)
+        is_missing = value is None and hf_config.defaults.get(field) is None
         if not is_missing and value not in values:
             raise unsupported(field, value, f"{values[0]!r} is")
         return {}
@@ -149,20 +149,20 @@ def always(**fields: Any) -> list[Rule]:
 
 def implied(**arguments: Any) -> Rule:
     """Set arguments that all models of the family have. config.json has no field for them."""
-    return Rule({}, lambda found, args: arguments)
+    return Rule({}, lambda hf_config, args: arguments)
 
 
 def repeated(**fields: Check) -> Rule:
     """Repeat fields that our model does not have. They describe tensors that it does not have."""
-    return Rule(fields, lambda found, args: {}, repeated=tuple(fields))
+    return Rule(fields, lambda hf_config, args: {}, repeated=tuple(fields))
 
 
 def feed_forward(field: str, free: bool) -> Rule:
     """Map `n_inner` of GPT-2, for which null means 4h; BLOOM always has 4h."""
 
-    def read(found: ConfigFields, args: Json) -> Json:
+    def read(hf_config: ConfigFields, args: Json) -> Json:
         size = 4 * args["hidden_size"]
-        inner = found.get(field)
+        inner = hf_config.get(field)
         if inner not in (None, size) and not free:
             raise unsupported(field, inner, f"4 * hidden_size = {size} is")
         return {"ffn_hidden_size": inner or size}
@@ -173,8 +173,8 @@ def feed_forward(field: str, free: bool) -> Rule:
     return Rule({field: "ffn_hidden_size"}, read, write)
 
 
-def _check_embedding_width(found: ConfigFields, args: Json) -> Json:
-    width = found.get("word_embed_proj_dim")
+def _check_embedding_width(hf_config: ConfigFields, args: Json) -> Json:
+    width = hf_config.get("word_embed_proj_dim")
     if width not in (None, args["hidden_size"]):
         raise unsupported("word_embed_proj_dim", width, f"hidden_size = {args['hidden_size']} is")
     return {}
@@ -184,11 +184,11 @@ def _check_embedding_width(found: ConfigFields, args: Json) -> Json:
 EMBEDDING_WIDTH = Rule({"word_embed_proj_dim": "hidden_size"}, _check_embedding_width)
 
 
-def _check_projections(found: ConfigFields, args: Json) -> Json:
-    num_parts = found.first("pretraining_tp")
-    if found.first("slow_but_exact") and num_parts > 1:
-        wanted = f"False is with pretraining_tp = {num_parts}"
-        raise unsupported("slow_but_exact", True, wanted)
+def _check_projections(hf_config: ConfigFields, args: Json) -> Json:
+    num_parts = hf_config.first("pretraining_tp")
+    if hf_config.first("slow_but_exact") and num_parts > 1:
+        supported = f"False is with pretraining_tp = {num_parts}"
+        raise unsupported("slow_but_exact", True, supported)
     return {}
 
 
@@ -201,13 +201,13 @@ INEXACT_PROJECTIONS = Rule(
 _LFM2_WIDTH = ("block_ff_dim", "intermediate_size")
 
 
-def _read_adjusted_width(found: ConfigFields, args: Json) -> Json:
-    size = found.first(*_LFM2_WIDTH)
-    if found.first("block_auto_adjust_ff_dim"):
+def _read_adjusted_width(hf_config: ConfigFields, args: Json) -> Json:
+    size = hf_config.first(*_LFM2_WIDTH)
+    if hf_config.first("block_auto_adjust_ff_dim"):
         size = int(2 * size / 3)
-        factor = found.get("block_ffn_dim_multiplier")
+        factor = hf_config.get("block_ffn_dim_multiplier")
         if factor is not None:
-            multiple = found.first("block_multiple_of")
+            multiple = hf_config.first("block_multiple_of")
             size = -(-int(factor * size) // multiple) * multiple
     return {"ffn_hidden_size": size}
 
@@ -236,14 +236,14 @@ def dropout(residual: str, embedding: str) -> Rule:
     an export, reported and otherwise without effect.
     """
 
-    def read(found: ConfigFields, args: Json) -> Json:
-        return {"hidden_dropout": found.first(residual)}
+    def read(hf_config: ConfigFields, args: Json) -> Json:
+        return {"hidden_dropout": hf_config.first(residual)}
 
     def write(config: TransformerConfig) -> Json:
         return dict.fromkeys((residual, embedding), config.hidden_dropout)
 
-    def list_unused(found: ConfigFields, args: Json) -> Json:
-        probability = found.first(embedding) or 0.0
+    def list_unused(hf_config: ConfigFields, args: Json) -> Json:
+        probability = hf_config.first(embedding) or 0.0
         return {} if probability == args["hidden_dropout"] else {embedding: probability}
 
     fields = (residual, embedding)
@@ -251,12 +251,14 @@ def dropout(residual: str, embedding: str) -> Rule:
     return Rule(checks, read, write, repeated=fields, list_unused=list_unused)
 
 
-def _list_lost_training(found: ConfigFields, args: Json) -> Json:
-    return {name: found.stated[name] for name in LOST_TRAINING.split() if found.stated.get(name)}
+def _list_lost_training(hf_config: ConfigFields, args: Json) -> Json:
+    return {
+        name: hf_config.stated[name] for name in LOST_TRAINING.split() if hf_config.stated.get(name)
+    }
 
 
 # Layers that are skipped at random, other dropouts, and losses of experts.
-_LOST_TRAINING = Rule({}, lambda found, args: {}, list_unused=_list_lost_training)
+_LOST_TRAINING = Rule({}, lambda hf_config, args: {}, list_unused=_list_lost_training)
 
 
 QKV = ".self_attention.linear_qkv."
@@ -264,33 +266,33 @@ ATTENTION = ".self_attention."
 MLP = ".mlp."
 
 
-def biases(**parts: str) -> Rule:
+def biases(**modules: str) -> Rule:
     """Map switches of biases; each field is the part of a layer that has them.
 
     The model has one argument for q, k and v alone, and one for all linear layers. A model that has
     only some of them is read as if it had all, the others being zero.
     """
 
-    def read(found: ConfigFields, args: Json) -> Json:
+    def read(hf_config: ConfigFields, args: Json) -> Json:
         # A missing field has the default of transformers.
-        enabled = {part for field, part in parts.items() if found.first(field)}
+        enabled = {module for field, module in modules.items() if hf_config.first(field)}
         return {"add_bias_linear": bool(enabled - {QKV}), "add_qkv_bias": enabled == {QKV}}
 
     def write(config: TransformerConfig) -> Json:
         fields = {}
-        for field, part in parts.items():
-            fields[field] = config.has_qkv_bias if part == QKV else config.add_bias_linear
+        for field, module in modules.items():
+            fields[field] = config.has_qkv_bias if module == QKV else config.add_bias_linear
         return fields
 
-    fields = tuple(parts)
-    return Rule(dict.fromkeys(fields, boolean), read, write, repeated=fields, biased_parts=parts)
+    fields = tuple(modules)
+    return Rule(dict.fromkeys(fields, boolean), read, write, repeated=fields, biased_parts=modules)
 
 
-def _read_common_biases(found: ConfigFields, args: Json) -> Json:
-    attention = found.first("attention_bias", "qkv_bias")
-    mlp = found.first("mlp_bias", "bias")
+def _read_common_biases(hf_config: ConfigFields, args: Json) -> Json:
+    attention = hf_config.first("attention_bias", "qkv_bias")
+    mlp = hf_config.first("mlp_bias", "bias")
     for name in _BIAS_NAMES:
-        stated = found.stated.get(name)
+        stated = hf_config.stated.get(name)
         if attention != mlp or stated not in (None, attention):
             raise unsupported(name, stated, f"the same value as of {', '.join(_BIAS_NAMES)} is")
     return {"add_bias_linear": attention, "add_qkv_bias": False}
@@ -305,8 +307,8 @@ _BIAS_NAMES = ("attention_bias", "mlp_bias", "qkv_bias", "bias")
 COMMON_BIASES = Rule(dict.fromkeys(_BIAS_NAMES, boolean), _read_common_biases, _write_common_biases)
 
 
-def _read_post_norm(found: ConfigFields, args: Json) -> Json:
-    return {"norm_placement": "both" if found.first("use_post_norm") else "pre"}
+def _read_post_norm(hf_config: ConfigFields, args: Json) -> Json:
+    return {"norm_placement": "both" if hf_config.first("use_post_norm") else "pre"}
 
 
 def _write_post_norm(config: TransformerConfig) -> Json:
@@ -327,13 +329,13 @@ def gelu(field: str, relu: bool = False) -> Rule:
     With `relu` the field may also name ReLU.
     """
 
-    def read(found: ConfigFields, args: Json) -> Json:
-        name = found.first(field)
+    def read(hf_config: ConfigFields, args: Json) -> Json:
+        name = hf_config.first(field)
         if relu and name == "relu":
             return {"swiglu": False, "relu": True}
         if name not in TANH_GELU + _EXACT_GELU:
-            wanted = "gelu_new (the tanh approximation) and gelu (exact) are"
-            raise unsupported(field, name, wanted)
+            supported = "gelu_new (the tanh approximation) and gelu (exact) are"
+            raise unsupported(field, name, supported)
         is_tanh = name in TANH_GELU
         # The first is enough in a model with biases, the second in any.
         return {"swiglu": False, "bias_gelu_fusion": is_tanh, "openai_gelu": is_tanh}
@@ -349,9 +351,9 @@ def gelu(field: str, relu: bool = False) -> Rule:
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
-def _read_precision(found: ConfigFields, args: Json) -> Json:
+def _read_precision(hf_config: ConfigFields, args: Json) -> Json:
     """Read `dtype` (5.x) or `torch_dtype` (4.x); without them the stored tensors decide."""
-    stated = found.stated.get("dtype") or found.stated.get("torch_dtype") or "auto"
+    stated = hf_config.stated.get("dtype") or hf_config.stated.get("torch_dtype") or "auto"
     name = str(stated).removeprefix("torch.")
     if name == "auto":
         return {}
@@ -366,9 +368,9 @@ def _write_precision(config: TransformerConfig) -> Json:
     return {"torch_dtype": str(config.params_dtype).removeprefix("torch.")}
 
 
-def _read_initialization(found: ConfigFields, args: Json) -> Json:
+def _read_initialization(hf_config: ConfigFields, args: Json) -> Json:
     """Read the standard deviation of initial weights, which some families compute if it is null."""
-    value = found.first("initializer_range")
+    value = hf_config.first("initializer_range")
     return {} if value is None else {"init_method_std": value}
 
 

@@ -108,7 +108,7 @@ def _make_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _read_box(stored: FileTensor, offset: Shape, shape: Shape) -> torch.Tensor:
+def _read_box(tensor: FileTensor, offset: Shape, shape: Shape) -> torch.Tensor:
     """Return a box of a tensor.
 
     The file is opened for each read: a model may have more shards than a process may have open
@@ -116,18 +116,18 @@ def _read_box(stored: FileTensor, offset: Shape, shape: Shape) -> torch.Tensor:
     """
     # Whole rows are contiguous.
     first = offset[0] if offset else 0
-    row_shape = stored.shape[1:]
+    row_shape = tensor.shape[1:]
     row_size = math.prod(row_shape)
     if shape[1:] == row_shape:
-        return stored.read_flat(first * row_size, math.prod(shape)).view(shape)
+        return tensor.read_flat(first * row_size, math.prod(shape)).view(shape)
 
     # Read blocks of whole rows and keep the columns: one large read beats many small ones.
-    result = torch.empty(shape, dtype=stored.dtype)
-    rows_per_block = max(1, _BLOCK // (row_size * stored.dtype.itemsize))
-    for part in result.split(rows_per_block):
-        num_rows = len(part)
-        block = stored.read_flat(first * row_size, num_rows * row_size).view(num_rows, *row_shape)
-        part.copy_(narrow(block, (0, *offset[1:]), (num_rows, *shape[1:])))
+    result = torch.empty(shape, dtype=tensor.dtype)
+    rows_per_block = max(1, _BLOCK // (row_size * tensor.dtype.itemsize))
+    for rows in result.split(rows_per_block):
+        num_rows = len(rows)
+        block = tensor.read_flat(first * row_size, num_rows * row_size).view(num_rows, *row_shape)
+        rows.copy_(narrow(block, (0, *offset[1:]), (num_rows, *shape[1:])))
         first += num_rows
     return result
 
@@ -203,10 +203,10 @@ class SafetensorsWriter:
     def __enter__(self) -> SafetensorsWriter:
         return self
 
-    def __exit__(self, kind: object, *rest: object) -> None:
+    def __exit__(self, error_type: object, *details: object) -> None:
         is_complete = not self._missing
-        assert kind is not None or is_complete, (
+        assert error_type is not None or is_complete, (
             f"{self._missing} bytes of {self._path} were not written"
         )
-        if kind is None and self._upload is not None:
+        if error_type is None and self._upload is not None:
             self._upload.close()

@@ -27,19 +27,19 @@ def open_model(content: bytes) -> SentencePieceProcessor:
     return sentencepiece.SentencePieceProcessor(model_proto=content)
 
 
-def check_model(content: bytes, where: str) -> None:
+def check_model(content: bytes, location: str) -> None:
     """Raise CheckpointError unless `content` is a SentencePiece model with finite scores."""
     import sentencepiece  # here, because other tokenizers do not need it
 
     try:
         processor = sentencepiece.SentencePieceProcessor(model_proto=content)
     except (OSError, RuntimeError) as error:
-        raise CheckpointError(f"{where} is not a SentencePiece model") from error
-    for number in range(processor.vocab_size()):
-        score = processor.get_score(number)
+        raise CheckpointError(f"{location} is not a SentencePiece model") from error
+    for token_id in range(processor.vocab_size()):
+        score = processor.get_score(token_id)
         if not math.isfinite(score):
             raise CheckpointError(
-                f"{where}: piece {number} has score {score}: scores must be finite, so this "
+                f"{location}: piece {token_id} has score {score}: scores must be finite, so this "
                 "SentencePiece model is damaged"
             )
 
@@ -55,7 +55,7 @@ def make_tokenizer(
     import tokenizers  # here, because other tokenizers do not need it
 
     count = processor.vocab_size()
-    scores = [processor.get_score(number) for number in range(count)]
+    scores = [processor.get_score(token_id) for token_id in range(count)]
     # Scores of a BPE model are whole numbers that count down from 0 in the order of the merges.
     if not all(score.is_integer() for score in scores):
         return None
@@ -66,14 +66,14 @@ def make_tokenizer(
     has_prefix = normalized != unchanged
 
     # Model: pieces and merges.
-    pieces = [processor.id_to_piece(number) for number in range(count)]
-    numbers = {piece: number for number, piece in enumerate(pieces)}
+    tokens = [processor.id_to_piece(token_id) for token_id in range(count)]
+    token_ids = {token: token_id for token_id, token in enumerate(tokens)}
     bpe = tokenizers.models.BPE(
-        numbers,
-        _make_merges(numbers, scores),
-        unk_token=pieces[processor.unk_id()],
+        token_ids,
+        _make_merges(token_ids, scores),
+        unk_token=tokens[processor.unk_id()],
         fuse_unk=True,
-        byte_fallback=any(processor.is_byte(number) for number in range(count)),
+        byte_fallback=any(processor.is_byte(token_id) for token_id in range(count)),
     )
     tokenizer = tokenizers.Tokenizer(bpe)
 
@@ -92,20 +92,20 @@ def make_tokenizer(
 
     # Special pieces.
     special = []
-    for number, piece in enumerate(pieces):
-        if processor.is_control(number) or processor.is_unknown(number):
-            special.append(tokenizers.AddedToken(piece, normalized=False, special=True))
+    for token_id, token in enumerate(tokens):
+        if processor.is_control(token_id) or processor.is_unknown(token_id):
+            special.append(tokenizers.AddedToken(token, normalized=False, special=True))
     tokenizer.add_special_tokens(special)
     return tokenizer
 
 
-def _make_merges(numbers: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
+def _make_merges(token_ids: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
     """Return every way to make a piece of two others, best pieces first."""
     ranks: dict[tuple[str, str], tuple[float, int, int]] = {}
-    for piece, number in numbers.items():
-        for cut in range(1, len(piece)):
-            left = piece[:cut]
-            right = piece[cut:]
-            if left in numbers and right in numbers:
-                ranks[left, right] = (-scores[number], numbers[left], numbers[right])
+    for token, token_id in token_ids.items():
+        for cut in range(1, len(token)):
+            left = token[:cut]
+            right = token[cut:]
+            if left in token_ids and right in token_ids:
+                ranks[left, right] = (-scores[token_id], token_ids[left], token_ids[right])
     return sorted(ranks, key=lambda merge: ranks[merge])

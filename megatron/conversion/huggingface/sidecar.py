@@ -57,9 +57,9 @@ def open_sidecar(directory: Path) -> Sidecar | None:
     if not (directory / _STATE).exists():
         return None
     # Read the JSON part, which names the other files.
-    where = str(directory / _STATE)
-    state = _SCHEMA(read_json(directory / _STATE), where)
-    paths = [named_file(directory, name, where) for name in state["files"]]
+    location = str(directory / _STATE)
+    state = _SCHEMA(read_json(directory / _STATE), location)
+    paths = [named_file(directory, name, location) for name in state["files"]]
     missing = [path.name for path in paths if not path.exists()]
     if missing:
         raise ValueError(
@@ -103,8 +103,8 @@ def collect_optimizer_tensors(source: Source, parameters: Mapping[str, Shape]) -
                     f"{source.description} has no {key}: --save-optim-sidecar needs the optimizer "
                     "state"
                 )
-            part = StoredParameter(key, (), shape, (key,), map_unchanged(shape[0]))
-            tensors.append(Outgoing(source, source_key, part, torch.float32))
+            state_tensor = StoredParameter(key, (), shape, (key,), map_unchanged(shape[0]))
+            tensors.append(Outgoing(source, source_key, state_tensor, torch.float32))
     return tensors
 
 

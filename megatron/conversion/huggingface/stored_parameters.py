@@ -84,14 +84,14 @@ def stored_parameters(
         match = _KEY.fullmatch(_number_prediction_layer(key, config))
         if match is None or match[2] not in rows:
             continue
-        layer, module, kind = match.groups()
+        layer, module, suffix_key = match.groups()
         row = rows[module]
-        if kind == "bias" and not row.biased:
+        if suffix_key == "bias" and not row.biased:
             continue
         prefix = ""
         if layer is not None:
             prefix = f"{layers}{layer}."
-        suffix = row.suffixes.get(kind, kind)
+        suffix = row.suffixes.get(suffix_key, suffix_key)
 
         # One tensor for all experts, with the rows of the model.
         if row.fused is not None and has(prefix + row.fused):
@@ -110,22 +110,22 @@ def stored_parameters(
                 names,
                 row_map,
                 is_transposed,
-                is_scalar=kind in row.scalars,
+                is_scalar=suffix_key in row.scalars,
                 is_single_row=row.single_rows,
                 skips_rows=row.skipped_rows > 0,
             )
             continue
 
         # Experts: the first dimension of the model's parameter counts them.
-        num_experts, *rest = shape
-        row_map = _make_row_map(row, rest[0], config)
-        is_transposed = row.transposed and len(rest) == 2
+        num_experts, *matrix_shape = shape
+        row_map = _make_row_map(row, matrix_shape[0], config)
+        is_transposed = row.transposed and len(matrix_shape) == 2
         packed = num_experts if row.packed else None
         for expert in range(num_experts):
             templates = (f"{prefix}{name}{suffix}" for name in row.names)
             names = tuple(name.replace("{e}", str(expert)) for name in templates)
             yield StoredParameter(
-                key, (expert,), tuple(rest), names, row_map, is_transposed, packed
+                key, (expert,), tuple(matrix_shape), names, row_map, is_transposed, packed
             )
 
 

@@ -56,20 +56,20 @@ class StoredWeights:
         self.shapes = model_tensors(config)
         # Key -> its stored tensors: one, or one per expert.
         self._parts: dict[str, list[StoredParameter]] = defaultdict(list)
-        parts = stored_parameters(
+        parameters = stored_parameters(
             self.shapes, family.select_rows(config), family.layers, config, self._contains
         )
-        for part in parts:
-            if self._is_stored(part):
-                part = self._find_orientation(part)
-                self._check_shapes(part)
-                self._parts[part.key].append(part)
+        for parameter in parameters:
+            if self._is_stored(parameter):
+                parameter = self._find_orientation(parameter)
+                self._check_shapes(parameter)
+                self._parts[parameter.key].append(parameter)
         self._copies: list[StoredParameter] = []
-        for part in copied_parameters(self.shapes, family.layers, config):
-            if all(map(self._contains, part.names)):
-                self._check_shapes(part)
-                self._check_copy(part)
-                self._copies.append(part)
+        for parameter in copied_parameters(self.shapes, family.layers, config):
+            if all(map(self._contains, parameter.names)):
+                self._check_shapes(parameter)
+                self._check_copy(parameter)
+                self._copies.append(parameter)
         self.default_dtype = self.dtype_of(WORD_EMBEDDINGS)
         if is_tied:
             self._check_tied_head()
@@ -83,48 +83,48 @@ class StoredWeights:
         if key not in self._parts:
             return self.default_dtype
         dtypes = set()
-        for part in self._parts[key]:
-            for name in part.names:
+        for parameter in self._parts[key]:
+            for name in parameter.names:
                 dtypes.add(self._stored(name).dtype)
         return reduce(torch.promote_types, dtypes)
 
     def find_unused(self) -> list[str]:
         """Return the names of stored tensors that are not part of the model."""
         used: set[str] = set()
-        for parts in [*self._parts.values(), self._copies]:
-            for part in parts:
-                used.update(map(self._name, part.names))
+        for parameters in [*self._parts.values(), self._copies]:
+            for parameter in parameters:
+                used.update(map(self._name, parameter.names))
         return sorted(set(self._files) - used)
 
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
         """Return a box of a parameter in its stored dtype."""
         if key not in self._parts:
             return torch.zeros(shape, dtype=self.default_dtype)
-        parts = self._parts[key]
-        if not parts[0].lead:
-            return self._read_part(parts[0], offset, shape)
+        parameters = self._parts[key]
+        if not parameters[0].lead:
+            return self._read_part(parameters[0], offset, shape)
         # The first axis is that of the experts.
         first = offset[0]
         last = first + shape[0]
         experts = []
-        for part in parts[first:last]:
-            experts.append(self._read_part(part, offset[1:], shape[1:]))
+        for parameter in parameters[first:last]:
+            experts.append(self._read_part(parameter, offset[1:], shape[1:]))
         return torch.stack(experts)
 
-    def _read_part(self, part: StoredParameter, offset: Shape, shape: Shape) -> torch.Tensor:
+    def _read_part(self, parameter: StoredParameter, offset: Shape, shape: Shape) -> torch.Tensor:
         """Return a box of a parameter, or of the matrix of one expert."""
         # Index of the expert in a stored tensor that contains all of them.
         lead: Shape = ()
-        if part.packed is not None:
-            lead = part.lead
+        if parameter.packed is not None:
+            lead = parameter.lead
 
         def read_box(source: int, start: Shape, extent: Shape) -> torch.Tensor:
-            stored = self._stored(part.names[source])
-            if part.is_scalar:
-                return stored.read((), ()).view(extent)
-            if part.is_single_row:
-                return stored.read((0, *start), (1, *extent)).view(extent)
-            box = stored.read(lead + start, (1,) * len(lead) + extent)
+            tensor = self._stored(parameter.names[source])
+            if parameter.is_scalar:
+                return tensor.read((), ()).view(extent)
+            if parameter.is_single_row:
+                return tensor.read((0, *start), (1, *extent)).view(extent)
+            box = tensor.read(lead + start, (1,) * len(lead) + extent)
             return box.view(extent)
 
         def read_rows(source: int, first: int, count: int) -> torch.Tensor:
@@ -132,16 +132,16 @@ class StoredWeights:
 
         first = offset[0]
         last = first + shape[0]
-        if not part.transposed:
-            return unpack_rows(part.row_map, first, last, read_rows).contiguous()
+        if not parameter.transposed:
+            return unpack_rows(parameter.row_map, first, last, read_rows).contiguous()
         # Rows of the model are columns of the file. Read them once, not once per run.
-        columns = self._stored(part.names[0]).shape[-1]
+        columns = self._stored(parameter.names[0]).shape[-1]
         transposed = read_box(0, (offset[1], 0), (shape[1], columns)).t()
 
         def select_rows(_: int, start: int, count: int) -> torch.Tensor:
             return transposed[start : start + count]
 
-        return unpack_rows(part.row_map, first, last, select_rows).contiguous()
+        return unpack_rows(parameter.row_map, first, last, select_rows).contiguous()
 
     def _name(self, name: str) -> str:
         """Return the name that a tensor of a row has in these files."""
@@ -153,11 +153,11 @@ class StoredWeights:
     def _stored(self, name: str) -> Stored:
         return self._files[self._name(name)]
 
-    def _is_stored(self, part: StoredParameter) -> bool:
+    def _is_stored(self, parameter: StoredParameter) -> bool:
         """Return False for a bias that is switched off. Raises ValueError for a missing tensor."""
-        if part.is_bias and any(name in part.key for name in self._zero_biases):
+        if parameter.is_bias and any(name in parameter.key for name in self._zero_biases):
             return False
-        missing = [self._name(name) for name in part.names if not self._contains(name)]
+        missing = [self._name(name) for name in parameter.names if not self._contains(name)]
         if missing:
             raise ValueError(
                 f"{self._directory}: the weights lack {', '.join(missing)}, which config.json "
@@ -174,28 +174,32 @@ class StoredWeights:
                 return f"{name} is in them: add --rename '{wrapper}*=*'"
         return f"they have e.g. {min(self._files, default='no tensors')}"
 
-    def _find_orientation(self, part: StoredParameter) -> StoredParameter:
+    def _find_orientation(self, parameter: StoredParameter) -> StoredParameter:
         """Return the part as it is stored: some releases do not transpose packed experts."""
-        if part.packed is None or not part.transposed:
-            return part
-        other = replace(part, transposed=False)
-        shapes = [self._stored(name).shape for name in part.names]
-        return other if shapes == other.stored_shapes() != part.stored_shapes() else part
+        if parameter.packed is None or not parameter.transposed:
+            return parameter
+        untransposed = replace(parameter, transposed=False)
+        shapes = [self._stored(name).shape for name in parameter.names]
+        return (
+            untransposed
+            if shapes == untransposed.stored_shapes() != parameter.stored_shapes()
+            else parameter
+        )
 
-    def _check_shapes(self, part: StoredParameter) -> None:
+    def _check_shapes(self, parameter: StoredParameter) -> None:
         """Raise ValueError for a tensor of another dtype or shape than config.json implies."""
-        for name, expected in zip(part.names, part.stored_shapes(), strict=True):
-            found = self._stored(name)
-            if not found.dtype.is_floating_point or found.dtype.itemsize == 1:
+        for name, expected in zip(parameter.names, parameter.stored_shapes(), strict=True):
+            tensor = self._stored(name)
+            if not tensor.dtype.is_floating_point or tensor.dtype.itemsize == 1:
                 raise ValueError(
-                    f"{self._directory}: {self._name(name)} has dtype {found.dtype}: weights must "
+                    f"{self._directory}: {self._name(name)} has dtype {tensor.dtype}: weights must "
                     "be floating point, of 16 bits or more unless quantization_config specifies "
                     "their scales"
                 )
             # The shapes that config.json implies are those of the model that will be built.
-            if found.shape != expected:
+            if tensor.shape != expected:
                 raise ValueError(
-                    f"{self._directory}: {self._name(name)} has shape {list(found.shape)}, but "
+                    f"{self._directory}: {self._name(name)} has shape {list(tensor.shape)}, but "
                     f"config.json makes it {list(expected)}: config.json and weights are of "
                     "different models"
                 )
@@ -204,10 +208,10 @@ class StoredWeights:
         """Refuse a copy of the embedding or the output matrix that differs: it would be lost."""
         (original,) = self._parts[copy.key]
         (name,) = copy.names
-        stored = self._stored(name)
-        for offset, shape in cut_rows(copy.shape, stored.dtype.itemsize, _BLOCK):
+        tensor = self._stored(name)
+        for offset, shape in cut_rows(copy.shape, tensor.dtype.itemsize, _BLOCK):
             rows = self._read_part(original, offset, shape)
-            if not torch.equal(stored.read(offset, shape), rows):
+            if not torch.equal(tensor.read(offset, shape), rows):
                 raise ValueError(
                     f"{self._directory}: {self._name(name)} differs from "
                     f"{self._name(original.names[0])}, which layers for multi-token prediction "

@@ -29,13 +29,13 @@ _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _TOKEN = schema.integer(-1, 2**31 - 1)
 
 
-def _check_token_ids(value: Any, where: str) -> Any:
+def _check_token_ids(value: Any, location: str) -> Any:
     """Check None, a token, or several: a text may end in more than one way."""
     if value is None:
         return value
     if type(value) is list:
-        return schema.sequence(_TOKEN, 1000)(value, where)
-    return _TOKEN(value, where)
+        return schema.sequence(_TOKEN, 1000)(value, location)
+    return _TOKEN(value, location)
 
 
 TOKEN_IDS = schema.record({f"{name}?": _check_token_ids for name in _IDS})
@@ -60,11 +60,11 @@ def _is_tokenizer(directory: Path) -> bool:
     return any((directory / name).exists() for name in _MARKS)
 
 
-def _check_vocabulary(value: Any, where: str) -> Any:
+def _check_vocabulary(value: Any, location: str) -> Any:
     """Check the vocabulary of tokenizer.json: ids by piece, or a list of pieces."""
     if isinstance(value, list):
         return value
-    return _VOCABULARY(value, where)
+    return _VOCABULARY(value, location)
 
 
 _VOCABULARY = schema.mapping(_TOKEN)
@@ -123,19 +123,19 @@ def export_tokenizer(
     return result
 
 
-def copy_processor(result: ExportedTokenizer, other: Path | None, directory: Path) -> None:
+def copy_processor(result: ExportedTokenizer, fallback: Path | None, directory: Path) -> None:
     """Copy the files that prepare the images of a multimodal model into `directory`: those next to
-    the tokenizer of `result`, or else in the directory `other`.
+    the tokenizer of `result`, or else in the directory `fallback`.
     """
-    found = False
-    for origin in (result.origin, other):
-        if origin is None or found:
+    is_copied = False
+    for origin in (result.origin, fallback):
+        if origin is None or is_copied:
             continue
         for name in PROCESSOR_FILES:
             path = named_file(origin, name, str(origin))
             if path.exists():
-                found = _copy(path, directory / name, result) or found
-    if not found:
+                is_copied = _copy(path, directory / name, result) or is_copied
+    if not is_copied:
         result.lost.append(
             f"processor: {', '.join(PROCESSOR_FILES)} of the original model were not found"
         )
@@ -222,7 +222,7 @@ def _export_directory(
 
     With `is_own`, it is the model's, so the ids of its config.json precede those of generation.
     """
-    known = select_stated_ids(result.ids) if is_own else {}
+    stated_ids = select_stated_ids(result.ids) if is_own else {}
     result.origin = tokenizer
     for name in _CONTENTS:
         path = named_file(tokenizer, name, str(tokenizer))
@@ -234,7 +234,7 @@ def _export_directory(
             continue
         stated = TOKEN_IDS(read_json(path), str(path))
         for id_name in _IDS:
-            if name == "generation_config.json" and id_name in known:
+            if name == "generation_config.json" and id_name in stated_ids:
                 continue
             if stated.get(id_name) is not None:
                 result.ids[id_name] = stated[id_name]
@@ -247,13 +247,13 @@ def _export_sentencepiece(model: Path, directory: Path, result: ExportedTokenize
     processor = open_model((directory / "tokenizer.model").read_bytes())
 
     # Special tokens; -1 means that the model does not have one.
-    numbers = (processor.bos_id(), processor.eos_id(), processor.pad_id())
+    token_ids = (processor.bos_id(), processor.eos_id(), processor.pad_id())
     names: dict[str, str] = {}
-    for id_name, number in zip(_IDS, numbers, strict=True):
+    for id_name, token_id in zip(_IDS, token_ids, strict=True):
         result.ids[id_name] = None
-        if number >= 0:
-            result.ids[id_name] = number
-            names[id_name.removesuffix("_id")] = processor.id_to_piece(number)
+        if token_id >= 0:
+            result.ids[id_name] = token_id
+            names[id_name.removesuffix("_id")] = processor.id_to_piece(token_id)
 
     # The tokenizer of transformers.
     tokenizer = make_tokenizer(processor)
@@ -317,33 +317,33 @@ def _copy(source: Path, target: Path, result: ExportedTokenizer) -> bool:
 def _json(check: Callable[[Any, str], Any]) -> Callable[[bytes, str], None]:
     """Return a check of content that is JSON whose value passes `check`."""
 
-    def check_content(content: bytes, where: str) -> None:
-        check(parse_json(content, where), where)
+    def check_content(content: bytes, location: str) -> None:
+        check(parse_json(content, location), location)
 
     return check_content
 
 
-def _decode_lines(content: bytes, where: str) -> list[str]:
+def _decode_lines(content: bytes, location: str) -> list[str]:
     """Return the lines of a text; raise CheckpointError for other content."""
     try:
         return content.decode("utf-8").splitlines()
     except UnicodeDecodeError as error:
-        raise CheckpointError(f"{where} is not text: {error}") from error
+        raise CheckpointError(f"{location} is not text: {error}") from error
 
 
-def _check_merges(content: bytes, where: str) -> None:
-    for line in content.decode("utf-8", errors="replace").split("\n"):
-        if line and not line.startswith("#version") and len(line.split(" ")) != 2:
+def _check_merges(content: bytes, location: str) -> None:
+    for merge in content.decode("utf-8", errors="replace").split("\n"):
+        if merge and not merge.startswith("#version") and len(merge.split(" ")) != 2:
             raise CheckpointError(
-                f"{where} is not a list of merges: every line must have the two parts of a token"
+                f"{location} is not a list of merges: every line must have the two parts of a token"
             )
 
 
-def _check_template(content: bytes, where: str) -> None:
-    for line in _decode_lines(content, where):
-        if "{{" in line or "{%" in line:
+def _check_template(content: bytes, location: str) -> None:
+    for text in _decode_lines(content, location):
+        if "{{" in text or "{%" in text:
             return
-    raise CheckpointError(f"{where} is not a Jinja template")
+    raise CheckpointError(f"{location} is not a Jinja template")
 
 
 _OBJECT = _json(schema.mapping(schema.anything))

@@ -14,15 +14,17 @@ from megatron.core.dist_checkpointing.mapping import Shape, narrow
 from megatron.core.run_checkpoint.source import Source
 
 
-def name_weights(source: Source, parts: Iterable[StoredParameter]) -> dict[str, Stored]:
-    """Return the weights of `source` by their names in `parts`."""
+def name_weights(source: Source, parameters: Iterable[StoredParameter]) -> dict[str, Stored]:
+    """Return the weights of `source` by their names in `parameters`."""
     tensors: dict[str, Stored] = {}
     experts: dict[str, list[_NamedTensor]] = {}  # of tensors that contain all experts
-    for part in parts:
-        dtype = source.tensors[part.key].dtype
-        for number, (name, shape) in enumerate(zip(part.names, part.stored_shapes(), strict=True)):
-            tensor = _NamedTensor(source, part, number)
-            if part.packed is None:
+    for parameter in parameters:
+        dtype = source.tensors[parameter.key].dtype
+        for index, (name, shape) in enumerate(
+            zip(parameter.names, parameter.stored_shapes(), strict=True)
+        ):
+            tensor = _NamedTensor(source, parameter, index)
+            if parameter.packed is None:
                 tensors[name] = Stored(shape, dtype, tensor.read)
             else:
                 experts.setdefault(name, []).append(tensor)
@@ -32,36 +34,36 @@ def name_weights(source: Source, parts: Iterable[StoredParameter]) -> dict[str, 
 
 @dataclass(frozen=True)
 class _NamedTensor:
-    """Stored tensor number `number` of a parameter of the source, or of one expert of it."""
+    """Stored tensor `index` of a parameter of the source, or of one expert of it."""
 
     source: Source
-    part: StoredParameter
-    number: int
+    parameter: StoredParameter
+    index: int
 
     def read(self, offset: Shape, shape: Shape) -> torch.Tensor:
         """Return a box of the stored tensor."""
-        part = self.part
-        if part.is_scalar:
+        parameter = self.parameter
+        if parameter.is_scalar:
             return self._read_model((0,), (1,)).view(())
-        if part.is_single_row:
+        if parameter.is_single_row:
             return self._read_model(offset[1:], shape[1:])[None]
-        if part.transposed:
+        if parameter.transposed:
             # Rows of the file are columns of the model.
-            columns = self._read_model((0, offset[0]), (part.shape[0], shape[0]))
-            stored = pack_rows(part.row_map, self.number, columns).t()
-            return narrow(stored, (0, offset[1]), shape).contiguous()
+            columns = self._read_model((0, offset[0]), (parameter.shape[0], shape[0]))
+            rows = pack_rows(parameter.row_map, self.index, columns).t()
+            return narrow(rows, (0, offset[1]), shape).contiguous()
 
         def read_rows(first: int, count: int) -> torch.Tensor:
             return self._read_model((first, *offset[1:]), (count, *shape[1:]))
 
-        result = torch.empty(shape, dtype=self.source.tensors[part.key].dtype)
-        read_stored_rows(part.row_map, self.number, offset[0], result, read_rows)
+        result = torch.empty(shape, dtype=self.source.tensors[parameter.key].dtype)
+        read_stored_rows(parameter.row_map, self.index, offset[0], result, read_rows)
         return result
 
     def _read_model(self, offset: Shape, shape: Shape) -> torch.Tensor:
         """Return a box of the parameter, or of the matrix of the expert."""
-        lead = self.part.lead
-        box = self.source.read(self.part.key, lead + offset, (1,) * len(lead) + shape)
+        lead = self.parameter.lead
+        box = self.source.read(self.parameter.key, lead + offset, (1,) * len(lead) + shape)
         return box.view(shape)
 
 

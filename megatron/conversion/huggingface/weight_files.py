@@ -136,14 +136,15 @@ def _open_shards(
 def _check_shards_listed(directory: Path, index: Path, listed: Collection[str]) -> None:
     """Raise ValueError for shards of the same save that the index does not list."""
     saves = {re.sub(r"-\d+-of-", "-*-of-", name) for name in listed}
-    found: set[str] = set()
+    shard_names: set[str] = set()
     for pattern in saves:
         if "-*-of-" in pattern:
-            found.update(path.name for path in directory.glob(pattern))
-    unlisted = sorted(found.difference(listed))
+            shard_names.update(path.name for path in directory.glob(pattern))
+    unlisted = sorted(shard_names.difference(listed))
     if unlisted:
         raise ValueError(
-            f"{index} does not list {len(unlisted)} of {len(found)} shards: {', '.join(unlisted)}"
+            f"{index} does not list {len(unlisted)} of {len(shard_names)} shards: "
+            f"{', '.join(unlisted)}"
         )
 
 
@@ -169,9 +170,9 @@ def _check_repeated(
     transformers ignores the index and takes the last shard.
     """
     for name, shard in shards.items():
-        for tensor, stored in shard.items():
+        for tensor, value in shard.items():
             listed = weight_map[tensor]
-            if listed != name and not _is_equal(stored, shards[listed][tensor]):
+            if listed != name and not _is_equal(value, shards[listed][tensor]):
                 raise ValueError(
                     f"{index} places {tensor} in {listed}, and {name} has another value of it: "
                     "programs disagree about which one is used. Remove the wrong one"
@@ -196,13 +197,13 @@ def check_weight_files(directory: Path, tensors: Sequence[OutgoingTensor]) -> No
     expected: dict[str, TensorInfo] = {}
     for tensor in tensors:
         expected |= tensor.stored_tensors()
-    found = {}
-    for name, stored in open_weights(directory).items():
-        found[name] = TensorInfo(stored.shape, stored.dtype)
-    if found != expected:
-        differing = sorted(name for name, _ in found.items() ^ expected.items())
+    written = {}
+    for name, weight in open_weights(directory).items():
+        written[name] = TensorInfo(weight.shape, weight.dtype)
+    if written != expected:
+        differing = sorted(name for name, _ in written.items() ^ expected.items())
         raise ValueError(
-            f"{directory}: {len(found)} tensors were written, {len(expected)} were expected; "
+            f"{directory}: {len(written)} tensors were written, {len(expected)} were expected; "
             f"{differing[0]} differs"
         )
 
@@ -217,30 +218,30 @@ class Outgoing:
 
     source: Source
     key: str
-    part: StoredParameter
+    parameter: StoredParameter
     dtype: torch.dtype
 
     def stored_tensors(self) -> dict[str, TensorInfo]:
         """Return shape and dtype of the tensors in the files, by name."""
         tensors = {}
-        for name, shape in zip(self.part.names, self.part.stored_shapes(), strict=True):
+        for name, shape in zip(self.parameter.names, self.parameter.stored_shapes(), strict=True):
             tensors[name] = TensorInfo(shape, self.dtype)
         return tensors
 
     @property
     def is_written_at_once(self) -> bool:
         """Return whether rows of the model differ from rows of the file."""
-        part = self.part
-        differs = part.transposed or part.is_single_row or part.skips_rows
-        return differs or part.packed is not None
+        parameter = self.parameter
+        differs = parameter.transposed or parameter.is_single_row or parameter.skips_rows
+        return differs or parameter.packed is not None
 
     @property
     def rows_at_once(self) -> int:
         """Number of rows that one job writes."""
-        rows = self.part.shape[0]
+        rows = self.parameter.shape[0]
         if self.is_written_at_once:
             return rows
-        elements = max(1, math.prod(self.part.shape))
+        elements = max(1, math.prod(self.parameter.shape))
         max_elements = _RUN_BYTES // 4
         return max(1, max_elements * rows // elements)
 
@@ -248,47 +249,47 @@ class Outgoing:
         self, files: Mapping[str, SafetensorsWriter], progress: Progress
     ) -> Iterator[Callable[[], None]]:
         """Yield jobs that write a few rows each."""
-        for first in range(0, self.part.shape[0], self.rows_at_once):
+        for first in range(0, self.parameter.shape[0], self.rows_at_once):
             yield partial(self.write, files, first, progress)
 
     def write(self, files: Mapping[str, SafetensorsWriter], first: int, progress: Progress) -> None:
         """Write the model's rows from `first` on, at most `rows_at_once`, to the files by name."""
-        part = self.part
-        count = min(self.rows_at_once, part.shape[0] - first)
+        parameter = self.parameter
+        count = min(self.rows_at_once, parameter.shape[0] - first)
         rows = self._read_rows(first, count)
         if self.is_written_at_once:
             self._write_whole(files, rows)
         else:
             # Rows of one parameter may belong to several tensors, e.g., q, k and v.
-            runs = list(cut_runs(part.row_map, first, first + count))
-            pieces = rows.split([run.rows for run in runs])
-            for run, piece in zip(runs, pieces, strict=True):
-                name = part.names[run.source]
-                files[name].write(name, piece, run.start)
+            runs = list(cut_runs(parameter.row_map, first, first + count))
+            runs_of_rows = rows.split([run.rows for run in runs])
+            for run, values in zip(runs, runs_of_rows, strict=True):
+                name = parameter.names[run.source]
+                files[name].write(name, values, run.start)
         progress(rows.nbytes)
 
     def _write_whole(self, files: Mapping[str, SafetensorsWriter], rows: torch.Tensor) -> None:
         """Write a tensor, or one expert of it, whose files have other rows than the model."""
-        part = self.part
-        for number, name in enumerate(part.names):
-            stored = pack_rows(part.row_map, number, rows)
-            if part.transposed:
-                stored = stored.t()
-            if part.is_single_row:
-                files[name].write(name, stored[None])
-            elif part.packed is None:
-                files[name].write(name, stored)
+        parameter = self.parameter
+        for index, name in enumerate(parameter.names):
+            tensor = pack_rows(parameter.row_map, index, rows)
+            if parameter.transposed:
+                tensor = tensor.t()
+            if parameter.is_single_row:
+                files[name].write(name, tensor[None])
+            elif parameter.packed is None:
+                files[name].write(name, tensor)
             else:
-                (expert,) = part.lead
-                files[name].write(name, stored[None], expert)
+                (expert,) = parameter.lead
+                files[name].write(name, tensor[None], expert)
 
     def _read_rows(self, first: int, count: int) -> torch.Tensor:
         """Return rows of the model: [count, ...]."""
-        lead = self.part.lead
-        rest = self.part.shape[1:]
-        offset = (*lead, first) + (0,) * len(rest)
-        shape = (1,) * len(lead) + (count, *rest)
-        return self.source.read(self.key, offset, shape).view(count, *rest).to(self.dtype)
+        lead = self.parameter.lead
+        row_shape = self.parameter.shape[1:]
+        offset = (*lead, first) + (0,) * len(row_shape)
+        shape = (1,) * len(lead) + (count, *row_shape)
+        return self.source.read(self.key, offset, shape).view(count, *row_shape).to(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -297,7 +298,7 @@ class OutgoingQuantized:
 
     source: Source
     key: str
-    part: StoredParameter
+    parameter: StoredParameter
 
     def stored_tensors(self) -> dict[str, TensorInfo]:
         """Return shape and dtype of the matrices and their scales, by name."""
@@ -312,18 +313,18 @@ class OutgoingQuantized:
         self, files: Mapping[str, SafetensorsWriter], progress: Progress
     ) -> Iterator[Callable[[], None]]:
         """Yield jobs that write a few rows of blocks each."""
-        for number, (_, (rows, columns)) in enumerate(self._list_matrices()):
+        for index, (_, (rows, columns)) in enumerate(self._list_matrices()):
             # fp32, and its copies while it is quantized
             bytes_of_block_row = 4 * BLOCK_SIZE * columns
             step = BLOCK_SIZE * max(1, _RUN_BYTES // 4 // bytes_of_block_row)
             for first in range(0, rows, step):
                 count = min(step, rows - first)
-                yield partial(self._write, files, number, first, count, progress)
+                yield partial(self._write, files, index, first, count, progress)
 
     def _list_matrices(self) -> list[tuple[str, tuple[int, int]]]:
         """Return name, rows and columns of each stored matrix."""
         matrices = []
-        for name, shape in zip(self.part.names, self.part.stored_shapes(), strict=True):
+        for name, shape in zip(self.parameter.names, self.parameter.stored_shapes(), strict=True):
             rows, columns = shape
             matrices.append((name, (rows, columns)))
         return matrices
@@ -331,30 +332,30 @@ class OutgoingQuantized:
     def _write(
         self,
         files: Mapping[str, SafetensorsWriter],
-        number: int,
+        index: int,
         first: int,
         count: int,
         progress: Progress,
     ) -> None:
-        """Write `count` rows of stored matrix `number`, which start at a block."""
-        name = self.part.names[number]
-        rows = self._read_stored_rows(number, first, count)
+        """Write `count` rows of stored matrix `index`, which start at a block."""
+        name = self.parameter.names[index]
+        rows = self._read_stored_rows(index, first, count)
         values, scales = quantize(rows, name)
         files[name].write(name, values, first)
         files[name + SCALES].write(name + SCALES, scales, first // BLOCK_SIZE)
         progress(rows.nbytes)
 
-    def _read_stored_rows(self, number: int, first: int, count: int) -> torch.Tensor:
-        """Return rows of stored matrix `number`: [count, columns]."""
-        columns = self.part.shape[-1]
-        lead = self.part.lead
+    def _read_stored_rows(self, index: int, first: int, count: int) -> torch.Tensor:
+        """Return rows of stored matrix `index`: [count, columns]."""
+        columns = self.parameter.shape[-1]
+        lead = self.parameter.lead
 
         def read_rows(first: int, count: int) -> torch.Tensor:
             shape = (*(1,) * len(lead), count, columns)
             return self.source.read(self.key, (*lead, first, 0), shape).view(count, columns)
 
         result = torch.empty(count, columns, dtype=self.source.tensors[self.key].dtype)
-        read_stored_rows(self.part.row_map, number, first, result, read_rows)
+        read_stored_rows(self.parameter.row_map, index, first, result, read_rows)
         return result
 
 
@@ -378,14 +379,14 @@ class OutgoingForeign:
         if not info.shape:  # a scalar
             yield partial(self._write, files, (), (), progress)
             return
-        rows, *rest = info.shape
-        row_bytes = math.prod(rest) * info.dtype.itemsize
+        rows, *row_shape = info.shape
+        row_bytes = math.prod(row_shape) * info.dtype.itemsize
         if row_bytes == 0:
             return
         step = max(1, _RUN_BYTES // row_bytes)
         for first in range(0, rows, step):
-            offset = (first,) + (0,) * len(rest)
-            shape = (min(step, rows - first), *rest)
+            offset = (first,) + (0,) * len(row_shape)
+            shape = (min(step, rows - first), *row_shape)
             yield partial(self._write, files, offset, shape, progress)
 
     def _write(
@@ -419,13 +420,13 @@ def write_weight_files(
     """
     infos: dict[str, TensorInfo] = {}
     for tensor in tensors:
-        stored = tensor.stored_tensors()
-        if isinstance(tensor, OutgoingForeign) and not infos.keys().isdisjoint(stored):
+        written = tensor.stored_tensors()
+        if isinstance(tensor, OutgoingForeign) and not infos.keys().isdisjoint(written):
             raise ValueError(
                 f"{foreign_name(tensor.key)} is a foreign tensor with the name of a parameter of "
                 "the model: rename it (--rename) or leave foreign tensors out (--keep-foreign)"
             )
-        infos |= stored
+        infos |= written
     files = lay_out_weight_files(stem, infos, max_size)
 
     # Write them. Any worker may write to any shard, so all are created first, and renamed when all
@@ -458,8 +459,8 @@ def lay_out_weight_files(
     if count == 1:
         return {f"{stem}.safetensors": shards[0]}
     files = {}
-    for number, shard in enumerate(shards, 1):
-        files[f"{stem}-{number:05d}-of-{count:05d}.safetensors"] = shard
+    for shard_number, shard in enumerate(shards, 1):
+        files[f"{stem}-{shard_number:05d}-of-{count:05d}.safetensors"] = shard
     return files
 
 

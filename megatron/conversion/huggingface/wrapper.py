@@ -94,8 +94,8 @@ class LanguageModel(NamedTuple):
         if outside:
             nbytes = 0
             for name in outside:
-                stored = self.files[name]
-                nbytes += math.prod(stored.shape) * stored.dtype.itemsize
+                tensor = self.files[name]
+                nbytes += math.prod(tensor.shape) * tensor.dtype.itemsize
             inside.append(
                 f"{len(outside)} tensors ({format_size(nbytes)}) of the {self.wrapper.model_type} "
                 f"model outside of its language model, e.g. {min(outside)}"
@@ -113,14 +113,14 @@ class Wrapper:
     # Fields that do not belong to the language model in a config.json without `text_config`.
     own_fields: tuple[str, ...] = ()
 
-    def find_language_model(self, hf: Json, stored: Mapping[str, Stored]) -> LanguageModel:
+    def find_language_model(self, hf: Json, weights: Mapping[str, Stored]) -> LanguageModel:
         """Return the language model of config.json and the weights of a multimodal model.
 
         Raises ValueError if there is none that is supported.
         """
-        prefixes = self._find_prefixes(stored)
+        prefixes = self._find_prefixes(weights)
         files: dict[str, Stored] = {}
-        for name, tensor in stored.items():
+        for name, tensor in weights.items():
             text_name = prefixes.remove(name)
             if text_name in files:
                 raise ValueError(f"the weights have {text_name} twice, also as {name}: remove one")
@@ -133,10 +133,10 @@ class Wrapper:
         for prefixes in self.prefixes:
             if prefixes.add(_EMBEDDING) in names:
                 return prefixes
-        wanted = " or ".join(prefixes.add(_EMBEDDING) for prefixes in self.prefixes)
+        embedding_names = " or ".join(prefixes.add(_EMBEDDING) for prefixes in self.prefixes)
         raise ValueError(
-            f"the weights lack the embedding of the language model, {wanted}; they have e.g. "
-            f"{min(names, default='no tensors')}"
+            f"the weights lack the embedding of the language model, {embedding_names}; they have "
+            f"e.g. {min(names, default='no tensors')}"
         )
 
     def get_prefixes(self, body: Any) -> Prefixes:
@@ -216,8 +216,8 @@ class Wrapper:
             if name not in before or value != before[name]:
                 fields[name] = value
         if hf.get(TEXT_CONFIG) is None:
-            own = {name: hf[name] for name in hf if name not in stated}
-            return own | fields
+            wrapper_fields = {name: hf[name] for name in hf if name not in stated}
+            return wrapper_fields | fields
         result = hf | {TEXT_CONFIG: fields, _TIED: text[_TIED]}
         for name in _PRECISION:
             if hf.get(name):
@@ -242,11 +242,11 @@ class Wrapper:
         return family, family.update_config(text, config)
 
 
-def _are_equal(one: Stored, other: Stored) -> bool:
+def _are_equal(one: Stored, another: Stored) -> bool:
     """Return whether two matrices have the same values."""
-    if one.shape != other.shape:
+    if one.shape != another.shape:
         return False
     for offset, shape in cut_rows(one.shape, one.dtype.itemsize, _BLOCK):
-        if not torch.equal(one.read(offset, shape), other.read(offset, shape)):
+        if not torch.equal(one.read(offset, shape), another.read(offset, shape)):
             return False
     return True
