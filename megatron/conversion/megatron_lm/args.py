@@ -35,18 +35,18 @@ _SUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 
 
-def read_arguments(common: Mapping[str, Any], where: str) -> dict[str, Any]:
+def read_arguments(common: Mapping[str, Any], location: str) -> dict[str, Any]:
     """Return the run's arguments under our names.
 
     Raises CheckpointError if there are none, ValueError if they describe an unsupported model.
     """
-    COMMON(common, where)
-    _check_common(common, where)
+    COMMON(common, location)
+    _check_common(common, location)
 
     args: dict[str, Any] = {}
     for name, value in vars(common["args"]).items():
         args[name] = _make_plain(value)
-    _check_model_arguments(args, where)
+    _check_model_arguments(args, location)
 
     # Convert the conventions of Megatron-LM to ours.
     if isinstance(args.get("optimizer"), str):  # dist_muon is the layer-wise Muon of 0.16
@@ -59,36 +59,36 @@ def read_arguments(common: Mapping[str, Any], where: str) -> dict[str, Any]:
     if args.get("window_size") is not None:
         args["window_size"] = tuple(args["window_size"])
 
-    refuse_other_models(args, _SUPPORTED, where)
+    refuse_other_models(args, _SUPPORTED, location)
     return args
 
 
-def _check_common(common: Mapping[str, Any], where: str) -> None:
+def _check_common(common: Mapping[str, Any], location: str) -> None:
     """Raise CheckpointError unless `common` contains arguments and has a readable version."""
     if "args" not in common:
         raise CheckpointError(
-            f"{where}: no arguments are stored with this checkpoint, so its model is unknown"
+            f"{location}: no arguments are stored with this checkpoint, so its model is unknown"
         )
     version = common.get("checkpoint_version", CHECKPOINT_VERSION)
     if version < CHECKPOINT_VERSION:
         raise CheckpointError(
-            f"{where}: checkpoint version {version} has another order of QKV rows. Load and save "
-            f"it with a Megatron-LM that writes version {CHECKPOINT_VERSION}."
+            f"{location}: checkpoint version {version} has another order of QKV rows. Load and "
+            f"save it with a Megatron-LM that writes version {CHECKPOINT_VERSION}."
         )
 
 
-def _check_model_arguments(args: Mapping[str, Any], where: str) -> None:
+def _check_model_arguments(args: Mapping[str, Any], location: str) -> None:
     """Raise CheckpointError unless the arguments contain the sizes of a model."""
     missing = []
     for name in ("num_layers", "hidden_size", "num_attention_heads"):
         if not args.get(name):
             missing.append(name)
     if missing:
-        raise CheckpointError(f"{where}: the stored arguments lack {', '.join(missing)}")
+        raise CheckpointError(f"{location}: the stored arguments lack {', '.join(missing)}")
     # A list is valid only in the arguments of Megatron-DeepSpeed.
     if isinstance(args.get("num_experts"), list | tuple):
         raise CheckpointError(
-            f"{where}: num_experts is {args['num_experts']}, but must be a whole number"
+            f"{location}: num_experts is {args['num_experts']}, but must be a whole number"
         )
 
 
@@ -110,8 +110,8 @@ def find_all_param_groups(optimizers: Sequence[Any]) -> list[dict[str, Any]] | N
     """
     groups: list[dict[str, Any]] = []
     for optimizer in optimizers:
-        for part in list_optimizers(optimizer):
-            groups += find_param_groups(part) or []
+        for inner_optimizer in list_optimizers(optimizer):
+            groups += find_param_groups(inner_optimizer) or []
     steps = [group["step"] for group in groups if group.get("step") is not None]
     if steps:
         groups = [{"step": steps[0]} | group for group in groups]
@@ -120,7 +120,7 @@ def find_all_param_groups(optimizers: Sequence[Any]) -> list[dict[str, Any]] | N
 
 def build_grad_scaler(scaler: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state of the loss scaler as Megatron-LM stores it: its scale is a tensor."""
-    stored = dict(scaler)
-    if "scale" in stored:
-        stored["scale"] = torch.tensor([float(stored["scale"])])
-    return stored
+    state = dict(scaler)
+    if "scale" in state:
+        state["scale"] = torch.tensor([float(state["scale"])])
+    return state

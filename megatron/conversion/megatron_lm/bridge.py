@@ -92,17 +92,17 @@ def _read_counters(path: Path) -> dict[str, Any]:
     """Return the numbers of steps and samples, which are stored as scalar tensors."""
     if not path.is_file():
         return {}
-    stored = _TRAIN_STATE(safe_load(path), str(path))
+    raw_counters = _TRAIN_STATE(safe_load(path), str(path))
     counters = {}
-    for name, value in stored.items():
+    for name, value in raw_counters.items():
         if isinstance(value, torch.Tensor):
             counters[name] = value.item()
     return counters
 
 
-def _convert_model(model: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _convert_model(model: Mapping[str, Any], location: str) -> dict[str, Any]:
     """Return the model section as arguments of Megatron-LM."""
-    refuse_other_models(model, _REQUIRED, where)
+    refuse_other_models(model, _REQUIRED, location)
     args = _rename_settings(model)
 
     # Derive the arguments that Bridge stores in another form.
@@ -114,11 +114,11 @@ def _convert_model(model: Mapping[str, Any], where: str) -> dict[str, Any]:
     if "local" in spec:
         implementation = "local"
     return args | {
-        **_convert_activation(model, where),
+        **_convert_activation(model, location),
         "group_query_attention": groups is not None and groups != heads,
         "untie_embeddings_and_output_weights": not is_tied,
         "max_position_embeddings": model.get("seq_length"),
-        "params_dtype": _read_dtype(model, where),
+        "params_dtype": _read_dtype(model, location),
         "transformer_impl": implementation,
     }
 
@@ -143,7 +143,7 @@ def _is_flat(value: Any, allow_list: bool) -> bool:
     return not any(isinstance(item, dict | list) for item in items)
 
 
-def _convert_activation(model: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _convert_activation(model: Mapping[str, Any], location: str) -> dict[str, Any]:
     """Return the arguments of the activation; raise ValueError for an unsupported one."""
     function = _get_target(model.get("activation_func"))
     gated = bool(model.get("gated_linear_unit"))
@@ -151,7 +151,7 @@ def _convert_activation(model: Mapping[str, Any], where: str) -> dict[str, Any]:
         if gated:
             function = f"gated {function}"
         raise ValueError(
-            f"{where} is of a model that is not supported here: its activation is {function}"
+            f"{location} is of a model that is not supported here: its activation is {function}"
         )
     setting = model["activation_func"]
     is_tanh = isinstance(setting, Mapping) and setting.get("approximate") == "tanh"
@@ -162,27 +162,27 @@ def _convert_activation(model: Mapping[str, Any], where: str) -> dict[str, Any]:
     }
 
 
-def _read_dtype(model: Mapping[str, Any], where: str) -> torch.dtype:
+def _read_dtype(model: Mapping[str, Any], location: str) -> torch.dtype:
     """Return the dtype of the weights; raise ValueError for an unsupported one."""
     name = _get_target(model.get("params_dtype")).removeprefix("torch.")
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if name not in known:
+    supported = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name not in supported:
         raise ValueError(
-            f"{where}: weights of {name or 'an unknown type'} are not supported: only "
-            f"{', '.join(known)}"
+            f"{location}: weights of {name or 'an unknown type'} are not supported: only "
+            f"{', '.join(supported)}"
         )
-    return known[name]
+    return supported[name]
 
 
 def _convert_training(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the other sections as arguments."""
     # Merge the sections; later ones take precedence.
-    known: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for name in ("rng", "tokenizer", "train", "ddp", "optimizer"):
         section = config.get(name)
         if isinstance(section, Mapping):
-            known |= section
-    args = plain_args({name: known[name] for name in _TRAINING if name in known})
+            fields |= section
+    args = plain_args({name: fields[name] for name in _TRAINING if name in fields})
 
     return args
 

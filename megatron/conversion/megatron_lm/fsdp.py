@@ -109,7 +109,7 @@ class MegatronFsdpSource:
     """An iteration directory of Megatron-FSDP."""
 
     def __init__(self, directory: Path, read_options: ReadOptions) -> None:
-        where = str(directory)
+        location = str(directory)
         self.description = f"Megatron-FSDP checkpoint {directory}"
         self._reader = Reader(directory, verify=read_options.verify is not False)
 
@@ -122,12 +122,12 @@ class MegatronFsdpSource:
         # Arguments
         self._objects = self._index_objects()
         common = self._read_common(read_options.args)
-        self.args = read_arguments(common, where)
+        self.args = read_arguments(common, location)
         self.args |= find_stored_tokenizer(self.args, directory) | dict(read_options.args)
         self.args.pop("use_megatron_fsdp", None)
 
         # The model, whose vocabulary has the stored rows
-        rows = read_vocabulary_rows(self._describe_embedding(), where)
+        rows = read_vocabulary_rows(self._describe_embedding(), location)
         self.args["model_vocab_size"] = rows
         self.config = model_config(self.args, rows, self.description)
         parameters = model_parameters(self.config)
@@ -144,7 +144,7 @@ class MegatronFsdpSource:
             self._add_parameter(parameter, states, is_optimizer_stored)
         self._table.complete(is_optimizer_stored)
         self.tensors: dict[str, TensorInfo] = dict(self._table.tensors)
-        check_optimizer_complete(self.tensors, self.args, where)
+        check_optimizer_complete(self.tensors, self.args, location)
 
         # The remaining tensors
         if read_options.keep_foreign:
@@ -186,11 +186,11 @@ class MegatronFsdpSource:
     def _rename_norms(self) -> None:
         """Give norms the names of the model, which depend on the layer that follows."""
         # Names without the suffix of gated halves, which norms are named after.
-        known = {name.removesuffix(_GATED[0]) for name in self._weights}
-        self._weights = {find_norm_key(name, known): key for name, key in self._weights.items()}
+        modules = {name.removesuffix(_GATED[0]) for name in self._weights}
+        self._weights = {find_norm_key(name, modules): key for name, key in self._weights.items()}
         states = {}
         for (name, state), key in self._states.items():
-            states[find_norm_key(name, known), state] = key
+            states[find_norm_key(name, modules), state] = key
         self._states = states
 
     def _index_objects(self) -> set[str]:
@@ -205,19 +205,19 @@ class MegatronFsdpSource:
 
     def _find_parts(self, parameter: ParamSpec) -> list[StoredPart]:
         """Return the stored parts of the weight of `parameter`; empty if there are none."""
-        parts = self._find_whole_or_pair(parameter.name)
+        stored_parts = self._find_whole_or_pair(parameter.name)
         match = _EXPERTS.fullmatch(parameter.name)
-        if parts or match is None:
-            return parts
+        if stored_parts or match is None:
+            return stored_parts
 
         # The experts may be stored one by one, under the names of either kind of module.
-        module, linear, kind = match.groups()
-        for number in range(parameter.shape[0]):
-            grouped = f"{module}.{linear}.{kind}{number}"
-            sequential = f"{module}.local_experts.{number}.{linear}.{kind}"
-            parts += self._find_whole_or_pair(grouped, number)
-            parts += self._find_whole_or_pair(sequential, number)
-        return parts
+        module, linear, suffix = match.groups()
+        for expert in range(parameter.shape[0]):
+            grouped = f"{module}.{linear}.{suffix}{expert}"
+            sequential = f"{module}.local_experts.{expert}.{linear}.{suffix}"
+            stored_parts += self._find_whole_or_pair(grouped, expert)
+            stored_parts += self._find_whole_or_pair(sequential, expert)
+        return stored_parts
 
     def _find_whole_or_pair(self, name: str, expert: int | None = None) -> list[StoredPart]:
         """Return the stored weight `name`, or the gate and up that it consists of."""
@@ -233,13 +233,13 @@ class MegatronFsdpSource:
         key = self._weights.get(WORD_EMBEDDINGS)
         if key is None:
             return {}
-        stored = self._reader.metadata.tensors[key]
-        return {WORD_EMBEDDINGS: TensorInfo(stored.shape, stored.dtype)}
+        entry = self._reader.metadata.tensors[key]
+        return {WORD_EMBEDDINGS: TensorInfo(entry.shape, entry.dtype)}
 
     # ---- Arguments and training state ----
 
-    def _read_common(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the content of a `common.pt`; `given` replaces arguments that are not stored."""
+    def _read_common(self, user_args: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the content of a `common.pt`. `user_args` replaces arguments not stored in it."""
         common: dict[str, Any] = {}
         for key in _COMMON:
             if key in self._objects:
@@ -247,12 +247,12 @@ class MegatronFsdpSource:
 
         # The arguments may be missing: then the command line defines the model.
         if "args" not in common:
-            if not given.get("num_layers"):
+            if not user_args.get("num_layers"):
                 raise CheckpointError(
                     f"{self.description}: no arguments are stored, so its model is unknown: give "
                     "the training flags that define it (--num-layers, --hidden-size, ...)"
                 )
-            common["args"] = argparse.Namespace(**given)
+            common["args"] = argparse.Namespace(**user_args)
 
         # Fields of the schedule are stored one by one.
         schedule = {}
@@ -304,11 +304,11 @@ class MegatronFsdpSource:
             match = _GROUP.fullmatch(key)
             if match is None:
                 continue
-            number, field = match.groups()
+            index, field = match.groups()
             if field != "params":
-                group = groups.setdefault(int(number), {})
+                group = groups.setdefault(int(index), {})
                 group[field] = self._reader.read_object(key)
-        return [plain_numbers(groups[number]) for number in sorted(groups)]
+        return [plain_numbers(groups[index]) for index in sorted(groups)]
 
     def _read_groups_of_parameters(self, parameters: Iterable[ParamSpec]) -> list[dict[str, Any]]:
         """Return the fields of one parameter of each group, which are stored by parameter."""
@@ -325,11 +325,11 @@ class MegatronFsdpSource:
         groups: dict[bool, dict[str, Any]] = {}
         for parameter in parameters:
             has_weight_decay = parameter.group.weight_decay
-            own = fields.get(parameter.name)
-            if own is None or has_weight_decay in groups:
+            field_keys = fields.get(parameter.name)
+            if field_keys is None or has_weight_decay in groups:
                 continue
             group = {}
-            for field, key in own.items():
+            for field, key in field_keys.items():
                 group[field] = self._reader.read_object(key)
             groups[has_weight_decay] = plain_numbers(group)
         return list(groups.values())
@@ -344,8 +344,8 @@ class MegatronFsdpSource:
         Removes them from the stored keys. Raises CheckpointError if the weight is missing.
         """
         name = parameter.name
-        parts = self._find_parts(parameter)
-        keys = [self._weights.pop(part.name) for part in parts]
+        stored_parts = self._find_parts(parameter)
+        keys = [self._weights.pop(stored_part.name) for stored_part in stored_parts]
         if not keys:
             raise CheckpointError(f"{self.description} lacks {name}, which its arguments call for")
 
@@ -355,27 +355,27 @@ class MegatronFsdpSource:
         params_dtype = self.args.get("params_dtype")
         if is_trained(name) and isinstance(params_dtype, torch.dtype):
             dtype = params_dtype
-        self._add_parts(parameter, name, parts, keys, dtype)
+        self._add_parts(parameter, name, stored_parts, keys, dtype)
         if not is_trained(name):
             return
 
         # The optimizer states that are stored for all parts
         for state in states:
             state_keys = []
-            for part in parts:
-                key = self._states.pop((part.name, state), None)
+            for stored_part in stored_parts:
+                key = self._states.pop((stored_part.name, state), None)
                 if key is not None:
                     state_keys.append(key)
-            if len(state_keys) == len(parts):
+            if len(state_keys) == len(stored_parts):
                 target = optimizer_key(state, name)
                 state_dtype = self._get_dtype(state_keys[0])
-                self._add_parts(parameter, target, parts, state_keys, state_dtype)
+                self._add_parts(parameter, target, stored_parts, state_keys, state_dtype)
 
         # Without main parameters of their own, the fp32 weights in the files are the main ones.
         main = optimizer_key("param", name)
         is_main_stored = main in self._table.tensors
         if is_optimizer_stored and not is_main_stored and stored_dtype == torch.float32:
-            self._add_parts(parameter, main, parts, keys, stored_dtype)
+            self._add_parts(parameter, main, stored_parts, keys, stored_dtype)
 
     def _get_dtype(self, key: str) -> torch.dtype:
         """Return the dtype of a stored tensor."""
@@ -387,14 +387,14 @@ class MegatronFsdpSource:
         Their optimizer state is not added.
         """
         for name, key in self._weights.items():
-            stored = self._reader.metadata.tensors[key]
-            self.tensors[foreign_key(name)] = TensorInfo(stored.shape, stored.dtype)
+            entry = self._reader.metadata.tensors[key]
+            self.tensors[foreign_key(name)] = TensorInfo(entry.shape, entry.dtype)
 
     def _add_parts(
         self,
         parameter: ParamSpec,
         key: str,
-        parts: Sequence[StoredPart],
+        stored_parts: Sequence[StoredPart],
         stored_keys: Sequence[str],
         dtype: torch.dtype,
     ) -> None:
@@ -406,10 +406,10 @@ class MegatronFsdpSource:
         row = 0  # of the next part in its expert, or in the whole parameter
         expert: int | None = None
         num_elements = 0
-        for part, stored_key in zip(parts, stored_keys, strict=True):
+        for stored_part, stored_key in zip(stored_parts, stored_keys, strict=True):
             # The rows of each expert are counted from 0.
-            if part.expert != expert:
-                expert = part.expert
+            if stored_part.expert != expert:
+                expert = stored_part.expert
                 row = 0
 
             # Parts are joined along the rows. An expert's lacks the first axis of the parameter.
@@ -445,7 +445,7 @@ class MegatronFsdpSource:
         return read
 
 
-def _check_part(offset: Shape, shape: Shape, parameter: ParamSpec, where: str) -> None:
+def _check_part(offset: Shape, shape: Shape, parameter: ParamSpec, location: str) -> None:
     """Raise CheckpointError unless the box is inside the parameter."""
     fits = len(shape) == len(parameter.shape)
     if fits:
@@ -453,6 +453,6 @@ def _check_part(offset: Shape, shape: Shape, parameter: ParamSpec, where: str) -
             fits = fits and start + length <= size
     if not fits:
         raise CheckpointError(
-            f"{where} has shape {shape}, which is not a part of {parameter.name} of shape "
+            f"{location} has shape {shape}, which is not a part of {parameter.name} of shape "
             f"{parameter.shape}"
         )

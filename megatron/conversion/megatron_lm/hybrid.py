@@ -30,7 +30,7 @@ _ATTENTION_MODULES = ("self_attention", "input_layernorm", "post_self_attn_layer
 _MLP_MODULES = ("mlp", "pre_mlp_layernorm", "post_mlp_layernorm")
 
 
-def find_pattern(keys: Iterable[str], where: str) -> str:
+def find_pattern(keys: Iterable[str], location: str) -> str:
     """Return the pattern of the layers, which their keys show.
 
     Raises CheckpointError for layers that do not alternate as in a GPT model.
@@ -41,27 +41,27 @@ def find_pattern(keys: Iterable[str], where: str) -> str:
         match = _LAYER.search(key)
         if match is None:
             continue
-        number = int(match[1])
+        layer = int(match[1])
         if match[2] in _ATTENTION_MODULES:
             symbol = _ATTENTION
         elif match[2] in _MLP_MODULES:
             symbol = _MLP
         else:
             raise CheckpointError(
-                f"{where}: layer {number} of HybridModel has {match[2]}, and only attention (*), "
+                f"{location}: layer {layer} of HybridModel has {match[2]}, and only attention (*), "
                 "MLP (-) and experts (E) are parts of a GPT model"
             )
         # Only a router distinguishes experts from an MLP.
-        if ".mlp.router." in key or symbols.get(number) == _EXPERTS:
+        if ".mlp.router." in key or symbols.get(layer) == _EXPERTS:
             symbol = _EXPERTS
-        symbols[number] = symbol
+        symbols[layer] = symbol
     # A GPT layer is an attention layer followed by an MLP or by experts.
-    pattern = "".join(symbols[number] for number in sorted(symbols))
+    pattern = "".join(symbols[layer] for layer in sorted(symbols))
     is_contiguous = sorted(symbols) == list(range(len(symbols)))
     if not is_contiguous or not re.fullmatch(r"(?:\*[-E])+", pattern):
         raise CheckpointError(
-            f"{where}: the layers of HybridModel are {pattern}, and only attention followed by an "
-            "MLP (*-) or by experts (*E) is a layer of a GPT model"
+            f"{location}: the layers of HybridModel are {pattern}, and only attention followed by "
+            "an MLP (*-) or by experts (*E) is a layer of a GPT model"
         )
     return pattern
 

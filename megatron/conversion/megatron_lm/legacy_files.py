@@ -96,15 +96,15 @@ def compute_minimum_world_size(parallel: ParallelConfig) -> int:
     return ranks * parallel.pp_size
 
 
-def open_legacy(path: Path, *kinds: type) -> Any:
-    """Open a file; raise CheckpointError unless it contains an object of one of `kinds`.
+def open_legacy(path: Path, *types: type) -> Any:
+    """Open a file; raise CheckpointError unless it contains an object of one of `types`.
 
     The default kind is a dictionary. Tensors are not read.
     """
     if not path.is_file():
         raise CheckpointError(f"{path} is missing: the stored arguments call for this rank")
     content = safe_open(path)
-    if not isinstance(content, kinds or dict):
+    if not isinstance(content, types or dict):
         raise CheckpointError(f"{path} contains a {type(content).__name__}, not a checkpoint")
     return content
 
@@ -126,10 +126,10 @@ def list_legacy_damage(directory: Path) -> list[str]:
     """
     first = find_first_legacy_file(directory)
     content = COMMON(open_legacy(first), str(first))
-    stored = content.get("args")
-    if not isinstance(stored, argparse.Namespace):
+    namespace = content.get("args")
+    if not isinstance(namespace, argparse.Namespace):
         return []
-    args = vars(stored)
+    args = vars(namespace)
 
     # List the directories of the layout.
     parallel = _read_parallel_config(args)

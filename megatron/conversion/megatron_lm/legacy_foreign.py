@@ -52,44 +52,44 @@ class ForeignPart:
 class JoinedTensor:
     """A tensor whose parts on the tensor-parallel ranks are joined along an axis."""
 
-    parts: tuple[StoredTensor, ...]
+    shards: tuple[StoredTensor, ...]
     axis: int
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.parts[0].dtype
+        return self.shards[0].dtype
 
     @property
     def shape(self) -> Shape:
-        shape = list(self.parts[0].shape)
-        if len(self.parts) > 1:
-            shape[self.axis] = sum(part.shape[self.axis] for part in self.parts)
+        shape = list(self.shards[0].shape)
+        if len(self.shards) > 1:
+            shape[self.axis] = sum(shard.shape[self.axis] for shard in self.shards)
         return tuple(shape)
 
     def read(self, offset: Shape, shape: Shape) -> torch.Tensor:
         """Return the box at `offset` of `shape`."""
-        if len(self.parts) == 1:
-            return read_stored(self.parts[0], offset, shape)
+        if len(self.shards) == 1:
+            return read_stored(self.shards[0], offset, shape)
 
         # Read the overlap of the box with each part. Only their ranges along the axis differ.
         axis = self.axis
         box_start = offset[axis]
         box_stop = box_start + shape[axis]
-        pieces = []
+        blocks = []
         first = 0  # index of the part's first element along the axis
-        for part in self.parts:
-            extent = part.shape[axis]
+        for shard in self.shards:
+            extent = shard.shape[axis]
             start = max(box_start, first)
             stop = min(box_stop, first + extent)
             if start < stop:
                 part_offset = _replace_axis(offset, axis, start - first)
                 part_shape = _replace_axis(shape, axis, stop - start)
-                piece = read_stored(part, part_offset, part_shape)
-                pieces.append(piece)
+                block = read_stored(shard, part_offset, part_shape)
+                blocks.append(block)
             first += extent
-        if not pieces:
+        if not blocks:
             return torch.empty(shape, dtype=self.dtype)
-        return torch.cat(pieces, axis)
+        return torch.cat(blocks, axis)
 
 
 def _replace_axis(values: Shape, axis: int, value: int) -> Shape:
@@ -98,7 +98,7 @@ def _replace_axis(values: Shape, axis: int, value: int) -> Shape:
 
 
 def join_foreign(
-    parts: Iterable[ForeignPart], tp_size: int, splits: Sequence[ForeignSplit]
+    rank_tensors: Iterable[ForeignPart], tp_size: int, splits: Sequence[ForeignSplit]
 ) -> dict[str, JoinedTensor]:
     """Return the foreign tensors of all ranks by name.
 
@@ -107,8 +107,8 @@ def join_foreign(
     otherwise, and for a split of a name that no tensor has.
     """
     by_name: dict[str, list[ForeignPart]] = {}
-    for part in parts:
-        by_name.setdefault(part.name, []).append(part)
+    for rank_tensor in rank_tensors:
+        by_name.setdefault(rank_tensor.name, []).append(rank_tensor)
 
     for split in splits:
         if not any(split.fits(name) for name in by_name):
@@ -134,13 +134,13 @@ def _select_one_per_rank(
     """Return one part per tensor-parallel rank. Raises CheckpointError if its copies differ."""
     by_rank: dict[int, ForeignPart] = {}
     for member in members:
-        known = by_rank.setdefault(member.rank.tp, member)
-        if not _is_equal(known.tensor, member.tensor):
+        representative = by_rank.setdefault(member.rank.tp, member)
+        if not _is_equal(representative.tensor, member.tensor):
             raise CheckpointError(
-                f"--keep-foreign: {name} of {known.folder} differs from that of {member.folder}: "
-                "tensors that expert-parallel ranks split, or that pipeline stages have values of "
-                "their own for, are not supported; save the checkpoint with Megatron-LM as "
-                "torch_dist, or drop the flag to leave it out"
+                f"--keep-foreign: {name} of {representative.folder} differs from that of "
+                f"{member.folder}: tensors that expert-parallel ranks split, or that pipeline "
+                "stages have values of their own for, are not supported; save the checkpoint with "
+                "Megatron-LM as torch_dist, or drop the flag to leave it out"
             )
     if len(by_rank) < tp_size:
         raise CheckpointError(
@@ -150,24 +150,24 @@ def _select_one_per_rank(
     return [by_rank[tp] for tp in range(tp_size)]
 
 
-def _take_equal(name: str, parts: Sequence[ForeignPart]) -> JoinedTensor:
+def _take_equal(name: str, members: Sequence[ForeignPart]) -> JoinedTensor:
     """Return the tensor that all ranks have. Raises CheckpointError if theirs differ."""
-    first = parts[0]
-    for part in parts[1:]:
-        if not _is_equal(first.tensor, part.tensor):
+    first = members[0]
+    for member in members[1:]:
+        if not _is_equal(first.tensor, member.tensor):
             raise CheckpointError(
                 f"--keep-foreign: {name} of {first.folder} differs from that of "
-                f"{part.folder}, so {len(parts)} tensor-parallel ranks split it: give "
+                f"{member.folder}, so {len(members)} tensor-parallel ranks split it: give "
                 f"--foreign-split {name}=AXIS, or drop the flag to leave it out"
             )
     return JoinedTensor((first.tensor,), 0)
 
 
-def _join_along_axis(name: str, parts: Sequence[ForeignPart], axis: int) -> JoinedTensor:
+def _join_along_axis(name: str, members: Sequence[ForeignPart], axis: int) -> JoinedTensor:
     """Join the tensors of all ranks. Raises CheckpointError if their other axes differ."""
-    first = parts[0]
-    for part in parts:
-        tensor = part.tensor
+    first = members[0]
+    for member in members:
+        tensor = member.tensor
         fits = (
             tensor.dtype == first.tensor.dtype
             and axis < len(tensor.shape)
@@ -175,11 +175,11 @@ def _join_along_axis(name: str, parts: Sequence[ForeignPart], axis: int) -> Join
         )
         if not fits:
             raise CheckpointError(
-                f"--foreign-split {name}={axis}: {part.folder} has {tensor.dtype} of shape "
+                f"--foreign-split {name}={axis}: {member.folder} has {tensor.dtype} of shape "
                 f"{list(tensor.shape)}, which cannot be joined along axis {axis} with "
                 f"{first.tensor.dtype} of shape {list(first.tensor.shape)} of {first.folder}"
             )
-    return JoinedTensor(tuple(part.tensor for part in parts), axis)
+    return JoinedTensor(tuple(member.tensor for member in members), axis)
 
 
 def _remove_axis(shape: Shape, axis: int) -> Shape:

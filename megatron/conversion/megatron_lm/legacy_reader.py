@@ -77,13 +77,13 @@ class _GroupedExpert:
     as [experts, columns, rows].)
     """
 
-    stored: FileTensor | torch.Tensor  # the matrices of all experts of a rank
-    first: int  # position of this expert's first element in `stored`
+    matrices: FileTensor | torch.Tensor  # the matrices of all experts of a rank
+    first: int  # position of this expert's first element in `matrices`
     shape: Shape  # (rows, columns)
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.stored.dtype
+        return self.matrices.dtype
 
     def numel(self) -> int:
         return math.prod(self.shape)
@@ -93,7 +93,7 @@ class _GroupedExpert:
 
         All of it is read, because its rows are columns in the file.
         """
-        read_stored = _make_flat_reader(self.stored)
+        read_stored = _make_flat_reader(self.matrices)
         flat = read_stored(self.first, self.numel())
         rows, columns = self.shape
         matrix = flat.view(columns, rows).t()  # [rows, columns]
@@ -188,10 +188,10 @@ class LegacySource:
         """Return the directories that look like a rank's but do not belong to the layout."""
         parallel = self._layout.parallel
         sizes = f"tensor parallel {parallel.tp_size}, pipeline parallel {parallel.pp_size}"
-        known = {file.folder.name for file in files}
-        found = {path.name for path in directory.glob("mp_rank_*")}
+        rank_folders = {file.folder.name for file in files}
+        all_folders = {path.name for path in directory.glob("mp_rank_*")}
         stale = []
-        for name in sorted(found - known):
+        for name in sorted(all_folders - rank_folders):
             stale.append(f"{name} (the arguments specify {sizes})")
         return stale
 
@@ -240,17 +240,17 @@ class LegacySource:
         for model, parameters, chunk_layers in zip(models, chunks, layers, strict=True):
             # Find each parameter of the chunk in the file.
             model = _split_grouped_experts(model, parameters, path)
-            stored: dict[str, LocalParameter] = {}  # by name in the file
+            by_name: dict[str, LocalParameter] = {}  # by name in the file
             for parameter in parameters:
                 name = _find_stored_name(model, parameter, path)
-                stored[name] = replace(parameter, name=name)
+                by_name[name] = replace(parameter, name=name)
                 self._add_tensor(parameter.key, parameter, model[name], path)
 
             # Keep the rest of the file apart; extra states are empty.
-            for name in sorted(model.keys() - stored.keys()):
+            for name in sorted(model.keys() - by_name.keys()):
                 if not name.endswith("_extra_state"):
                     self._surplus.append(_Surplus(file, chunk_layers, name, model[name]))
-            result.append([stored[name] for name in model if name in stored])
+            result.append([by_name[name] for name in model if name in by_name])
         return result
 
     def _add_foreign(self, first: _RankFiles, read_options: ReadOptions) -> None:
@@ -259,8 +259,8 @@ class LegacySource:
         A conversion stores whole ones in the first rank's file; those of Megatron-LM are in the
         models of all ranks.
         """
-        where = f"{first.folder / MODEL_FILE}: {FOREIGN}"
-        whole_tensors = check_foreign(first.content.get(FOREIGN) or {}, where)
+        location = f"{first.folder / MODEL_FILE}: {FOREIGN}"
+        whole_tensors = check_foreign(first.content.get(FOREIGN) or {}, location)
         if not read_options.keep_foreign:
             for surplus in self._surplus:
                 self.unused.append(f"{surplus.file.folder.name}: {surplus.name}")
@@ -268,13 +268,13 @@ class LegacySource:
             return
 
         # Join those of Megatron-LM.
-        parts = []
+        members = []
         for file, layers, name, value in self._surplus:
             tensor = check_stored_tensor(value, f"{file.folder}: {name}")
-            part = ForeignPart(file.rank, file.folder.name, layers, name, tensor)
-            parts.append(part)
+            member = ForeignPart(file.rank, file.folder.name, layers, name, tensor)
+            members.append(member)
         tp_size = self._layout.parallel.tp_size
-        self._foreign = join_foreign(parts, tp_size, read_options.foreign_splits)
+        self._foreign = join_foreign(members, tp_size, read_options.foreign_splits)
 
         # Add those of a conversion.
         for name, tensor in whole_tensors.items():
@@ -295,21 +295,21 @@ class LegacySource:
         self._table.add_local(key, parameter, tensor.dtype, read_flat, 0)
 
     def _add_optimizers(
-        self, stored: Any, path: Path, file: _RankFiles, chunks: list[list[LocalParameter]]
+        self, content: Any, path: Path, file: _RankFiles, chunks: list[list[LocalParameter]]
     ) -> None:
-        """Add the state in `stored`, which was read from `path`.
+        """Add the state in `content`, which was read from `path`.
 
         It is that of one optimizer, or with expert parallelism of one for dense layers and one for
         experts.
         """
         has_expert_optimizer = file.rank.expert is not None
-        optimizers = [stored]
+        optimizers = [content]
         if has_expert_optimizer:
-            optimizers = sequence(anything, 2, least=2)(stored or [{}, {}], str(path))
+            optimizers = sequence(anything, 2, least=2)(content or [{}, {}], str(path))
         is_grouped = _has_grouped_experts(_list_models(file.content, path))
         by_optimizer = split_by_optimizer(chunks, has_expert_optimizer)
-        for optimizer, own in zip(optimizers, by_optimizer, strict=True):
-            if optimizer is None or not any(own):
+        for optimizer, optimizer_chunks in zip(optimizers, by_optimizer, strict=True):
+            if optimizer is None or not any(optimizer_chunks):
                 continue
             if optimizer and is_grouped:
                 raise CheckpointError(
@@ -320,9 +320,9 @@ class LegacySource:
             # The distributed optimizer has flat buffers, other optimizers have a state per
             # parameter.
             if path.name == OPTIMIZER_FILE:
-                self._add_buffers(optimizer, path, own, file.rank.pp)
+                self._add_buffers(optimizer, path, optimizer_chunks, file.rank.pp)
             else:
-                self._add_states(optimizer, own, path)
+                self._add_states(optimizer, optimizer_chunks, path)
 
     def _add_buffers(
         self, content: Any, path: Path, chunks: list[list[LocalParameter]], pp: int
@@ -337,18 +337,18 @@ class LegacySource:
         for index, parameters in enumerate(chunks):
             if not parameters:
                 continue
-            where = f"{path}: model chunk {index}"
+            location = f"{path}: model chunk {index}"
             buffer = buffers.get(index)
             is_single = isinstance(buffer, dict) and len(buffer) == 1
             if not buffers.get("buckets_coalesced") or not is_single:
                 raise CheckpointError(
-                    f"{where} is not one buffer of coalesced buckets, as core 0.7 and later write "
-                    "it: leave the optimizer out (--no-optim of convert.py, --no-load-optim of a "
-                    "run)"
+                    f"{location} is not one buffer of coalesced buckets, as core 0.7 and later "
+                    "write it: leave the optimizer out (--no-optim of convert.py, --no-load-optim "
+                    "of a run)"
                 )
             # The only key is a pair of dtypes, of parameters and gradients.
             (states,) = buffer.values()
-            _BUFFER(states, where)
+            _BUFFER(states, location)
 
             bucket_size = compute_bucket_size(self.args, pp, index, num_parameters)
             plan = plan_buckets(parameters, bucket_size)
@@ -384,14 +384,14 @@ class LegacySource:
         With half precision the main parameters are stored separately.
         """
         # Check the form. With half precision, torch's state is nested.
-        where = f"{path}: optimizer"
-        mapping(anything)(optimizer, where)
+        location = f"{path}: optimizer"
+        mapping(anything)(optimizer, location)
         inner = optimizer.get("optimizer", optimizer) or {}
         if "state" not in inner:
             return
-        _NUMBERED(inner, where)
+        _NUMBERED(inner, location)
         main = optimizer.get("fp32_from_fp16_params")
-        _MAIN_PARAMETERS(main, f"{where}: fp32_from_fp16_params")
+        _MAIN_PARAMETERS(main, f"{location}: fp32_from_fp16_params")
         states = inner["state"]
         names = set().union(*states.values())
         refuse_unknown_optimizer(self.args, names - {"step"}, str(path))
@@ -400,9 +400,9 @@ class LegacySource:
         parameters = list(itertools.chain.from_iterable(chunks))
         for index, group in enumerate(inner["param_groups"]):
             members = _select_members(parameters, group, f"{path}: parameter group {index}")
-            numbers = group["params"]
+            state_ids = group["params"]
             for position, parameter in enumerate(members):
-                self._add_moments(states, numbers[position], parameter, path)
+                self._add_moments(states, state_ids[position], parameter, path)
                 if main is None:
                     continue
                 is_stored = index < len(main) and position < len(main[index])
@@ -416,21 +416,21 @@ class LegacySource:
     def _add_moments(
         self,
         states: Mapping[int, Mapping[str, Any]],
-        number: int,
+        state_id: int,
         parameter: LocalParameter,
         path: Path,
     ) -> None:
-        """Add the state that torch's optimizer has of parameter `number`, if any."""
-        for state, value in states.get(number, {}).items():
+        """Add the state that torch's optimizer has of parameter `state_id`, if any."""
+        for state, value in states.get(state_id, {}).items():
             if state == "step":
                 continue
-            tensor = _check_tensor(value, f"{path}: optimizer: state[{number}]: {state}")
+            tensor = _check_tensor(value, f"{path}: optimizer: state[{state_id}]: {state}")
             key = optimizer_key(state, parameter.key)
             self._add_tensor(key, parameter, tensor, path)
 
 
 def _select_members(
-    parameters: Iterable[LocalParameter], group: Mapping[str, Any], where: str
+    parameters: Iterable[LocalParameter], group: Mapping[str, Any], location: str
 ) -> list[LocalParameter]:
     """Return the parameters in a parameter group, in the order of its numbers."""
     # Some releases store the factor as a tensor.
@@ -440,20 +440,20 @@ def _select_members(
     for parameter in parameters:
         if parameter.group.weight_decay == has_weight_decay:
             members.append(parameter)
-    stored = len(group["params"])
-    if len(members) != stored:
+    num_stored = len(group["params"])
+    if len(members) != num_stored:
         raise CheckpointError(
-            f"{where} (wd_mult {group.get('wd_mult')}) has {stored} parameters, the model has "
-            f"{len(members)} of that kind"
+            f"{location} (wd_mult {group.get('wd_mult')}) has {num_stored} parameters, the model "
+            f"has {len(members)} of that kind"
         )
     return members
 
 
-def _check_tensor(value: Any, where: str) -> Stored:
+def _check_tensor(value: Any, location: str) -> Stored:
     """Accept a stored tensor."""
     if isinstance(value, Stored):
         return value
-    schema.refuse(where, value, "a tensor")
+    schema.refuse(location, value, "a tensor")
 
 
 _BUFFER = record({"numel_unpadded": COUNT, "param": _check_tensor})
@@ -469,7 +469,7 @@ _NUMBERED = record(
 def _list_models(content: dict[str, Any], path: Path) -> list[dict[str, Stored]]:
     """Return the weights of each chunk by name."""
     # The chunks are numbered (model0, ...) if there are several.
-    chunk_names = [f"model{number}" for number in range(len(content))]
+    chunk_names = [f"model{chunk}" for chunk in range(len(content))]
     if "model" in content:
         chunk_names = ["model"]
 
@@ -477,8 +477,8 @@ def _list_models(content: dict[str, Any], path: Path) -> list[dict[str, Stored]]
     models = []
     for chunk_name in chunk_names:
         if chunk_name in content:
-            stored = check(content[chunk_name], f"{path}: {chunk_name}")
-            model = {rename_prediction_layer(name): value for name, value in stored.items()}
+            chunk_state = check(content[chunk_name], f"{path}: {chunk_name}")
+            model = {rename_prediction_layer(name): value for name, value in chunk_state.items()}
             models.append(model)
     return models
 
@@ -499,11 +499,11 @@ def _read_vocabulary_rows(content: dict[str, Any], folder: Path) -> int:
             "read. Load one of the older classes with Megatron-LM's tools/checkpoint and save it "
             "again."
         )
-    where = f"{path}: {WORD_EMBEDDINGS}"
-    embedding = _check_tensor(models[0][WORD_EMBEDDINGS], where)
-    shape = schema.tensor_shape(tuple(embedding.shape), where)
+    location = f"{path}: {WORD_EMBEDDINGS}"
+    embedding = _check_tensor(models[0][WORD_EMBEDDINGS], location)
+    shape = schema.tensor_shape(tuple(embedding.shape), location)
     if not shape:
-        schema.refuse(where, embedding, "a matrix")
+        schema.refuse(location, embedding, "a matrix")
     rows: int = shape[0]
     return rows
 
@@ -549,27 +549,27 @@ def _split_grouped_experts(
         match = _EXPERT_MATRIX.fullmatch(parameter.name)
         if match is None:
             continue
-        experts_module, number, matrix = match.groups()
+        experts_module, expert, matrix = match.groups()
         if matrix in _GROUPED:
             grouped = experts_module + _GROUPED[matrix]
-            members[grouped].append((int(number), parameter))
+            members[grouped].append((int(expert), parameter))
 
     # Replace each stored matrix by its experts.
     result = dict(model)
     for grouped, experts in members.items():
         if grouped not in model:
             continue
-        stored = _check_tensor(result.pop(grouped), f"{path}: {grouped}")
+        grouped_tensor = _check_tensor(result.pop(grouped), f"{path}: {grouped}")
         shape = _compute_grouped_shape(grouped, experts[0][1].shape, len(experts))
-        if isinstance(stored, _GroupedExpert) or tuple(stored.shape) != shape:
+        if isinstance(grouped_tensor, _GroupedExpert) or tuple(grouped_tensor.shape) != shape:
             raise CheckpointError(
-                f"{path}: {grouped} has shape {tuple(stored.shape)}, but the stored arguments "
-                f"make it {shape}"
+                f"{path}: {grouped} has shape {tuple(grouped_tensor.shape)}, but the stored "
+                f"arguments make it {shape}"
             )
-        for number, parameter in experts:
+        for expert, parameter in experts:
             # The experts of a rank are numbered from 0 in its file.
-            first = number * parameter.numel
-            result[parameter.name] = _GroupedExpert(stored, first, parameter.shape)
+            first = expert * parameter.numel
+            result[parameter.name] = _GroupedExpert(grouped_tensor, first, parameter.shape)
     return result
 
 

@@ -89,15 +89,17 @@ def write_legacy(
     pending.mkdir(parents=True)
     try:
         # Lay out every file first, so that a tensor of several ranks is read once.
-        places: dict[str, list[FilePlace]] = defaultdict(list)
+        file_places: dict[str, list[FilePlace]] = defaultdict(list)
         for rank in ranks:
-            _lay_out_files(pending, contents, layout, rank, places)
-        assert places.keys() | contents.implied == source.tensors.keys(), "a tensor is not written"
+            _lay_out_files(pending, contents, layout, rank, file_places)
+        assert file_places.keys() | contents.implied == source.tensors.keys(), (
+            "a tensor is not written"
+        )
 
         # Then stream each tensor to its places.
         jobs = []
-        for key, wanted in places.items():
-            jobs.append(partial(write_to_places, source, key, wanted, progress))
+        for key, key_places in file_places.items():
+            jobs.append(partial(write_to_places, source, key, key_places, progress))
         run_jobs(jobs, workers)
         fsync_tree(pending)
         put_in_place(pending, directory)
@@ -112,7 +114,7 @@ def _lay_out_files(
     contents: _Contents,
     layout: Layout,
     rank: MegatronRank,
-    places: dict[str, list[FilePlace]],
+    file_places: dict[str, list[FilePlace]],
 ) -> None:
     """Write the rank's files without the bytes of tensors, and add the places of these bytes.
 
@@ -125,8 +127,8 @@ def _lay_out_files(
         for slot, slot_position in write_archive(path, content):
             for key, box, start in contents.sources.get(slot, ()):
                 position = slot_position + start * slot.dtype.itemsize
-                place = FilePlace(box.offset, box.shape, path, position)
-                places[key].append(place)
+                file_place = FilePlace(box.offset, box.shape, path, position)
+                file_places[key].append(file_place)
 
 
 def _check_directories(layout: Layout, ranks: Sequence[MegatronRank]) -> None:
@@ -271,16 +273,18 @@ class _Contents:
         by_optimizer = split_by_optimizer(chunks, has_expert_optimizer)
         buffers: list[Any] = []
         if self._args["use_distributed_optimizer"]:
-            buffers = [self._build_buffers(own, rank.pp) for own in by_optimizer]
+            buffers = [
+                self._build_buffers(optimizer_chunks, rank.pp) for optimizer_chunks in by_optimizer
+            ]
             # Dense parameters are replicated over expert-parallel ranks: one of them stores their
             # state.
             if not rank.dense_optimizer:
                 buffers[0] = None
         else:
             numbered = []
-            for state, own in zip(optimizers, by_optimizer, strict=True):
+            for state, optimizer_chunks in zip(optimizers, by_optimizer, strict=True):
                 param_groups = state["optimizer"]["param_groups"]
-                numbered.append(self._build_numbered(param_groups, own))
+                numbered.append(self._build_numbered(param_groups, optimizer_chunks))
             optimizers = numbered
 
         if training.grad_scaler is not None:
@@ -361,19 +365,19 @@ class _Contents:
         """
         parameters = list(itertools.chain.from_iterable(chunks))
         decayed = [parameter for parameter in parameters if parameter.group.weight_decay]
-        others = [parameter for parameter in parameters if not parameter.group.weight_decay]
-        self._check_groups(param_groups, has_others=len(others) > 0)
+        undecayed = [parameter for parameter in parameters if not parameter.group.weight_decay]
+        self._check_groups(param_groups, has_others=len(undecayed) > 0)
 
         # Moments of each group's parameters. The second group may be missing.
         state: dict[int, dict[str, TensorSlot]] = {}  # by number
         groups = []
-        for group, members in zip(param_groups, (decayed, others), strict=False):
-            numbers = []
+        for group, members in zip(param_groups, (decayed, undecayed), strict=False):
+            state_ids = []
             for parameter in members:
-                number = len(state)
-                numbers.append(number)
-                state[number] = self._make_moment_slots(parameter)
-            groups.append(group | {"params": numbers})
+                state_id = len(state)
+                state_ids.append(state_id)
+                state[state_id] = self._make_moment_slots(parameter)
+            groups.append(group | {"params": state_ids})
         inner = {"state": state, "param_groups": groups}
 
         # Main parameters. fp32 weights are main parameters themselves.
@@ -382,7 +386,7 @@ class _Contents:
             for parameter in parameters:
                 self.implied.add(optimizer_key("param", parameter.key))
             return inner
-        main = [self._make_main_slots(decayed), self._make_main_slots(others)]
+        main = [self._make_main_slots(decayed), self._make_main_slots(undecayed)]
         return {"optimizer": inner, "fp32_from_fp16_params": main}
 
     def _make_moment_slots(self, parameter: LocalParameter) -> dict[str, TensorSlot]:

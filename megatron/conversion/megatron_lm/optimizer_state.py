@@ -140,7 +140,7 @@ def plan_buckets(
 
 
 def fit_buckets(
-    parameters: Sequence[LocalParameter], sizes: Sequence[int], where: str
+    parameters: Sequence[LocalParameter], sizes: Sequence[int], location: str
 ) -> list[Placed]:
     """Return the place of each parameter, given the unpadded sizes of the buckets.
 
@@ -159,13 +159,13 @@ def fit_buckets(
         end = start + parameter.numel
         if bucket >= len(sizes) or end > sizes[bucket]:
             raise ValueError(
-                f"{where}: buckets of {list(sizes)} elements do not fit the model that the "
+                f"{location}: buckets of {list(sizes)} elements do not fit the model that the "
                 f"arguments describe (at {parameter.name} {list(parameter.shape)})"
             )
         placed.append(Placed(parameter, bucket, start))
     if bucket + 1 != len(sizes) or end != sizes[bucket]:
         raise ValueError(
-            f"{where}: buckets of {list(sizes)} elements hold more than the model that the "
+            f"{location}: buckets of {list(sizes)} elements hold more than the model that the "
             f"arguments describe, which ends at element {end} of bucket {bucket}, or include "
             "padding (core 0.11 and earlier, fully_sharded_bucket_space). Leave the optimizer out "
             "(--no-optim of convert.py, --no-load-optim of a run)"
@@ -197,7 +197,7 @@ def compute_bucket_size(
 
 
 def refuse_unknown_optimizer(
-    args: Mapping[str, Any], names: Iterable[str], where: str, allows_mixed: bool = False
+    args: Mapping[str, Any], names: Iterable[str], location: str, allows_mixed: bool = False
 ) -> None:
     """Raise CheckpointError unless the states `names` belong to an optimizer that can be read.
 
@@ -206,20 +206,20 @@ def refuse_unknown_optimizer(
     """
     optimizer = args.get("optimizer") or "adam"
     rule = get_update_rule(optimizer) if optimizer in UPDATE_RULES else None
-    known = {"param"}
+    supported = {"param"}
     if rule is not None and rule.HAS_UNIFORM_STATE:
-        known |= set(OPTIMIZER_STATES)
+        supported |= set(OPTIMIZER_STATES)
     elif rule is not None and allows_mixed:
-        known |= set(itertools.chain.from_iterable(rule.STATE_SETS))
-    unknown = sorted(set(names) - known)
+        supported |= set(itertools.chain.from_iterable(rule.STATE_SETS))
+    unknown = sorted(set(names) - supported)
     is_readable = rule is not None and (rule.HAS_UNIFORM_STATE or allows_mixed)
     if not is_readable or unknown:
         listed = ""
         if unknown:
             listed = f" ({', '.join(unknown)})"
         raise CheckpointError(
-            f"{where}: the optimizer is {optimizer}, whose state{listed} is not supported: leave "
-            "it out (--no-optim of convert.py, --no-load-optim of a run)"
+            f"{location}: the optimizer is {optimizer}, whose state{listed} is not supported: "
+            "leave it out (--no-optim of convert.py, --no-load-optim of a run)"
             f"{_REASONS.get(optimizer, '')}"
         )
 
@@ -245,8 +245,8 @@ class PieceTable:
     continue with the moments of other parameters. Only a repair reads without this comparison.
     """
 
-    def __init__(self, where: str, compares_weights: bool = True) -> None:
-        self._where = where
+    def __init__(self, location: str, compares_weights: bool = True) -> None:
+        self._location = location
         self._compares_weights = compares_weights
         self.tensors: dict[str, TensorInfo] = {}
         # Key -> (offset, shape) of each piece -> its reader.
@@ -261,11 +261,11 @@ class PieceTable:
 
         Raises ValueError if the piece disagrees with an earlier one about the tensor.
         """
-        known = self.tensors.setdefault(key, info)
-        if known != info:
+        first_info = self.tensors.setdefault(key, info)
+        if first_info != info:
             raise ValueError(
-                f"{key}: {known.dtype} {known.shape} in one file, {info.dtype} {info.shape} in "
-                "another"
+                f"{key}: {first_info.dtype} {first_info.shape} in one file, {info.dtype} "
+                f"{info.shape} in another"
             )
         self._pieces.setdefault(key, {}).setdefault((offset, shape), read)
 
@@ -338,8 +338,8 @@ class PieceTable:
         weight = self._paste(parameter, offset, shape)
         if not is_bitwise_equal(value.to(weight.dtype), weight):
             raise CheckpointError(
-                f"{self._where}: the main parameter of {parameter} at {offset} is not the stored "
-                "weight, so the optimizer state is that of other parameters. Either "
+                f"{self._location}: the main parameter of {parameter} at {offset} is not the "
+                "stored weight, so the optimizer state is that of other parameters. Either "
                 "Megatron-core wrote it wrongly (its fully_reshardable form, up to 0.19.2, where "
                 "buckets end in padding: tools/checkpoint/inspect_checkpoint.py repair), or flat "
                 "buffers were filled by other arguments than the stored ones. Take the weights "
@@ -353,21 +353,21 @@ class PieceTable:
         """Return the box, assembled from all pieces that overlap it."""
         dtype = self.tensors[key].dtype
         whole: torch.Tensor | None = None
-        found = 0
-        for piece, read in self._pieces[key].items():
-            common = compute_overlap(piece, (offset, shape))
+        num_read = 0
+        for box, read in self._pieces[key].items():
+            common = compute_overlap(box, (offset, shape))
             if common is None:
                 continue
-            part = read(common.in_first, common.shape)
+            values = read(common.in_first, common.shape)
             if common.shape == shape:  # most boxes are inside one piece and need no copy
-                return part
+                return values
             if whole is None:
                 whole = torch.empty(shape, dtype=dtype)
-            narrow(whole, common.in_second, common.shape).copy_(part)
-            found += part.numel()
-        if found != math.prod(shape):
+            narrow(whole, common.in_second, common.shape).copy_(values)
+            num_read += values.numel()
+        if num_read != math.prod(shape):
             raise ValueError(
-                f"{key}: of the box at {offset} of shape {shape} the files hold {found} of "
+                f"{key}: of the box at {offset} of shape {shape} the files hold {num_read} of "
                 f"{math.prod(shape)} elements"
             )
         if whole is None:

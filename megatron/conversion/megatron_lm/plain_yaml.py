@@ -58,23 +58,23 @@ def parse_yaml(text: str) -> Any:
     return value
 
 
-def _expect(events: Iterator[yaml.Event], kind: type[yaml.Event]) -> None:
+def _expect(events: Iterator[yaml.Event], event_type: type[yaml.Event]) -> None:
     """Consume one event; raise PlainYamlError unless it is of this kind."""
     event = next(events)
-    if not isinstance(event, kind):
+    if not isinstance(event, event_type):
         raise PlainYamlError("the file must contain exactly one YAML document")
 
 
 def _build(event: yaml.Event, events: Iterator[yaml.Event], depth: int) -> Any:
     """Return the value that begins with `event`, and consume the rest of its events."""
-    line = event.start_mark.line + 1
+    line_number = event.start_mark.line + 1
     if depth > _MAX_DEPTH:
-        raise PlainYamlError(f"line {line}: more than {_MAX_DEPTH} levels of nesting")
+        raise PlainYamlError(f"line {line_number}: more than {_MAX_DEPTH} levels of nesting")
     # An alias has the name of its anchor here, too.
     if event.anchor is not None:
-        raise PlainYamlError(f"line {line}: anchors and aliases are not supported")
+        raise PlainYamlError(f"line {line_number}: anchors and aliases are not supported")
     if event.tag is not None:
-        raise PlainYamlError(f"line {line}: tags are not supported")
+        raise PlainYamlError(f"line {line_number}: tags are not supported")
 
     if isinstance(event, yaml.SequenceStartEvent):
         return _build_list(events, depth)
@@ -100,13 +100,13 @@ def _build_mapping(events: Iterator[yaml.Event], depth: int) -> dict[str, Any]:
     entries: dict[str, Any] = {}
     while not isinstance(key_event := next(events), yaml.MappingEndEvent):
         key = _build(key_event, events, depth + 1)
-        line = key_event.start_mark.line + 1
+        line_number = key_event.start_mark.line + 1
         if not isinstance(key, str):
-            raise PlainYamlError(f"line {line}: a key is not text")
+            raise PlainYamlError(f"line {line_number}: a key is not text")
         if key == "<<":
-            raise PlainYamlError(f"line {line}: merge keys are not supported")
+            raise PlainYamlError(f"line {line_number}: merge keys are not supported")
         if key in entries:
-            raise PlainYamlError(f"line {line}: the key {key[:60]!r} is repeated")
+            raise PlainYamlError(f"line {line_number}: the key {key[:60]!r} is repeated")
         value_event = next(events)
         entries[key] = _build(value_event, events, depth + 1)
     return entries

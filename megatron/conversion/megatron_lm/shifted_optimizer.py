@@ -50,12 +50,12 @@ class Cut:
 
     parameter: LocalParameter
     start: int  # first element of the parameter, in the buffer without padding
-    stored: int  # first element that was cut out; the tensor in the file begins with it
+    file_start: int  # first element that was cut out; the tensor in the file begins with it
 
     @property
     def stored_end(self) -> int:
         """Return the position after the last element that was cut out."""
-        return self.stored + self.parameter.numel
+        return self.file_start + self.parameter.numel
 
 
 class ShiftedBuffer:
@@ -70,10 +70,10 @@ class ShiftedBuffer:
         # Two cuts may overlap, and leave gaps elsewhere: compare each parameter with all cuts.
         lost = 0
         for cut in self.cuts:
-            found = 0
+            num_stored = 0
             for _, start, stop in self._find_stored(cut.start, cut.parameter.numel):
-                found += stop - start
-            lost += cut.parameter.numel - found
+                num_stored += stop - start
+            lost += cut.parameter.numel - num_stored
         return lost
 
     def read(self, state: str, cut: Cut, start: int, count: int) -> torch.Tensor:
@@ -91,10 +91,12 @@ class ShiftedBuffer:
 
         # Replace them by the stored values, which are in tensors of this or of other parameters.
         first = cut.start + start
-        for other, begin, end in self._find_stored(first, count):
-            key = optimizer_key(state, other.parameter.key)
-            stored = self._read_local(key, other.parameter, begin - other.stored, end - begin)
-            value[begin - first : end - first] = stored
+        for stored_cut, begin, end in self._find_stored(first, count):
+            key = optimizer_key(state, stored_cut.parameter.key)
+            values = self._read_local(
+                key, stored_cut.parameter, begin - stored_cut.file_start, end - begin
+            )
+            value[begin - first : end - first] = values
         return value
 
     def _find_stored(self, start: int, count: int) -> Iterator[tuple[Cut, int, int]]:
@@ -103,7 +105,7 @@ class ShiftedBuffer:
         The common elements are `[begin, end)` of the buffer.
         """
         for cut in self.cuts:
-            begin = max(start, cut.stored)
+            begin = max(start, cut.file_start)
             end = min(start + count, cut.stored_end)
             if begin < end:
                 yield cut, begin, end
@@ -121,13 +123,13 @@ class ShiftedBuffer:
             end = min(start + count, box.start + math.prod(box.shape))
             if begin >= end:
                 continue
-            part = self._read_box(key, box, begin - box.start, end - box.start)
+            values = self._read_box(key, box, begin - box.start, end - box.start)
             # Most ranges are in one box, and need no copy.
             if end - begin == count:
-                return part
+                return values
             if value is None:
-                value = part.new_empty(count)
-            value[begin - start : end - start] = part
+                value = values.new_empty(count)
+            value[begin - start : end - start] = values
         assert value is not None, f"{key}: elements {start} to {start + count} are in no box"
         return value
 
@@ -176,7 +178,7 @@ class RepairedOptimizer(SourceView):
             buffer = ShiftedBuffer(source, cuts)
             self.lost += buffer.count_lost()
             for cut in cuts:
-                if cut.start != cut.stored:
+                if cut.start != cut.file_start:
                     self.moved += cut.parameter.numel
                 for state in states:
                     self._add_state(buffer, cut, state)
@@ -209,9 +211,9 @@ def _list_buffers(config: TransformerConfig, args: Mapping[str, Any]) -> Iterato
     def cut_chunks(rank: MegatronRank, optimizer: int, alignment: int) -> Iterator[list[Cut]]:
         """Yield the cuts of the chunks that an optimizer of the rank has."""
         chunks = rank_parameters(config, layout, rank.tp, rank.pp, 1, rank.expert, args)
-        own = split_by_optimizer(chunks, has_expert_optimizer)[optimizer]
-        num_parameters = count_elements(own)
-        for index, parameters in enumerate(own):
+        optimizer_chunks = split_by_optimizer(chunks, has_expert_optimizer)[optimizer]
+        num_parameters = count_elements(optimizer_chunks)
+        for index, parameters in enumerate(optimizer_chunks):
             bucket_size = compute_bucket_size(args, rank.pp, index, num_parameters)
             yield _cut_out(parameters, bucket_size, alignment)
 
@@ -254,6 +256,6 @@ def _cut_out(
 
     cuts = []
     for (parameter, start), placed in zip(plan.list_positions(), plan.placed, strict=True):
-        stored = start + padding_before[placed.bucket]
-        cuts.append(Cut(parameter, start, stored))
+        file_start = start + padding_before[placed.bucket]
+        cuts.append(Cut(parameter, start, file_start))
     return cuts

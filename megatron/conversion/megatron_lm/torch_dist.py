@@ -172,22 +172,24 @@ class TorchDistSource:
         read_options = read_options or ReadOptions()
         with_optimizer = read_options.optimizer
         verify = read_options.verify is not False
-        where = str(directory)
+        location = str(directory)
         self.description = f"torch_dist checkpoint {directory}"
         self._reader = Reader(
             directory, verify=verify, waits_for_shards=read_options.waits_for_shards
         )
-        stored = self._reader.metadata
+        metadata = self._reader.metadata
         # Name of every tensor -> its key in the files.
-        names = {key: key for key in stored.tensors}
+        names = {key: key for key in metadata.tensors}
         self._keys = rename_tensors(names, read_options.renames, self.description)
 
         # Arguments
         common = self._read_common(directory, verify)
-        self.args = read_arguments(common, where)
+        self.args = read_arguments(common, location)
         self.args |= find_stored_tokenizer(self.args, directory)
         self._num_layers = int(self.args["num_layers"])
-        self._originals = _ORIGINALS(stored.extra.get("mcore_data", {}), f"{where}: mcore_data")
+        self._originals = _ORIGINALS(
+            metadata.extra.get("mcore_data", {}), f"{location}: mcore_data"
+        )
 
         # Weights, and optimizer state except flat buckets
         self.unused: list[str] = []
@@ -199,7 +201,7 @@ class TorchDistSource:
 
         # The model. The stored rows define the vocabulary: Megatron-LM stores its padding, runs
         # here do not.
-        rows = read_vocabulary_rows(self._table.tensors, where)
+        rows = read_vocabulary_rows(self._table.tensors, location)
         self.args["model_vocab_size"] = rows
         self.config = model_config(self.args, rows, self.description)
 
@@ -242,12 +244,12 @@ class TorchDistSource:
         for name, key in self._keys.items():
             match = _BUCKET.fullmatch(name)
             if match is not None and with_optimizer:
-                optimizer, rank, chunk, number, state = match.groups()
+                optimizer, rank, chunk, bucket, state = match.groups()
                 owner = int(optimizer or 0)
                 if has_mixed_states(self.args):
                     owner = 0  # 0 has the matrices, one by one; the rest is in flat buckets
-                place = _ChunkPlace(owner, int(rank), int(chunk))
-                buckets[place, int(number), state] = key
+                chunk_place = _ChunkPlace(owner, int(rank), int(chunk))
+                buckets[chunk_place, int(bucket), state] = key
                 continue
             is_optimizer_state = name.startswith(("optimizer.", "chained_"))
             if with_optimizer or not is_optimizer_state:
@@ -293,15 +295,15 @@ class TorchDistSource:
             return
 
         # The first axis of a stacked tensor is that of the layers.
-        stored = self._reader.metadata.tensors[key]
-        if stored.shape[:1] != (self._num_layers,):
+        entry = self._reader.metadata.tensors[key]
+        if entry.shape[:1] != (self._num_layers,):
             raise CheckpointError(
-                f"{self.description}: {key} has shape {stored.shape}, the arguments specify "
+                f"{self.description}: {key} has shape {entry.shape}, the arguments specify "
                 f"{self._num_layers} layers"
             )
         for layer in range(self._num_layers):
-            own = parameter.replace(layers, f"{layers}{layer}.", 1)
-            self._add_layer(key, own, state, lead=(layer,))
+            layer_parameter = parameter.replace(layers, f"{layers}{layer}.", 1)
+            self._add_layer(key, layer_parameter, state, lead=(layer,))
 
     def _add_layer(self, key: str, parameter: str, state: str | None, lead: Shape) -> None:
         """Add the part of the stored tensor `key` at index `lead` of its first axes.
@@ -322,9 +324,9 @@ class TorchDistSource:
             self._add_fragments(key, target, lead, shape)
             return
 
-        stored = self._reader.metadata.tensors[key]
-        shape = stored.shape[len(lead) :]
-        info = TensorInfo(shape, stored.dtype)
+        entry = self._reader.metadata.tensors[key]
+        shape = entry.shape[len(lead) :]
+        info = TensorInfo(shape, entry.dtype)
         origin = (0,) * len(shape)
         read_region = self._make_region_reader(key, lead)
         self._table.add(target, info, origin, shape, read_region)
@@ -345,17 +347,17 @@ class TorchDistSource:
 
         The stored tensor is [*lead axes, *grid, elements of a fragment].
         """
-        stored = self._reader.metadata.tensors[key]
-        grid = stored.shape[len(lead) : -1]
+        entry = self._reader.metadata.tensors[key]
+        grid = entry.shape[len(lead) : -1]
         # Each fragment is a piece of its own in the files, which also bounds their number.
-        is_grid = len(grid) == len(shape) and 0 < math.prod(grid) <= len(stored.chunks)
+        is_grid = len(grid) == len(shape) and 0 < math.prod(grid) <= len(entry.chunks)
         if not is_grid or any(map(operator.mod, shape, grid)):
             raise CheckpointError(
                 f"{self.description}: {key} of shape {shape} is stored as a grid of {grid} "
                 "fragments"
             )
 
-        info = TensorInfo(shape, stored.dtype)
+        info = TensorInfo(shape, entry.dtype)
         extent = tuple(map(operator.floordiv, shape, grid))  # of each fragment
         for index in itertools.product(*map(range, grid)):
             offset = tuple(map(operator.mul, index, extent))
@@ -390,55 +392,57 @@ class TorchDistSource:
                         if not list_parameter_states(parameter.key, stored_apart):
                             in_buckets.append(parameter)
                     if in_buckets:
-                        place = _ChunkPlace(optimizer, index, chunk)
-                        self._add_chunk(buckets, place, in_buckets, f"{self.description}, {rank}")
+                        chunk_place = _ChunkPlace(optimizer, index, chunk)
+                        self._add_chunk(
+                            buckets, chunk_place, in_buckets, f"{self.description}, {rank}"
+                        )
         self.unused += sorted(buckets.values())
 
     def _add_chunk(
         self,
         buckets: Buckets,
-        place: _ChunkPlace,
+        chunk_place: _ChunkPlace,
         parameters: Sequence[LocalParameter],
-        where: str,
+        location: str,
     ) -> None:
         """Add the buckets of one chunk and remove them from `buckets`."""
         states = {state for _, _, state in buckets}
         for state in sorted(states):
             # Buckets are numbered without gaps; the remaining ones are reported as unused.
             keys: list[str] = []
-            while (place, len(keys), state) in buckets:
-                key = buckets.pop((place, len(keys), state))
+            while (chunk_place, len(keys), state) in buckets:
+                key = buckets.pop((chunk_place, len(keys), state))
                 keys.append(key)
 
             # Each bucket is a tensor of one axis.
-            stored = [self._reader.metadata.tensors[key] for key in keys]
-            shapes = [entry.shape for entry in stored]
+            entries = [self._reader.metadata.tensors[key] for key in keys]
+            shapes = [entry.shape for entry in entries]
             if any(len(shape) != 1 for shape in shapes):
-                raise CheckpointError(f"{where}: buckets of shapes {shapes} are not flat")
+                raise CheckpointError(f"{location}: buckets of shapes {shapes} are not flat")
             sizes = [shape[0] for shape in shapes]
 
             # Cut the parameters out of them.
-            for parameter, bucket, start in fit_buckets(parameters, sizes, where):
+            for parameter, bucket, start in fit_buckets(parameters, sizes, location):
                 key = optimizer_key(state, parameter.key)
                 read_flat = self._make_flat_reader(keys[bucket], ())
-                self._table.add_local(key, parameter, stored[bucket].dtype, read_flat, start)
+                self._table.add_local(key, parameter, entries[bucket].dtype, read_flat, start)
 
     def _read_groups(self, optimizer: Any) -> list[dict[str, Any]] | None:
         """Return the parameter groups of the optimizer, if they are stored.
 
         They are in `optimizer` of the common state, or in an object for dp_reshardable state.
         """
-        stored = []
+        group_keys = []
         for prefix in ("", "chained_0.", "chained_1."):
             key = f"{prefix}{_OPTIMIZER_OBJECT}"
             if key in self._reader.metadata.objects:
-                stored.append(key)
+                group_keys.append(key)
         if has_mixed_states(self.args):
-            objects = [self._reader.read_object(key) for key in stored]
+            objects = [self._reader.read_object(key) for key in group_keys]
             return find_all_param_groups([optimizer, *objects])
         groups = find_param_groups(optimizer)
-        if groups is None and stored:
-            groups = find_param_groups(self._reader.read_object(stored[0]))
+        if groups is None and group_keys:
+            groups = find_param_groups(self._reader.read_object(group_keys[0]))
         return groups
 
     def _make_flat_reader(self, key: str, index: Shape) -> ReadFlat:
@@ -457,18 +461,18 @@ class TorchDistSource:
 
         Other tensors become foreign tensors with `keep_foreign`, else they are unused.
         """
-        wanted = model_tensors(self.config)
-        check_parameters(self.tensors, wanted, str(directory))
+        expected_shapes = model_tensors(self.config)
+        check_parameters(self.tensors, expected_shapes, str(directory))
 
         # Set tensors aside that are neither weights nor optimizer state of the model.
-        known: dict[str, TensorInfo] = {}
+        kept_tensors: dict[str, TensorInfo] = {}
         known_states = (None, AVERAGE, *OPTIMIZER_STATES)
         for key, info in self.tensors.items():
             parameter, state = split_key(key)
-            if parameter in wanted and state in known_states:
-                known[key] = info
+            if parameter in expected_shapes and state in known_states:
+                kept_tensors[key] = info
             elif keep_foreign and state is None:
-                known[foreign_key(key)] = info
+                kept_tensors[foreign_key(key)] = info
             elif not self._table.is_implied(key):
                 self.unused.append(key)
         self.unused.sort()
@@ -477,7 +481,7 @@ class TorchDistSource:
         for key in sorted(self._reader.metadata.objects):
             if not is_extra_state(key) and not key.startswith(_IGNORED_OBJECTS):
                 self.unused.append(key)
-        self.tensors = known
+        self.tensors = kept_tensors
         check_optimizer_complete(self.tensors, self.args, str(directory))
 
 
@@ -523,7 +527,7 @@ class StackedLayers(SourceView):
             (info,) = infos
             stacked_shape = (self.num_layers, *info.shape)
             self.tensors[key] = TensorInfo(stacked_shape, info.dtype)
-            self._layers[key] = [layers[number] for number in range(self.num_layers)]
+            self._layers[key] = [layers[layer_index] for layer_index in range(self.num_layers)]
 
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
         if key not in self._layers:
@@ -531,10 +535,10 @@ class StackedLayers(SourceView):
         # The first axis is that of the layers.
         first_layer = offset[0]
         last_layer = first_layer + shape[0]
-        parts = []
+        layers = []
         for layer_key in self._layers[key][first_layer:last_layer]:
-            parts.append(self._source.read(layer_key, offset[1:], shape[1:]))
-        return torch.stack(parts)
+            layers.append(self._source.read(layer_key, offset[1:], shape[1:]))
+        return torch.stack(layers)
 
 
 def make_stacked_key(key: str, num_layers: int) -> str:
