@@ -62,7 +62,7 @@ def draw_rank_shares(
     shares = {}
     for rank in ranks:
         column = f"tp {rank.tp}, pp {rank.pp}"
-        shares[column] = rank.parts
+        shares[column] = rank.modules
     draw_shares(shares, path, title, "rank")
 
 

@@ -19,15 +19,15 @@ def find_engine_checkpoint(root: Path) -> Path | None:
     """Return `root`, the directory in it that `latest` names, or another one in it, that an engine
     has saved. None if there is none.
     """
-    found: list[Path] = []
+    checkpoint_dirs: list[Path] = []
     for path in [*root.glob(ENGINE_MODEL_FILES), *root.glob(f"*/{ENGINE_MODEL_FILES}")]:
         is_universal = (path.parent / ZERO).is_dir()
-        if not is_universal and path.parent not in found:
-            found.append(path.parent)
-    if not found:
+        if not is_universal and path.parent not in checkpoint_dirs:
+            checkpoint_dirs.append(path.parent)
+    if not checkpoint_dirs:
         return None
     latest = read_tag(root / ENGINE_LATEST)
-    return next((path for path in found if path.name == latest), min(found))
+    return next((path for path in checkpoint_dirs if path.name == latest), min(checkpoint_dirs))
 
 
 def describe_engine_checkpoint(root: Path) -> str | None:

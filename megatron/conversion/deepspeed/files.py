@@ -170,7 +170,7 @@ class UniversalFiles:
 
         Raises ValueError if it is not a tensor of the parameter's shape.
         """
-        where = f"{self.description}: {STATE_FILES[state]} of {self.names[key]}"
+        location = f"{self.description}: {STATE_FILES[state]} of {self.names[key]}"
         entry = self.read_entry(key, state)
         tensor = entry
         if isinstance(entry, dict):
@@ -182,11 +182,11 @@ class UniversalFiles:
 
         # Check the tensor: any shape for the parameter itself, and the same one for its states.
         if not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"{where} contains no tensor")
+            raise ValueError(f"{location} contains no tensor")
         shape = self.shapes.get(key, tensor.shape)
         if tensor.shape != shape or not tensor.is_floating_point():
             raise ValueError(
-                f"{where} has {tensor.dtype} of shape {list(tensor.shape)}, but must have "
+                f"{location} has {tensor.dtype} of shape {list(tensor.shape)}, but must have "
                 f"floating-point numbers of shape {list(shape)}"
             )
         return tensor.detach()

@@ -52,15 +52,15 @@ class Style(NamedTuple):
         end = self.first_layer + num_layers + self.gap  # number of the final norm
         match = _KEY.fullmatch(key)
         if match is not None:
-            layer, module, kind = match.groups()
+            layer, module, suffix = match.groups()
             if layer is not None and module in _IN_LAYER:
                 prefix = self.layer.format(n=self.first_layer + int(layer))
-                return prefix + _IN_LAYER[module] + kind
+                return prefix + _IN_LAYER[module] + suffix
             if module in _IN_EMBEDDING:
                 prefix = self.tied_embedding if tied else self.untied_embedding
-                return prefix + _IN_EMBEDDING[module] + kind
+                return prefix + _IN_EMBEDDING[module] + suffix
             if module == _FINAL_NORM:
-                return self.final_norm.format(n=end) + kind
+                return self.final_norm.format(n=end) + suffix
             if key == _HEAD:
                 return self.head.format(n=end + 1)
         raise ValueError(
@@ -94,13 +94,13 @@ def map_to_model_space(names: Sequence[str], description: str) -> dict[str, str]
     of another kind of model, and for layers with gaps.
     """
     first_layer, num_layers = _find_layers(names, description)
-    known = _list_known_names(first_layer, num_layers)
+    model_keys = _list_known_names(first_layer, num_layers)
 
     # Look up each name.
     keys: dict[str, str] = {}  # name -> model-space key
     unknown = []
     for name in names:
-        key = known.get(_remove_wrapper(name))
+        key = model_keys.get(_remove_wrapper(name))
         if key is None:
             unknown.append(name)
         else:
@@ -112,14 +112,14 @@ def map_to_model_space(names: Sequence[str], description: str) -> dict[str, str]
         )
 
     # Invert the mapping.
-    found = {key: name for name, key in keys.items()}
-    duplicates = [name for name, key in keys.items() if found[key] != name]
+    names_by_key = {key: name for name, key in keys.items()}
+    duplicates = [name for name, key in keys.items() if names_by_key[key] != name]
     if duplicates:
         raise ValueError(
-            f"{description}: {', '.join(duplicates)} and other names are the same parameters of a "
-            "GPT"
+            f"{description}: {', '.join(duplicates)} and other names are the same parameters of "
+            "a GPT"
         )
-    return found
+    return names_by_key
 
 
 def _remove_wrapper(name: str) -> str:
@@ -156,14 +156,14 @@ def _find_layers(names: Sequence[str], description: str) -> tuple[int, int]:
 
 def _list_known_names(first_layer: int, num_layers: int) -> dict[str, str]:
     """Return every name that any style gives to a parameter -> model-space key."""
-    known: dict[str, str] = {}
+    model_keys: dict[str, str] = {}
     for style in STYLES.values():
         shifted = style._replace(first_layer=first_layer)
         for tied in (True, False):
             # Of two keys with the same name the last one, that of the fused norm, is used.
             for key in _list_keys(num_layers):
-                known[shifted.make_name(key, num_layers, tied)] = key
-    return known
+                model_keys[shifted.make_name(key, num_layers, tied)] = key
+    return model_keys
 
 
 def _list_keys(num_layers: int) -> list[str]:

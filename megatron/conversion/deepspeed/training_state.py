@@ -83,14 +83,14 @@ def _copy_fields(source: Mapping[str, Any], names: Iterable[str]) -> dict[str, A
 
 def _read_position_type(namespace: Mapping[str, Any]) -> str:
     """Return the position embedding, which some programs store as flags instead of a name."""
-    kind = namespace.get("position_embedding_type")
-    if isinstance(kind, Placeholder):  # an enum of BigScience's fork
+    position_type = namespace.get("position_embedding_type")
+    if isinstance(position_type, Placeholder):  # an enum of BigScience's fork
         # The argument is of a file, and possibly not hashable.
-        if kind.args not in [(number,) for number in _POSITION_TYPES]:
-            raise ValueError(f"position_embedding_type {kind} is not supported")
-        return _POSITION_TYPES[kind.args[0]]
-    if kind is not None:
-        return str(kind)
+        if position_type.args not in [(type_index,) for type_index in _POSITION_TYPES]:
+            raise ValueError(f"position_embedding_type {position_type} is not supported")
+        return _POSITION_TYPES[position_type.args[0]]
+    if position_type is not None:
+        return str(position_type)
     if namespace.get("use_rotary_position_embeddings"):
         return "rope"
     if namespace.get("add_position_embedding", True):
@@ -108,7 +108,7 @@ def build_args(
     """
     position = config.position_embedding_type
     norms = _invert(_NORMS)
-    theirs: dict[str, Any] = {
+    deepspeed_args: dict[str, Any] = {
         "num_key_value_heads": config.query_groups,
         "add_position_embedding": position == "learned_absolute",
         "use_rotary_position_embeddings": position == "rope",
@@ -125,8 +125,8 @@ def build_args(
     }
     if args.get("vocab_size") is not None:
         # The tokenizer's size; the model's is recorded with the vocabulary.
-        theirs["vocab_size"] = args["vocab_size"]
-    result = {**plain_args(args), **dataclasses.asdict(config), **theirs}
+        deepspeed_args["vocab_size"] = args["vocab_size"]
+    result = {**plain_args(args), **dataclasses.asdict(config), **deepspeed_args}
     result.pop(BLOCKS_MARK, None)  # of the source
     if blocks:
         result[BLOCKS_MARK] = False
@@ -160,20 +160,20 @@ def list_unsupported_parts(config: TransformerConfig) -> list[str]:
             )
     has_rope = config.position_embedding_type == "rope"
     # Other programs ignore these parts of the model without an error.
-    parts = {
+    features = {
         "window_size": config.window_size is not None,
         "use_rope_scaling": config.use_rope_scaling,
         "rope_type": has_rope and config.rope_type == "yarn",
         "qk_layernorm": config.qk_layernorm,
         "add_qkv_bias": config.has_qkv_bias and not config.add_bias_linear,
     }
-    lines = []
-    for name, is_used in parts.items():
+    messages = []
+    for name, is_used in features.items():
         if is_used:
-            lines.append(
+            messages.append(
                 f"{name}: Megatron-DeepSpeed has no such model; other readers need to know"
             )
-    return lines
+    return messages
 
 
 # ---- Training state ----
@@ -212,16 +212,16 @@ def _read_scheduler(
     """Return Megatron-LM's schedule, or None for one that counts tokens (see `list_lost_state`)."""
     if not state or any(state.get(name) for name in _BY_TOKENS):
         return None
-    stored = _rename(state, _RENAMED_SCHEDULE)
+    renamed = _rename(state, _RENAMED_SCHEDULE)
     # BigScience's fork has no schedule for the weight decay.
     weight_decay = args.get("weight_decay", 0.0)
     schedule = {
         "start_wd": weight_decay,
         "end_wd": weight_decay,
         "wd_incr_style": "constant",
-        "wd_incr_steps": stored.get("lr_decay_steps"),
+        "wd_incr_steps": renamed.get("lr_decay_steps"),
     }
-    schedule |= stored
+    schedule |= renamed
     return _copy_fields(schedule, _SCHEDULE)
 
 
@@ -239,9 +239,9 @@ def _read_groups(
     if optimizer is None and "lr" not in args:
         return None
     schedule = scheduler or {}
-    stored: list[Mapping[str, Any]] = []
+    optimizer_groups: list[Mapping[str, Any]] = []
     if optimizer is not None:
-        stored = optimizer["param_groups"]
+        optimizer_groups = optimizer["param_groups"]
     # Values for files that lack a group or a field of it.
     defaults = {
         "lr": args.get("lr"),
@@ -261,7 +261,7 @@ def _read_groups(
             "min_lr": schedule.get("min_lr", args.get("min_lr")),
         }
         group |= defaults
-        group |= _copy_fields(_find_group(stored, decays), defaults)
+        group |= _copy_fields(_find_group(optimizer_groups, decays), defaults)
         group["betas"] = tuple(group["betas"])
         # Biases and norms are not decayed, regardless of the stored defaults.
         if not decays:
@@ -348,12 +348,12 @@ def build_groups(training: TrainingState, counts: tuple[int, int]) -> list[dict[
             "lr_mult": 1.0,
         }
         # Copy hyperparameters from the stored group with the same weight decay.
-        for known in training.param_groups or []:
-            if bool(known.get("wd_mult", 1.0)) != is_decayed:
+        for run_group in training.param_groups or []:
+            if bool(run_group.get("wd_mult", 1.0)) != is_decayed:
                 continue
             for name in ("lr", "betas", "eps", "weight_decay", "lr_mult"):
-                if known.get(name) is not None:
-                    group[name] = known[name]
+                if run_group.get(name) is not None:
+                    group[name] = run_group[name]
         group["params"] = [index]
         result.append(group)
     return result

@@ -102,8 +102,8 @@ class UniversalSource:
         if files.args:
             files.args = read_args(files.args, self.description)
         stored_tokenizer = find_stored_tokenizer(files.args, files.directory)
-        given = files.args | stored_tokenizer | dict(read_options.args)
-        self.args: dict[str, Any] = _infer_args(files, given) | given
+        known_args = files.args | stored_tokenizer | dict(read_options.args)
+        self.args: dict[str, Any] = _infer_args(files, known_args) | known_args
         vocab_size = _find_vocab_size(files, read_options.args)
         config = model_config(self.args, vocab_size, self.description)
         self.args |= resolve_arguments(config)
@@ -157,10 +157,10 @@ class UniversalSource:
         # Weights are main parameters, cast.
         info = self.tensors[key]
         parameter, state = split_key(key)
-        stored = self._files.read_tensor(parameter, state or "param")
-        is_flat = stored.dim() != len(info.shape)  # from ZeRO-3
+        tensor = self._files.read_tensor(parameter, state or "param")
+        is_flat = tensor.dim() != len(info.shape)  # from ZeRO-3
         if is_flat:
-            stored = stored.view(-1, *info.shape[1:])
+            tensor = tensor.view(-1, *info.shape[1:])
 
         # Rows of the box are cut out of all other dimensions.
         columns = []
@@ -170,7 +170,7 @@ class UniversalSource:
         def read_rows(source: int, first: int, count: int) -> torch.Tensor:
             """Return stored rows. There is only one `source`, 0."""
             rows = slice(first, first + count)
-            return stored[(rows, *columns)]
+            return tensor[(rows, *columns)]
 
         # The rows of q, k and v may be stored in another order.
         row_map = map_unchanged(info.shape[0])
@@ -212,7 +212,7 @@ class UniversalSource:
         return int(blocks)
 
 
-def _find_vocab_size(files: UniversalFiles, given: Mapping[str, Any]) -> int:
+def _find_vocab_size(files: UniversalFiles, known_args: Mapping[str, Any]) -> int:
     """Return the number of tokens: given, or recorded, or that of rows without padding.
 
     Raises ValueError if it is unknown.
@@ -225,8 +225,8 @@ def _find_vocab_size(files: UniversalFiles, given: Mapping[str, Any]) -> int:
     # BigScience's fork has the older name.
     state = files.state
     info = state.get("universal_checkpoint_info") or state.get("checkpoint_info") or {}
-    wanted = given.get("vocab_size") or info.get("original_vocab_size")
-    if wanted is None:
+    vocab_size = known_args.get("vocab_size") or info.get("original_vocab_size")
+    if vocab_size is None:
         # DeepSpeed's converter marks embeddings whose padding it has removed.
         entry = files.read_entry(WORD_EMBEDDINGS, "param")
         is_marked = isinstance(entry, dict) and entry.get("vocab_tensor")
@@ -235,16 +235,16 @@ def _find_vocab_size(files: UniversalFiles, given: Mapping[str, Any]) -> int:
                 f"{files.description} does not separate tokens from padding: give --vocab-size "
                 f"(rows: {rows})"
             )
-        wanted = rows
+        vocab_size = rows
     is_flat = len(shape) == 1  # from ZeRO-3: its rows are unknown
-    if not is_flat and wanted > rows:
+    if not is_flat and vocab_size > rows:
         raise ValueError(
-            f"--vocab-size {wanted} is more than the {rows} rows of {files.description}"
+            f"--vocab-size {vocab_size} is more than the {rows} rows of {files.description}"
         )
-    return int(wanted)
+    return int(vocab_size)
 
 
-def _infer_args(files: UniversalFiles, given: Mapping[str, Any]) -> dict[str, Any]:
+def _infer_args(files: UniversalFiles, known_args: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments that names and shapes imply, for directories without arguments."""
     # Properties of the whole model. Every layer has one norm before its attention.
     names = files.names
@@ -275,7 +275,7 @@ def _infer_args(files: UniversalFiles, given: Mapping[str, Any]) -> dict[str, An
         inferred["hidden_size"] = fc2[0]
         inferred["ffn_hidden_size"] = fc2[1]
         inferred["swiglu"] = fc1[0] == 2 * fc2[1]
-    heads = given.get("num_attention_heads")
+    heads = known_args.get("num_attention_heads")
     if heads and len(proj) == len(qkv) == 2 and proj[1] >= heads:
         head_dim = proj[1] // heads
         heads_and_groups = qkv[0] // head_dim  # heads + 2 * groups
@@ -288,7 +288,7 @@ def _infer_args(files: UniversalFiles, given: Mapping[str, Any]) -> dict[str, An
     if len(shapes.get(_POSITIONS, ())) == 2:
         inferred["position_embedding_type"] = "learned_absolute"
         inferred["max_position_embeddings"] = shapes[_POSITIONS][0]
-    elif "position_embedding_type" not in given:
+    elif "position_embedding_type" not in known_args:
         flag = flag_name("position_embedding_type")
         raise ValueError(f"{files.description} does not record the position embedding: give {flag}")
     return inferred
@@ -302,40 +302,40 @@ def _list_tensors(
     Raises ValueError unless files and arguments describe the same model.
     """
     # Compare the files with the arguments.
-    wanted = model_tensors(config)
-    _check_names(files, wanted)
-    for key, shape in wanted.items():
-        stored = files.shapes[key]
-        found = stored
+    model_shapes = model_tensors(config)
+    _check_names(files, model_shapes)
+    for key, shape in model_shapes.items():
+        stored_shape = files.shapes[key]
+        read_shape = stored_shape
         row_size = math.prod(shape[1:])
-        if len(stored) == 1 and stored[0] % row_size == 0:  # flat, from ZeRO-3
-            found = (stored[0] // row_size, *shape[1:])
-        is_padded = key in _VOCABULARY and found[1:] == shape[1:] and found[0] >= shape[0]
-        if found != shape and not is_padded:
+        if len(stored_shape) == 1 and stored_shape[0] % row_size == 0:  # flat, from ZeRO-3
+            read_shape = (stored_shape[0] // row_size, *shape[1:])
+        is_padded = key in _VOCABULARY and read_shape[1:] == shape[1:] and read_shape[0] >= shape[0]
+        if read_shape != shape and not is_padded:
             raise ValueError(
-                f"{files.description}: {files.names[key]} has shape {list(stored)}, its arguments "
-                f"make it {list(shape)}"
+                f"{files.description}: {files.names[key]} has shape {list(stored_shape)}, its "
+                f"arguments make it {list(shape)}"
             )
 
     # The weights have the dtype of the run, optimizer states are fp32.
     tensors = {}
-    for key, shape in wanted.items():
+    for key, shape in model_shapes.items():
         tensors[key] = TensorInfo(shape, config.params_dtype)
     if optimizer:
         for state in files.find_states():
-            for key, shape in wanted.items():
+            for key, shape in model_shapes.items():
                 state_key = optimizer_key(state, key)
                 tensors[state_key] = TensorInfo(shape, torch.float32)
     return tensors
 
 
-def _check_names(files: UniversalFiles, wanted: Collection[str]) -> None:
-    """Raise ValueError unless the files contain the parameters with the keys `wanted`."""
+def _check_names(files: UniversalFiles, model_keys: Collection[str]) -> None:
+    """Raise ValueError unless the files contain the parameters with the keys `model_keys`."""
     problem = None
-    extra = [name for key, name in files.names.items() if key not in wanted]
+    extra = [name for key, name in files.names.items() if key not in model_keys]
     if extra:
         problem = f"also has {', '.join(extra)}"
-    missing = [key for key in wanted if key not in files.names]
+    missing = [key for key in model_keys if key not in files.names]
     if missing:
         problem = f"lacks {', '.join(missing)}"
     if problem is not None:
@@ -475,13 +475,13 @@ class _UniversalWriter:
         """
         shape = self.parameters[key].shape
         if state == "param":
-            stored = full_precision_key(key, self.source.tensors)
+            source_key = full_precision_key(key, self.source.tensors)
         elif self.has_optimizer:
-            stored = optimizer_key(state, key)
+            source_key = optimizer_key(state, key)
         else:
             return torch.zeros(shape)
         origin = (0,) * len(shape)
-        return self.source.read(stored, origin, shape).float()
+        return self.source.read(source_key, origin, shape).float()
 
     def _make_marks(self, key: str) -> dict[str, Any]:
         """Return the marks by which a loader splits the tensor for its own tensor parallelism."""
@@ -565,12 +565,12 @@ class _UniversalWriter:
     def _list_param_shapes(self, names: Mapping[str, str]) -> list[OrderedDict[str, torch.Size]]:
         """Return the shapes by group: with weight decay (matrices), without (vectors)."""
         decayed: OrderedDict[str, torch.Size] = OrderedDict()
-        others: OrderedDict[str, torch.Size] = OrderedDict()
+        undecayed: OrderedDict[str, torch.Size] = OrderedDict()
         for key, name in names.items():
             parameter = self.parameters[key]
-            group = decayed if parameter.group.weight_decay else others
+            group = decayed if parameter.group.weight_decay else undecayed
             group[name] = torch.Size(parameter.shape)
-        return [decayed, others]
+        return [decayed, undecayed]
 
     def _list_patterns(self, names: Mapping[str, str]) -> dict[str, list[str]]:
         """Return the names of parameters by the way they are split."""

@@ -56,28 +56,28 @@ def describe_foreign_mixers(args: Mapping[str, Any]) -> str:
     if not isinstance(mixers, list | tuple):
         return ""
     layers_by_kind: dict[str, list[int]] = {}
-    for layer, kind in enumerate(mixers):
-        if kind:
-            layers_by_kind.setdefault(str(kind), []).append(layer)
+    for layer, mixer in enumerate(mixers):
+        if mixer:
+            layers_by_kind.setdefault(str(mixer), []).append(layer)
     listed = []
-    for kind, layers in layers_by_kind.items():
-        listed.append(f"{escape_control_chars(kind)} in layers {format_layers(layers)}")
+    for mixer, layers in layers_by_kind.items():
+        listed.append(f"{escape_control_chars(mixer)} in layers {format_layers(layers)}")
     return " and ".join(listed)
 
 
-def read_stored(stored: StoredTensor, offset: Shape, shape: Shape) -> torch.Tensor:
+def read_stored(tensor: StoredTensor, offset: Shape, shape: Shape) -> torch.Tensor:
     """Return a box of a tensor in a file of torch.save."""
-    if isinstance(stored, torch.Tensor):
-        return narrow(stored, offset, shape)
-    read_box = make_region_reader(stored.read_flat, 0, stored.shape)
+    if isinstance(tensor, torch.Tensor):
+        return narrow(tensor, offset, shape)
+    read_box = make_region_reader(tensor.read_flat, 0, tensor.shape)
     return read_box(offset, shape)
 
 
-def check_stored_tensor(value: Any, where: str) -> StoredTensor:
+def check_stored_tensor(value: Any, location: str) -> StoredTensor:
     """Return `value`; raise CheckpointError unless it is a tensor."""
     if isinstance(value, StoredTensor):
         return value
-    schema.refuse(where, value, "a tensor")
+    schema.refuse(location, value, "a tensor")
 
 
 # Checks a dictionary of foreign tensors by name.
@@ -130,8 +130,8 @@ def write_foreign_file(source: Source, path: Path, workers: int, progress: Progr
         for name, key in keys.items():
             slot = slots[name]
             offset = (0,) * len(slot.shape)
-            place = FilePlace(offset, slot.shape, temporary, positions[slot])
-            jobs.append(partial(write_to_places, source, key, [place], progress))
+            file_place = FilePlace(offset, slot.shape, temporary, positions[slot])
+            jobs.append(partial(write_to_places, source, key, [file_place], progress))
         run_jobs(jobs, workers)
 
 

@@ -90,15 +90,15 @@ def model_config(args: Mapping[str, Any], vocab_size: int, description: str) -> 
     for name in _REQUIRED:
         if not args.get(name):
             raise ValueError(f"{description} lacks {name}: give {flag_name(name)}")
-    known = {}
+    architecture = {}
     for name in _FIELDS:
         # Recomputation of activations does not change the model, and Megatron-LM has other kinds
         # of it.
         if name in args and not name.startswith("recompute_"):
-            known[name] = args[name]
-    ARGUMENTS(known, description)
+            architecture[name] = args[name]
+    ARGUMENTS(architecture, description)
     fields: dict[str, Any] = {}
-    for name, value in known.items():
+    for name, value in architecture.items():
         if not _is_foreign_choice(name, value):
             fields[name] = value
     fields |= LOCAL_BACKEND_FIELDS
@@ -117,16 +117,16 @@ def _is_foreign_choice(name: str, value: Any) -> bool:
     return any(find_value_problems(flag_name(name), value, metadata))
 
 
-def read_vocabulary_rows(tensors: Mapping[str, TensorInfo], where: str) -> int:
+def read_vocabulary_rows(tensors: Mapping[str, TensorInfo], location: str) -> int:
     """Return the number of rows of the word embedding. Raises CheckpointError if it is missing."""
-    found = tensors.get(WORD_EMBEDDINGS)
-    if found is None:
-        raise CheckpointError(f"{where} has no {WORD_EMBEDDINGS}: it is not a GPT model")
-    if len(found.shape) != 2:
+    embedding = tensors.get(WORD_EMBEDDINGS)
+    if embedding is None:
+        raise CheckpointError(f"{location} has no {WORD_EMBEDDINGS}: it is not a GPT model")
+    if len(embedding.shape) != 2:
         raise CheckpointError(
-            f"{where} has {list(found.shape)} as {WORD_EMBEDDINGS}: it is not a GPT model"
+            f"{location} has {list(embedding.shape)} as {WORD_EMBEDDINGS}: it is not a GPT model"
         )
-    return found.shape[0]
+    return embedding.shape[0]
 
 
 def make_export_config(source: Source, vocab_size: int | None) -> TransformerConfig:
@@ -144,41 +144,43 @@ def make_export_config(source: Source, vocab_size: int | None) -> TransformerCon
 
 def check_parameters(
     tensors: Mapping[str, TensorInfo],
-    wanted: Mapping[str, Shape],
-    where: str,
+    expected_shapes: Mapping[str, Shape],
+    location: str,
     vocab_size: int | None = None,
 ) -> None:
     """Raise CheckpointError for the first parameter that is missing or has the wrong shape.
 
     Tensors with `vocab_size` rows may have more rows, which pad the vocabulary.
     """
-    for key, shape in wanted.items():
+    for key, shape in expected_shapes.items():
         if key not in tensors:
-            raise CheckpointError(f"{where} lacks {key}, which its arguments call for")
-        found = tensors[key].shape
-        is_padded = shape[0] == vocab_size and found[0] > shape[0] and found[1:] == shape[1:]
-        if found != shape and not is_padded:
+            raise CheckpointError(f"{location} lacks {key}, which its arguments call for")
+        stored_shape = tensors[key].shape
+        is_padded = (
+            shape[0] == vocab_size and stored_shape[0] > shape[0] and stored_shape[1:] == shape[1:]
+        )
+        if stored_shape != shape and not is_padded:
             raise CheckpointError(
-                f"{where}: {key} has shape {found}, its arguments make it {shape}"
+                f"{location}: {key} has shape {stored_shape}, its arguments make it {shape}"
             )
 
 
 def check_optimizer_complete(
-    tensors: Mapping[str, TensorInfo], args: Mapping[str, Any], where: str
+    tensors: Mapping[str, TensorInfo], args: Mapping[str, Any], location: str
 ) -> None:
     """Raise CheckpointError unless all trained parameters have complete optimizer state, or none.
 
     The message names states that are missing or have another shape than their parameter.
     """
-    found = optimizer_states(tensors)
-    if not found:
+    stored_states = optimizer_states(tensors)
+    if not stored_states:
         return
     is_mixed = has_mixed_states(args)
-    states = complete_states(found)
+    states = complete_states(stored_states)
     if states is None and not is_mixed:
         raise CheckpointError(
-            f"{where}: {', '.join(found)} are not the state of one optimizer: leave it out "
-            "(--no-optim of convert.py, --no-load-optim of a run)"
+            f"{location}: {', '.join(stored_states)} are not the state of one optimizer: leave it "
+            "out (--no-optim of convert.py, --no-load-optim of a run)"
         )
 
     # Every trained parameter has every state, in its own shape.
@@ -187,21 +189,21 @@ def check_optimizer_complete(
         if not is_weight(parameter) or not is_trained(parameter):
             continue
         if is_mixed:
-            own = list_parameter_states(parameter, tensors)
-            states = complete_mixed_states(args, own)
-        for state in states or found:
+            parameter_states = list_parameter_states(parameter, tensors)
+            states = complete_mixed_states(args, parameter_states)
+        for state in states or stored_states:
             key = optimizer_key(state, parameter)
             if key not in tensors:
                 missing.append(key)
             elif tensors[key].shape != info.shape:
                 raise CheckpointError(
-                    f"{where}: {key} has shape {tensors[key].shape}, its parameter {info.shape}"
+                    f"{location}: {key} has shape {tensors[key].shape}, its parameter {info.shape}"
                 )
     if missing:
         listed = ", ".join(missing[:3])
         if len(missing) > 3:
             listed += f" and {len(missing) - 3} more"
-        raise CheckpointError(f"{where}: optimizer state is missing: {listed}")
+        raise CheckpointError(f"{location}: optimizer state is missing: {listed}")
 
 
 def resolve_arguments(config: TransformerConfig) -> dict[str, Any]:
@@ -221,17 +223,17 @@ def model_parameters(config: TransformerConfig) -> list[ParamSpec]:
     pattern = config.moe_layer_pattern
     models: dict[int, list[ParamSpec]] = {}  # kind of layer -> parameters of a model with one
     try:
-        for number, kind in enumerate(pattern):
-            if kind not in models:
-                models[kind] = _list_parameters_with_layer(config, number)
+        for layer, layer_type in enumerate(pattern):
+            if layer_type not in models:
+                models[layer_type] = _list_parameters_with_layer(config, layer)
     except RuntimeError as error:  # more elements than 64 bits can count
         raise ValueError(f"no model has these sizes: {error}") from error
 
     # Repeat the layers.
     all_layers = []
-    for number, kind in enumerate(pattern):
-        prefix = f"decoder.layers.{number}."
-        for parameter in models[kind]:
+    for layer, layer_type in enumerate(pattern):
+        prefix = f"decoder.layers.{layer}."
+        for parameter in models[layer_type]:
             if _LAYER.match(parameter.name):
                 name = _LAYER.sub(prefix, parameter.name)
                 all_layers.append(dataclasses.replace(parameter, name=name))
@@ -281,9 +283,9 @@ def separate_input_norm(name: str) -> str:
     return name.replace(_FUSED_NORM, _SEPARATE_NORM)
 
 
-def _list_parameters_with_layer(config: TransformerConfig, number: int) -> list[ParamSpec]:
+def _list_parameters_with_layer(config: TransformerConfig, layer: int) -> list[ParamSpec]:
     """Return the parameters of a model whose only layer is number `number`."""
-    layers = range(number, number + 1)
+    layers = range(layer, layer + 1)
     model = GPTModel(
         config, layers=layers, rng=TensorParallelRng(0, 0), device=torch.device("meta")
     )
@@ -648,14 +650,14 @@ class RankLoad:
     pp: int
     layers: tuple[range, ...]  # global numbers, by chunk
     parameters: int  # elements, padding of the vocabulary left out
-    parts: dict[str, dict[str, int]]  # bytes of weights and optimizer, by part of the model
+    modules: dict[str, dict[str, int]]  # bytes of weights and optimizer, by part of the model
 
-    def nbytes(self, kind: str) -> int:
+    def nbytes(self, content: str) -> int:
         """Return the bytes of "weights" or "optimizer" of the rank.
 
         With the distributed optimizer its replicas share those of the optimizer.
         """
-        return sum(part[kind] for part in self.parts.values())
+        return sum(sizes[content] for sizes in self.modules.values())
 
 
 def plan_load(source: Source, layout: Layout) -> list[RankLoad]:
@@ -671,8 +673,8 @@ def plan_load(source: Source, layout: Layout) -> list[RankLoad]:
         parameters = list(itertools.chain.from_iterable(chunks))
         shapes = {parameter.key: parameter.global_shape for parameter in parameters}
         check_parameters(source.tensors, shapes, source.description)
-        total, parts = _sum_loaded_bytes(source, parameters)
-        plans.append(RankLoad(tp, pp, layout.stages[pp], total, parts))
+        total, modules = _sum_loaded_bytes(source, parameters)
+        plans.append(RankLoad(tp, pp, layout.stages[pp], total, modules))
     return plans
 
 
@@ -681,18 +683,18 @@ def _sum_loaded_bytes(
 ) -> tuple[int, dict[str, dict[str, int]]]:
     """Return the elements of a rank's parameters, and the `parts` of `RankLoad`."""
     total = 0
-    parts: dict[str, dict[str, int]] = {}
+    modules: dict[str, dict[str, int]] = {}
     for parameter in parameters:
         # Elements in the global tensor: local padding is not loaded.
         numel = sum(math.prod(box.shape) for box in parameter.boxes)
         total += numel
-        part = parts.setdefault(name_model_part(parameter.key), {"weights": 0, "optimizer": 0})
-        part["weights"] += numel * source.tensors[parameter.key].dtype.itemsize
+        sizes = modules.setdefault(name_model_part(parameter.key), {"weights": 0, "optimizer": 0})
+        sizes["weights"] += numel * source.tensors[parameter.key].dtype.itemsize
         for state in OPTIMIZER_STATES:
             info = source.tensors.get(optimizer_key(state, parameter.key))
             if info is not None:
-                part["optimizer"] += numel * info.dtype.itemsize
-    return total, parts
+                sizes["optimizer"] += numel * info.dtype.itemsize
+    return total, modules
 
 
 def name_model_part(key: str) -> str:
@@ -704,12 +706,12 @@ def name_model_part(key: str) -> str:
     depth = re.match(r"mtp\.layers\.(\d+)\.", name)
     if depth is not None:
         return f"prediction layer {depth[1]}"
-    parts = {
+    modules = {
         "embedding": "embedding",
         "output_layer": "output layer",
         "decoder.final_layernorm": "final norm",
     }
-    for prefix, part in parts.items():
+    for prefix, module in modules.items():
         if name.startswith(prefix):
-            return part
+            return module
     return name.split(".")[0]

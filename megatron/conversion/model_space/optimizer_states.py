@@ -38,20 +38,20 @@ def optimizer_key(state: str, parameter: str) -> str:
 
 def optimizer_states(keys: Iterable[str]) -> tuple[str, ...]:
     """Return the optimizer states of a parameter that `keys` contain, in order."""
-    found = set()
+    states = set()
     for key in keys:
         _, state = split_key(key)
         if state is not None:
-            found.add(state)
-    return tuple(state for state in OPTIMIZER_STATES if state in found)
+            states.add(state)
+    return tuple(state for state in OPTIMIZER_STATES if state in states)
 
 
-def complete_states(found: Iterable[str]) -> tuple[str, ...] | None:
-    """Return the smallest set of states of an optimizer that includes `found`, with `param`.
+def complete_states(states: Iterable[str]) -> tuple[str, ...] | None:
+    """Return the smallest set of states of an optimizer that includes `states`, with `param`.
 
     None if they belong to several optimizers. All parameters have the same states.
     """
-    return _find_smallest_set(found, _UNIFORM_STATE_SETS)
+    return _find_smallest_set(states, _UNIFORM_STATE_SETS)
 
 
 def has_mixed_states(args: Mapping[str, Any]) -> bool:
@@ -60,18 +60,18 @@ def has_mixed_states(args: Mapping[str, Any]) -> bool:
     return optimizer in UPDATE_RULES and not get_update_rule(optimizer).HAS_UNIFORM_STATE
 
 
-def complete_mixed_states(args: Mapping[str, Any], found: Iterable[str]) -> tuple[str, ...] | None:
-    """Return the smallest set of states of one parameter that includes `found`, with `param`.
+def complete_mixed_states(args: Mapping[str, Any], states: Iterable[str]) -> tuple[str, ...] | None:
+    """Return the smallest set of states of one parameter that includes `states`, with `param`.
 
     The optimizer of the run has other states of matrices (see `has_mixed_states`).
     """
-    return _find_smallest_set(found, get_update_rule(args["optimizer"]).STATE_SETS)
+    return _find_smallest_set(states, get_update_rule(args["optimizer"]).STATE_SETS)
 
 
 def _find_smallest_set(
-    found: Iterable[str], state_sets: Iterable[tuple[str, ...]]
+    state_names: Iterable[str], state_sets: Iterable[tuple[str, ...]]
 ) -> tuple[str, ...] | None:
-    moments = set(found) - {"param"}
+    moments = set(state_names) - {"param"}
     fitting = [states for states in state_sets if moments.issubset(states)]
     if not fitting:
         return None

@@ -133,15 +133,15 @@ def map_fused_qkv(
     groups_per_block = groups // blocks
     runs = []
     for group in range(groups):
-        block, number = divmod(group, groups_per_block)
+        block, index = divmod(group, groups_per_block)
         # First row of each part of the block.
         start = block * groups_per_block * sum(rows_per_group)
         starts = {}
-        for part in order:
-            starts[part] = start
-            start += groups_per_block * rows_by_part[part]
-        for part, rows in rows_by_part.items():
-            runs.append(RowRun(0, starts[part] + number * rows, rows))
+        for projection in order:
+            starts[projection] = start
+            start += groups_per_block * rows_by_part[projection]
+        for projection, rows in rows_by_part.items():
+            runs.append(RowRun(0, starts[projection] + index * rows, rows))
     return tuple(runs)
 
 
@@ -170,20 +170,20 @@ def unpack_rows(
     row_map: RowMap, start: int, stop: int, read: Callable[[int, int, int], torch.Tensor]
 ) -> torch.Tensor:
     """Return the model's rows `[start, stop)`; `read(source, first, count)` returns stored rows."""
-    pieces = []
+    blocks = []
     for run in cut_runs(row_map, start, stop):
         # Rows in between, of other matrices, are read and skipped.
         span = run.stored_slice.stop - run.start
-        stored = read(run.source, run.start, span)
-        pieces.append(stored[:: run.step])
-    return _join(pieces)
+        span_rows = read(run.source, run.start, span)
+        blocks.append(span_rows[:: run.step])
+    return _join(blocks)
 
 
-def _join(pieces: list[torch.Tensor]) -> torch.Tensor:
+def _join(blocks: list[torch.Tensor]) -> torch.Tensor:
     """Concatenate along the first axis, without a copy of a single piece."""
-    if len(pieces) == 1:
-        return pieces[0]
-    return torch.cat(pieces)
+    if len(blocks) == 1:
+        return blocks[0]
+    return torch.cat(blocks)
 
 
 def pack_rows(row_map: RowMap, source: int, model: torch.Tensor) -> torch.Tensor:
@@ -191,22 +191,22 @@ def pack_rows(row_map: RowMap, source: int, model: torch.Tensor) -> torch.Tensor
 
     The inverse of `unpack_rows`. Rows that the model does not have are zero.
     """
-    stored = model.new_zeros(count_stored_rows(row_map)[source], *model.shape[1:])
-    pieces = model.split([run.rows for run in row_map])
-    for run, piece in zip(row_map, pieces, strict=True):
+    stored_rows = model.new_zeros(count_stored_rows(row_map)[source], *model.shape[1:])
+    blocks = model.split([run.rows for run in row_map])
+    for run, block in zip(row_map, blocks, strict=True):
         if run.source == source:
-            stored[run.stored_slice] = piece
-    return stored
+            stored_rows[run.stored_slice] = block
+    return stored_rows
 
 
 def read_stored_rows(
     row_map: RowMap,
-    number: int,
+    source: int,
     first: int,
     result: torch.Tensor,
     read_rows: Callable[[int, int], torch.Tensor],
 ) -> None:
-    """Fill `result` with the rows of stored tensor `number` from row `first` on.
+    """Fill `result` with the rows of stored tensor `source` from row `first` on.
 
     `read_rows(first, count)` returns rows of the model.
     """
@@ -217,10 +217,10 @@ def read_stored_rows(
         # A negated floor division rounds up: the first member at or after row `first`.
         start = max(0, -((run.start - first) // run.step))
         stop = min(run.rows, -((run.start - first - count) // run.step))
-        if run.source == number and start < stop:
-            place = run.start + start * run.step - first
-            end = place + (stop - start) * run.step
-            result[place : end : run.step] = read_rows(model_row + start, stop - start)
+        if run.source == source and start < stop:
+            begin = run.start + start * run.step - first
+            end = begin + (stop - start) * run.step
+            result[begin : end : run.step] = read_rows(model_row + start, stop - start)
         model_row += run.rows
 
 
@@ -244,20 +244,20 @@ def make_region_reader(read_flat: ReadFlat, start: int, shape: Shape) -> ReadReg
         first = start + runs.start
         # Read each run.
         if runs.repeats == 1 or runs.gap >= _SMALL_GAP:
-            parts = []
-            for number in range(runs.repeats):
-                parts.append(read_flat(first + number * runs.stride, runs.length))
-            return parts
+            blocks = []
+            for index in range(runs.repeats):
+                blocks.append(read_flat(first + index * runs.stride, runs.length))
+            return blocks
         # Read all runs with the gaps between them, and view the runs: [repeats, length].
         span = read_flat(first, (runs.repeats - 1) * runs.stride + runs.length)
         rows = span.as_strided((runs.repeats, runs.length), (runs.stride, 1), span.storage_offset())
         return [rows.reshape(-1)]
 
     def read(offset: Shape, extent: Shape) -> torch.Tensor:
-        parts: list[torch.Tensor] = []
+        blocks: list[torch.Tensor] = []
         for runs in compute_byte_runs(shape, offset, extent, itemsize=1):
-            parts += read_runs(runs)
-        return _join(parts).reshape(extent)
+            blocks += read_runs(runs)
+        return _join(blocks).reshape(extent)
 
     return read
 
@@ -272,24 +272,24 @@ class FilePlace(NamedTuple):
 
 
 def write_to_places(
-    source: Source, key: str, places: Sequence[FilePlace], progress: Progress
+    source: Source, key: str, file_places: Sequence[FilePlace], progress: Progress
 ) -> None:
     """Stream the tensor `key`, a few rows at a time, to existing files that are long enough."""
     info = source.tensors[key]
     itemsize = info.dtype.itemsize
     for offset, shape in cut_rows(info.shape, itemsize, _BLOCK):
         block: torch.Tensor | None = None  # read if any place needs it
-        for place in places:
-            common = compute_overlap((offset, shape), (place.offset, place.shape))
+        for file_place in file_places:
+            common = compute_overlap((offset, shape), (file_place.offset, file_place.shape))
             if common is None:
                 continue
             if block is None:
                 block = source.read(key, offset, shape)
-            part = narrow(block, common.in_first, common.shape).contiguous()
+            values = narrow(block, common.in_first, common.shape).contiguous()
             # Whole rows of a piece are contiguous in its file: one run, one write.
-            (run,) = compute_byte_runs(place.shape, common.in_second, common.shape, itemsize)
-            write_at(place.path, part, place.position + run.start)
-            progress(part.nbytes)
+            (run,) = compute_byte_runs(file_place.shape, common.in_second, common.shape, itemsize)
+            write_at(file_place.path, values, file_place.position + run.start)
+            progress(values.nbytes)
 
 
 def make_empty_directory(directory: Path) -> None:

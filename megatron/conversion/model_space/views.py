@@ -91,5 +91,5 @@ class AveragedWeights(SourceView):
             self.cast_weights(dtype)
 
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
-        stored = average_key(key) if is_trained(key) else key
-        return self._source.read(stored, offset, shape).to(self.tensors[key].dtype)
+        source_key = average_key(key) if is_trained(key) else key
+        return self._source.read(source_key, offset, shape).to(self.tensors[key].dtype)
