@@ -46,7 +46,7 @@ class TargetFlag(NamedTuple):
     option: str  # field of WriteOptions
     help: str
     savers: tuple[str, ...] = FORMAT_NAMES  # formats that the flag has an effect on
-    kind: Callable[[str], Any] | None = str  # how the value is parsed; None: the flag has no value
+    parse: Callable[[str], Any] | None = str  # how the value is parsed; None: the flag has no value
     choices: tuple[str, ...] | None = None
     default: Any = None
 
@@ -138,7 +138,7 @@ TARGET_FLAGS = {
         None,
     ),
     "--workers": TargetFlag(
-        "workers", "number of files written at once", kind=parse_positive, default=2
+        "workers", "number of files written at once", parse=parse_positive, default=2
     ),
 }
 
@@ -218,12 +218,12 @@ def add_target_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that describe the target, except its directory and format."""
     add = parser.add_argument
     for name, flag in TARGET_FLAGS.items():
-        if flag.kind is None:
+        if flag.parse is None:
             add(name, action="store_true", help=flag.full_help)
         else:
             add(
                 name,
-                type=flag.kind,
+                type=flag.parse,
                 choices=flag.choices,
                 default=flag.default,
                 help=flag.full_help,
@@ -280,18 +280,18 @@ def add_edit_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def stop(number: int, frame: object) -> NoReturn:
+def stop(signal_number: int, frame: object) -> NoReturn:
     """Exit, which removes the partial result; a second Ctrl-C does not interrupt that."""
-    for each in STOPPING:
-        signal.signal(each, signal.SIG_IGN)
-    raise SystemExit(128 + number)
+    for stop_signal in STOPPING:
+        signal.signal(stop_signal, signal.SIG_IGN)
+    raise SystemExit(128 + signal_number)
 
 
 @contextmanager
 def reported_errors() -> Iterator[None]:
     """End the process with one line for an expected error or a signal."""
-    for number in STOPPING:
-        signal.signal(number, stop)
+    for signal_number in STOPPING:
+        signal.signal(signal_number, stop)
     try:
         yield
     except (ValueError, OSError) as error:
@@ -299,6 +299,6 @@ def reported_errors() -> Iterator[None]:
     except MemoryError:
         sys.exit("error: out of memory; a damaged or hostile source can claim any size")
     except SystemExit as error:
-        if error.code in [128 + number for number in STOPPING]:
+        if error.code in [128 + signal_number for signal_number in STOPPING]:
             print_line("interrupted: nothing was written", file=sys.stderr)
         raise

@@ -68,20 +68,20 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def _write_torch_dist(
     source: Source, root: Path, options: WriteOptions, progress: Progress
 ) -> list[str]:
-    stored = source
+    view = source
     if options.stacked_layers and options.hybrid_layers:
         raise ValueError(
             "--stacked-layers and --hybrid-layers are mutually exclusive: layers of HybridModel "
             "differ"
         )
     if options.stacked_layers:
-        stored = StackedLayers(source)
+        view = StackedLayers(source)
     elif options.hybrid_layers:
-        stored = HybridLayers(source)
+        view = HybridLayers(source)
 
     def write(directory: Path) -> list[str]:
         tokenizer = copy_tokenizer_files(source.args, options.trusted)
-        return write_torch_dist(stored, directory, options.workers, progress, tokenizer)
+        return write_torch_dist(view, directory, options.workers, progress, tokenizer)
 
     return _write_iteration(source, root, write)
 

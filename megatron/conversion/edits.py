@@ -129,17 +129,19 @@ class SelectedLayers(SourceView):
         self._layers = layers
 
         # List the tensors in the order of the new layers.
-        stored: dict[int, list[tuple[str, str]]] = {}  # layer -> (prefix, name) of its tensors
+        layer_tensors: dict[
+            int, list[tuple[str, str]]
+        ] = {}  # layer -> (prefix, name) of its tensors
         self.tensors = {}
         for key, info in source.tensors.items():
             match = _LAYER.fullmatch(key)
             if match is None:
                 self.tensors[key] = info
             else:
-                prefix, number, name = match.groups()
-                stored.setdefault(int(number), []).append((prefix, name))
+                prefix, layer, name = match.groups()
+                layer_tensors.setdefault(int(layer), []).append((prefix, name))
         for new_layer, old_layer in enumerate(layers):
-            for prefix, name in stored[old_layer]:
+            for prefix, name in layer_tensors[old_layer]:
                 info = source.tensors[f"{prefix}{old_layer}{name}"]
                 self.tensors[f"{prefix}{new_layer}{name}"] = info
 
@@ -267,9 +269,9 @@ class ResizedVocabulary(SourceView):
             return self._source.read(key, offset, shape)
         if num_stored == 0:
             return self._make_rows(key, parameter, state, new_offset, new_shape)
-        stored = self._source.read(key, offset, stored_shape)
+        old = self._source.read(key, offset, stored_shape)
         new = self._make_rows(key, parameter, state, new_offset, new_shape)
-        return torch.cat([stored, new])
+        return torch.cat([old, new])
 
     def _make_rows(
         self, key: str, parameter: str, state: str | None, offset: Shape, shape: Shape
@@ -370,8 +372,8 @@ class UpcycledExperts(SourceView):
         if ".mlp.router." in spec.name:
             return None
         key = spec.name
-        for part, dense_part in _DENSE_PARTS.items():
-            key = key.replace(part, dense_part)
+        for expert_part, dense_part in _DENSE_PARTS.items():
+            key = key.replace(expert_part, dense_part)
         # The first axis of experts' weights is the expert.
         shape = spec.shape[1:] if _is_of_experts(spec.name) else spec.shape
         if key not in self._source.tensors or self._source.tensors[key].shape != shape:
@@ -388,11 +390,11 @@ class UpcycledExperts(SourceView):
             spec = self._parameters[key]
             spec.info.init(Box(offset, values), key, spec.shape, self._seed)
             return values.to(dtype)
-        stored = full_precision_key(self._dense_keys[key], self._source.tensors)
+        source_key = full_precision_key(self._dense_keys[key], self._source.tensors)
         if not _is_of_experts(key):
-            return self._source.read(stored, offset, shape).to(dtype)
+            return self._source.read(source_key, offset, shape).to(dtype)
         # All experts of the box, [experts, rows, columns], are copies of one dense box.
-        values = self._source.read(stored, offset[1:], shape[1:])
+        values = self._source.read(source_key, offset[1:], shape[1:])
         if self._scale != 1 and key.endswith(".weight"):
             values = values.float() * self._scale
         return values.to(dtype).expand(shape).contiguous()

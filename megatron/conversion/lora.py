@@ -85,16 +85,16 @@ class PlainWeights(SourceView):
             self.cast_weights(dtype)
 
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
-        stored = full_precision_key(key, self._source.tensors)
-        return self._source.read(stored, offset, shape).to(self.tensors[key].dtype)
+        source_key = full_precision_key(key, self._source.tensors)
+        return self._source.read(source_key, offset, shape).to(self.tensors[key].dtype)
 
 
 # ---- Tied embeddings ----
 
 
-def _get_module(part: StoredParameter) -> str:
+def _get_module(parameter: StoredParameter) -> str:
     """Return the name of the module that a weight belongs to."""
-    return part.names[0].removesuffix(".weight")
+    return parameter.names[0].removesuffix(".weight")
 
 
 def _separate_head(
@@ -110,9 +110,9 @@ def _separate_head(
         return source
     untied = UntiedHead(source)
     modules = {}
-    for part in _list_parts(untied, family, adapter):
-        if part.key in (WORD_EMBEDDINGS, OUTPUT):
-            modules[part.key] = _get_module(part)
+    for parameter in _list_parts(untied, family, adapter):
+        if parameter.key in (WORD_EMBEDDINGS, OUTPUT):
+            modules[parameter.key] = _get_module(parameter)
     embedding = modules[WORD_EMBEDDINGS]
     head = modules[OUTPUT]
     is_tied = adapter.config.ties_saved_modules and adapter.config.is_saved(embedding)
@@ -163,26 +163,28 @@ class MergedAdapter(SourceView):
     def __init__(self, source: Source, adapter: LoraAdapter, family: Family) -> None:
         super().__init__(source)
         config = make_export_config(source, None)
-        parts = _list_parts(source, family, adapter)
-        tensors = name_weights(source, parts)
+        parameters = _list_parts(source, family, adapter)
+        tensors = name_weights(source, parameters)
         foreign: dict[str, str] = {}  # name that the adapter uses -> key
         for key, info in source.tensors.items():
             if is_foreign(key):
                 name = _find_adapter_name(foreign_name(key), adapter)
                 foreign[name] = key
                 tensors[name] = Stored(info.shape, info.dtype, partial(source.read, key))
-        transposed = {name for part in parts if part.transposed for name in part.names}
+        transposed = {
+            name for parameter in parameters if parameter.transposed for name in parameter.names
+        }
         changed = adapter.apply(tensors, transposed)
         self.num_changed = len(changed)
 
         self._foreign: dict[str, Stored] = {}
-        for name, stored in changed.items():
+        for name, tensor in changed.items():
             if name in foreign:
-                self._foreign[foreign[name]] = stored
+                self._foreign[foreign[name]] = tensor
         self._keys: set[str] = set()
-        for part in parts:
-            if not changed.keys().isdisjoint(part.names):
-                self._keys.add(part.key)
+        for parameter in parameters:
+            if not changed.keys().isdisjoint(parameter.names):
+                self._keys.add(parameter.key)
         self._weights = StoredWeights(adapter.directory, tensors | changed, family, config, ())
 
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:

@@ -44,9 +44,9 @@ class WeightedInput(NamedTuple):
 
 def parse_input(text: str) -> WeightedInput:
     """Return the path and the weight of `PATH:WEIGHT`, or of `PATH` without a weight."""
-    path, separator, number = text.rpartition(":")
+    path, separator, weight_text = text.rpartition(":")
     try:
-        weight = float(number)
+        weight = float(weight_text)
     except ValueError:
         return WeightedInput(text, None)
     if not separator or not path:
@@ -72,10 +72,10 @@ def compute_schedule_weights(schedule: str, count: int) -> list[float]:
     if name == "ema":
         decay = _parse_decay(schedule, parameter)
         # The average starts at the oldest checkpoint.
-        sums = [0.0] + [decay ** (count - number) for number in range(1, count)] + [1.0]
+        sums = [0.0] + [decay ** (count - index) for index in range(1, count)] + [1.0]
         return [after - before for before, after in itertools.pairwise(sums)]
     if schedule == "one_minus_sqrt":
-        decays = [1 - math.sqrt(number / count) for number in range(count + 1)]
+        decays = [1 - math.sqrt(index / count) for index in range(count + 1)]
         return [before - after for before, after in itertools.pairwise(decays)]
     raise ValueError(f"--schedule {schedule} is not one of {', '.join(SCHEDULES)}")
 
@@ -196,10 +196,10 @@ def check_same_model(sources: Sequence[Source]) -> None:
     expected = _describe_model(first)
     for source in sources[1:]:
         differences = []
-        found = _describe_model(source)
+        model = _describe_model(source)
         for name, value in expected.items():
-            if found[name] != value:
-                differences.append(f"{flag_name(name)} is {found[name]}, not {value}")
+            if model[name] != value:
+                differences.append(f"{flag_name(name)} is {model[name]}, not {value}")
         if differences:
             raise ValueError(
                 f"{source.description} is another model than {first.description}: "
@@ -212,11 +212,11 @@ def check_same_foreign(sources: Sequence[Source]) -> None:
     first = sources[0]
     expected = _list_foreign_shapes(first)
     for source in sources[1:]:
-        found = _list_foreign_shapes(source)
-        for key in sorted(expected.keys() | found.keys()):
-            if found.get(key) != expected.get(key):
+        shapes = _list_foreign_shapes(source)
+        for key in sorted(expected.keys() | shapes.keys()):
+            if shapes.get(key) != expected.get(key):
                 raise ValueError(
-                    f"--keep-foreign: {foreign_name(key)} has shape {found.get(key)} in "
+                    f"--keep-foreign: {foreign_name(key)} has shape {shapes.get(key)} in "
                     f"{source.description}, but {expected.get(key)} in {first.description} (None: "
                     "it is missing), so it cannot be merged"
                 )
@@ -285,8 +285,8 @@ class MergedSource(SourceView):
         for source, weight in zip(self._sources, self._weights, strict=True):
             if weight == 0:  # such an input is not read, and may have any values
                 continue
-            stored = full_precision_key(parameter, source.tensors)
-            total.add_(source.read(stored, offset, shape), alpha=weight)
+            source_key = full_precision_key(parameter, source.tensors)
+            total.add_(source.read(source_key, offset, shape), alpha=weight)
         result = total.to(self.tensors[key].dtype)
         self._require_finite(parameter, offset, total, result)
         return result
@@ -303,12 +303,12 @@ class MergedSource(SourceView):
         """Return a box that all sources have; raise ValueError if their values differ."""
         value = self._source.read(key, offset, shape)
         for source in self._sources:
-            other = source.read(key, offset, shape)
-            if other.dtype != value.dtype or not is_bitwise_equal(other, value):
+            source_value = source.read(key, offset, shape)
+            if source_value.dtype != value.dtype or not is_bitwise_equal(source_value, value):
                 raise ValueError(
-                    f"{source.description}: {foreign_name(key)} ({other.dtype}) differs from that "
-                    f"of {self._source.description}: integers and fp8 cannot be merged, so they "
-                    "must be equal"
+                    f"{source.description}: {foreign_name(key)} ({source_value.dtype}) differs "
+                    f"from that of {self._source.description}: integers and fp8 cannot be merged, "
+                    "so they must be equal"
                 )
         return value
 
@@ -322,8 +322,8 @@ class MergedSource(SourceView):
         # Find the input that is not finite.
         shape = tuple(total.shape)
         for source in self._sources:
-            stored = full_precision_key(parameter, source.tensors)
-            if not torch.isfinite(source.read(stored, offset, shape)).all():
+            source_key = full_precision_key(parameter, source.tensors)
+            if not torch.isfinite(source.read(source_key, offset, shape)).all():
                 raise ValueError(
                     f"{source.description}: {parameter} contains values that are not finite: leave "
                     "this input out"

@@ -28,18 +28,18 @@ def open_checkpoint(
     return open_found(require_checkpoint(root, step, loader), read_options)
 
 
-def open_found(found: CheckpointRef, read_options: ReadOptions | None = None) -> Source:
+def open_found(checkpoint_ref: CheckpointRef, read_options: ReadOptions | None = None) -> Source:
     """Open a checkpoint that was already found, possibly by another process."""
     read_options = read_options or ReadOptions()
     if read_options.verify:
-        require_checksums(found)
-    if read_options.renames and found.format not in _RENAMING_READERS:
+        require_checksums(checkpoint_ref)
+    if read_options.renames and checkpoint_ref.format not in _RENAMING_READERS:
         raise ValueError(
-            f"--rename: {found.directory} is a {found.format} checkpoint; tensors of "
-            f"{' and '.join(_RENAMING_READERS)} checkpoints can be renamed"
+            f"--rename: {checkpoint_ref.directory} is a {checkpoint_ref.format} checkpoint; "
+            f"tensors of {' and '.join(_RENAMING_READERS)} checkpoints can be renamed"
         )
-    reader = resolve(FORMATS[found.format].reader)
-    source: Source = reader(found.directory, read_options)
+    reader = resolve(FORMATS[checkpoint_ref.format].reader)
+    source: Source = reader(checkpoint_ref.directory, read_options)
     # Arguments of the command line take precedence.
     source.args.update(read_options.args)
     if not read_options.keep_foreign:
@@ -58,10 +58,10 @@ def _refuse_foreign_mixers(source: Source) -> None:
 
 
 def open_for_run(
-    found: CheckpointRef, optimizer: bool, verify: bool | None, waits_for_shards: bool
+    checkpoint_ref: CheckpointRef, optimizer: bool, verify: bool | None, waits_for_shards: bool
 ) -> Source:
     """Open a checkpoint for a run (see `run_checkpoint.formats.open_in_any_form`)."""
     return open_found(
-        found,
+        checkpoint_ref,
         ReadOptions(optimizer=optimizer, verify=verify, waits_for_shards=waits_for_shards),
     )

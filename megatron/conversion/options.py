@@ -130,14 +130,16 @@ class WriteOptions:
 def parse_layers(text: str) -> tuple[int, ...]:
     """Return the layers that `0-11,6-17` lists: numbers and inclusive ranges, in order."""
     layers: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", part.strip(), re.ASCII)
+    for layer_range in text.split(","):
+        match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", layer_range.strip(), re.ASCII)
         if match is None:
-            raise ValueError(f"{part.strip()!r} is not a layer (5) or a range of layers (0-11)")
+            raise ValueError(
+                f"{layer_range.strip()!r} is not a layer (5) or a range of layers (0-11)"
+            )
         first = int(match[1])
         last = int(match[2] or first)
         if last < first:
-            raise ValueError(f"{part.strip()} ends before it begins")
+            raise ValueError(f"{layer_range.strip()} ends before it begins")
         if len(layers) + last - first >= _MAX_LAYERS:
             raise ValueError(f"the result has more than {_MAX_LAYERS} layers")
         layers += range(first, last + 1)
@@ -200,7 +202,7 @@ def parse_rename(text: str) -> Rename:
 
 
 def rename_tensors(
-    tensors: Mapping[str, _T], renames: Sequence[Rename], where: str
+    tensors: Mapping[str, _T], renames: Sequence[Rename], location: str
 ) -> dict[str, _T]:
     """Return `tensors` under their new names. The first rename that fits a name is applied.
 
@@ -219,12 +221,12 @@ def rename_tensors(
                     unused.remove(rename)
                 break
         if new in result:
-            raise ValueError(f"--rename: {where}: {old_names[new]} and {name} both become {new}")
+            raise ValueError(f"--rename: {location}: {old_names[new]} and {name} both become {new}")
         result[new] = value
         old_names[new] = name
     # A rename without effect is most likely a typing error.
     if unused:
-        raise ValueError(f"--rename {unused[0].old}={unused[0].new}: {where} has no such tensor")
+        raise ValueError(f"--rename {unused[0].old}={unused[0].new}: {location} has no such tensor")
     return result
 
 
@@ -233,10 +235,10 @@ def parse_size(text: str | int) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?) *(?:([KMGT])(I?))?B?", str(text).strip().upper())
     size = 0
     if match is not None:
-        number, unit, binary = match.groups()
+        amount, unit, binary = match.groups()
         base = 1024 if binary else 1000
         exponent = " KMGT".index(unit or " ")
-        size = int(float(number) * base**exponent)
+        size = int(float(amount) * base**exponent)
     if size <= 0:
         raise ValueError(
             f"--max-shard-size {text!r} is not a size: use a number with KB, MB, GB, KiB, MiB or "

@@ -189,13 +189,13 @@ def _replace_files(directory: Path, write: Callable[[Path], object]) -> None:
     `write` must make its files durable. If it raises an error, its files remain in `directory`,
     which the caller removes.
     """
-    stored = list(directory.iterdir())
-    check_free_space(directory, sum(path.stat().st_size for path in stored))
+    old_files = list(directory.iterdir())
+    check_free_space(directory, sum(path.stat().st_size for path in old_files))
     # Inside the pending directory: an aborted save then removes both forms at once.
     target = directory / "rewritten"
     write(target)
     # An interruption here leaves an unfinished save, which readers do not take for a checkpoint.
-    for path in stored:
+    for path in old_files:
         path.unlink()
     for path in list(target.iterdir()):
         os.rename(path, directory / path.name)
