@@ -44,21 +44,21 @@ FILL_IN_THE_MIDDLE = "megatron.core.datasets.fill_in_the_middle:FillInTheMiddle"
 RESTART = "megatron.training.restart.monitor:run_restartable"
 
 
-def model_provider(config: Config, place: ChunkSpec) -> MegatronModule:
+def model_provider(config: Config, chunk_spec: ChunkSpec) -> MegatronModule:
     """Build one pipeline chunk of the model."""
     return GPTModel(
         config.model,
-        layers=place.layers,
-        pre_process=place.pre_process,
-        post_process=place.post_process,
-        tp=place.ps.tp,
-        cp=ContextParallel.from_parallel_state(place.ps),
+        layers=chunk_spec.layers,
+        pre_process=chunk_spec.pre_process,
+        post_process=chunk_spec.post_process,
+        tp=chunk_spec.ps.tp,
+        cp=ContextParallel.from_parallel_state(chunk_spec.ps),
         sequence_parallel=config.parallel.sequence_parallel,
-        experts=place.ps.expert_axes,
+        experts=chunk_spec.ps.expert_axes,
         make_vocab_size_divisible_by=config.tokenizer.make_vocab_size_divisible_by,
-        rng=place.rng,
-        device=place.device,
-        stage=place.ps.stage_group() if config.model.low_precision is not None else None,
+        rng=chunk_spec.rng,
+        device=chunk_spec.device,
+        stage=chunk_spec.ps.stage_group() if config.model.low_precision is not None else None,
     )
 
 

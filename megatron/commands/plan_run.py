@@ -28,7 +28,7 @@ from megatron.planning.pictures import draw_plan
 from megatron.planning.run_plan import RunPlan, StagePlan
 from megatron.planning.save_intervals import LOST_NODES_FACTOR, propose_save_intervals
 from megatron.planning.summary import format_plan
-from megatron.training.config.arguments import Given
+from megatron.training.config.arguments import FlagValues
 from megatron.training.config.run_config import Config, ModelProvider
 from megatron.training.reporting.recorded_launches import read_record
 
@@ -106,7 +106,7 @@ def make_stage_json(stage: StagePlan) -> dict[str, Any]:
 
 
 def find_layouts(
-    options: argparse.Namespace, given: Given, model_provider: ModelProvider
+    options: argparse.Namespace, given: FlagValues, model_provider: ModelProvider
 ) -> list[Layout]:
     """Return the layouts that fit, as --search requests."""
     hardware = Hardware(
@@ -239,7 +239,7 @@ def format_goodput(label: str, spent: SpentTime) -> str:
 
 
 def compare_with_device(
-    options: argparse.Namespace, given: Given, model_provider: ModelProvider, plan: RunPlan
+    options: argparse.Namespace, given: FlagValues, model_provider: ModelProvider, plan: RunPlan
 ) -> Comparison | None:
     """Compare the plan with --device-memory-gb; return None without that option."""
     if options.device_memory_gb is None:

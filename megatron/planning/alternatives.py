@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.planning.run_plan import RunPlan, plan_run
 from megatron.planning.summary import set_planned_vocab_size
-from megatron.training.config.arguments import Given, parse_flags
+from megatron.training.config.arguments import FlagValues, parse_flags
 from megatron.training.config.checkpoint_args import read_checkpoint_args
 from megatron.training.config.parsing import make_config, make_flag_parser, use_stored_args
 from megatron.training.config.run_config import Config, ModelProvider
@@ -35,7 +35,7 @@ class Alternative:
     memory: int
 
 
-def parse_planned_flags(argv: Sequence[str]) -> Given:
+def parse_planned_flags(argv: Sequence[str]) -> FlagValues:
     """Return the given flags of a run by field name; flags that do not affect plans are optional.
 
     Raises ValueError that lists all problems.
@@ -51,7 +51,7 @@ def parse_planned_flags(argv: Sequence[str]) -> Given:
 
 
 def plan_flags(
-    given: Given,
+    given: FlagValues,
     world_size: int,
     model_provider: ModelProvider,
 ) -> tuple[Config, RunPlan]:
@@ -64,7 +64,7 @@ def plan_flags(
 
 
 def find_alternatives(
-    given: Given,
+    given: FlagValues,
     world_size: int,
     model_provider: ModelProvider,
     needed: int,

@@ -22,7 +22,7 @@ from megatron.planning.run_plan import (
     plan_stages,
 )
 from megatron.planning.summary import set_planned_vocab_size
-from megatron.training.config.arguments import Given
+from megatron.training.config.arguments import FlagValues
 from megatron.training.config.parsing import make_config
 from megatron.training.config.run_config import Config, ModelProvider
 from megatron.training.reporting.measurements import compute_flops_per_token
@@ -86,10 +86,10 @@ class _Shape(NamedTuple):
 @dataclass(frozen=True)
 class LayoutSearch:
     """Search over the layouts of a run; replaces the parallel sizes, the micro-batch size and the
-    recomputation in `given`.
+    recomputation in `flag_values`.
     """
 
-    given: Given
+    flag_values: FlagValues
     world_size: int
     model_provider: ModelProvider
     available: float
@@ -133,7 +133,7 @@ class LayoutSearch:
                     if self.estimate_shortest_step(base, values) >= limit:
                         break
                     try:
-                        config = make_config(self.given | values, self.world_size)
+                        config = make_config(self.flag_values | values, self.world_size)
                     except ValueError:
                         break  # impossible with this model, batch or number of ranks
                     set_planned_vocab_size(config)
@@ -158,21 +158,21 @@ class LayoutSearch:
 
     def _list_context_sizes(self) -> list[int]:
         """Return the sizes of CP with which a rank has enough tokens."""
-        largest = max(1, self.given["seq_length"] // MIN_TOKENS_PER_RANK)
+        largest = max(1, self.flag_values["seq_length"] // MIN_TOKENS_PER_RANK)
         return _list_powers(min(largest, self.world_size))
 
     def _check_flags(self) -> None:
         """Raise ValueError for flags that conflict with the search or that it requires."""
         for name in ("pipeline_model_parallel_layout", "num_layers_per_virtual_pipeline_stage"):
-            if self.given.get(name) is not None:
+            if self.flag_values.get(name) is not None:
                 flag = f"--{name.replace('_', '-')}"
                 raise ValueError(f"--search selects the layout of the pipeline: leave out {flag}")
         for name in ("global_batch_size", "seq_length"):
-            if self.given.get(name) is None:
+            if self.flag_values.get(name) is None:
                 flag = f"--{name.replace('_', '-')}"
                 raise ValueError(f"--search compares the time of a step: add {flag}")
 
-    def _make_single_rank(self) -> Given:
+    def _make_single_rank(self) -> FlagValues:
         """Return the flags of the same model on one rank."""
         sizes: dict[str, Any] = {
             "tensor_model_parallel_size": 1,
@@ -183,7 +183,7 @@ class LayoutSearch:
             "expert_tensor_parallel_size": None,
             "micro_batch_size": 1,
         }
-        return self.given | sizes
+        return self.flag_values | sizes
 
     def _list_shapes(self, base: Config) -> list[tuple[float, _Shape]]:
         """Return (lower bound of the seconds of a step, shape) of all shapes, sorted."""
@@ -261,14 +261,14 @@ class LayoutSearch:
             "micro_batch_size": micro_batch_size,
         }
         required = {"micro_batch_size"}
-        if (self.given.get("num_experts") or 0) > 1:
+        if (self.flag_values.get("num_experts") or 0) > 1:
             sizes["expert_tensor_parallel_size"] = 1
             required.add("expert_tensor_parallel_size")  # its default is TP
 
         # Flags of the sizes. 1 is the default, but replaces another value on the command line.
         words = []
         for name, size in sizes.items():
-            if size != 1 or name in required or name in self.given:
+            if size != 1 or name in required or name in self.flag_values:
                 flag = name.replace("_", "-")
                 words.append(f"--{flag} {size}")
 
@@ -279,7 +279,7 @@ class LayoutSearch:
             words.append("--sequence-parallel")
 
         # A command line cannot take back --recompute-granularity: the search only adds to it.
-        level_given = self.given.get("recompute_granularity")
+        level_given = self.flag_values.get("recompute_granularity")
         for flags, changes in RECOMPUTATION.items():
             if flags and level_given in ("full", changes["recompute_granularity"]):
                 continue

@@ -31,26 +31,26 @@ EXIT_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # sent by job schedulers before
 
 
 @contextmanager
-def exit_signals(wanted: bool) -> Iterator[list[signal.Signals]]:
+def exit_signals(enabled: bool) -> Iterator[list[signal.Signals]]:
     """Record the exit signals that arrive inside the block, in order, instead of terminating.
 
-    Without `wanted`, signals are handled as usual. torchrun passes SIGTERM to its workers and kills
+    Unless `enabled`, signals are handled as usual. torchrun passes SIGTERM to its workers and kills
     them 30 seconds later; Slurm sends SIGUSR1 (`--signal`) before the time limit.
     """
     received: list[signal.Signals] = []
 
-    def remember(number: int, frame: FrameType | None) -> None:
-        received.append(signal.Signals(number))
+    def remember(signum: int, frame: FrameType | None) -> None:
+        received.append(signal.Signals(signum))
 
     previous = {}
-    if wanted:
-        for number in EXIT_SIGNALS:
-            previous[number] = signal.signal(number, remember)
+    if enabled:
+        for signum in EXIT_SIGNALS:
+            previous[signum] = signal.signal(signum, remember)
     try:
         yield received
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)
 
 
 class Exit(NamedTuple):
@@ -194,16 +194,16 @@ class NanCheck:
     loss that is not finite is not.
     """
 
-    def __init__(self, ps: ParallelState, wanted: bool, dynamic_loss_scale: bool) -> None:
+    def __init__(self, ps: ParallelState, enabled: bool, dynamic_loss_scale: bool) -> None:
         self._ps = ps
-        self._wanted = wanted
+        self._enabled = enabled
         self._dynamic_loss_scale = dynamic_loss_scale
         self._last: tuple[int, torch.Tensor, StepResult, Callable[[], torch.Tensor]] | None = None
 
     def submit(self, iteration: int, loss: torch.Tensor, step: StepResult) -> None:
         """Check the iteration before this one, and keep this one for the next call."""
         self.finish()
-        if self._wanted:
+        if self._enabled:
             self._last = iteration, loss, step, start_copy(step.skipped)
 
     def finish(self) -> None:
@@ -218,15 +218,15 @@ class NanCheck:
         if not skipped():  # the same on all ranks: the norm is over all gradients
             return
         # The norm is the same on all ranks; only the loss shows on which ranks the problem began.
-        own_place = ""
+        failed_rank = ""
         if not bool(torch.isfinite(loss).all()):
-            own_place = f"rank {self._ps.rank} ({self._ps.place})"
-        places = [""] * dist.get_world_size()
-        dist.all_gather_object(places, own_place)
-        where = ", ".join(filter(None, places))
-        if where:
+            failed_rank = f"rank {self._ps.rank} ({self._ps.place})"
+        failed_ranks = [""] * dist.get_world_size()
+        dist.all_gather_object(failed_ranks, failed_rank)
+        listed = ", ".join(filter(None, failed_ranks))
+        if listed:
             raise NotFiniteError(
-                f"iteration {iteration}: the loss is not finite on {where}. {_ADVICE}"
+                f"iteration {iteration}: the loss is not finite on {listed}. {_ADVICE}"
             )
         if not self._dynamic_loss_scale:
             norm = step.grad_norm.item()
@@ -256,7 +256,7 @@ class NanCheck:
     def check_interval(self, interval: Interval) -> None:
         """Check the losses of a closed interval: one may be NaN while its gradient is finite."""
         for iteration in interval.iterations:
-            if self._wanted and not iteration.skipped and not math.isfinite(iteration.lm_loss):
+            if self._enabled and not iteration.skipped and not math.isfinite(iteration.lm_loss):
                 raise NotFiniteError(
                     f"iteration {iteration.iteration}: the loss is {iteration.lm_loss}. {_ADVICE}"
                 )

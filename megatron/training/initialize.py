@@ -124,9 +124,9 @@ def num_threads(config: DistributedConfig) -> int:
     """
     if config.num_threads is not None:
         return config.num_threads
-    given = os.environ.get("OMP_NUM_THREADS")
-    if given is not None and given.isdigit():
-        return max(1, int(given))
+    environment_value = os.environ.get("OMP_NUM_THREADS")
+    if environment_value is not None and environment_value.isdigit():
+        return max(1, int(environment_value))
     # The affinity counts the cores of a container or job, not those of the machine.
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(1, len(os.sched_getaffinity(0)) // processes)

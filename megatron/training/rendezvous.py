@@ -108,7 +108,7 @@ def agree_on_prefix(shared: dist.TCPStore, rank: int, world_size: int) -> str:
     prefix = uuid.uuid4().hex
     store = dist.PrefixStore(prefix, shared)
     replied = set()
-    requests = [f"request/{other}" for other in range(1, world_size)]
+    requests = [f"request/{peer}" for peer in range(1, world_size)]
     while requests and store.add("joined", 0) < len(requests):
         for request in shared.multi_get(requests):
             if request not in replied:

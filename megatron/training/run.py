@@ -237,8 +237,8 @@ def build_chunks(
     if config.distributed.compile:
         check_compiler(rng.device)
     chunks = []
-    for place in make_chunk_specs(config.layer_ranges(), ps, rng, rng.device):
-        chunk = model_provider(config, place)
+    for chunk_spec in make_chunk_specs(config.layer_ranges(), ps, rng, rng.device):
+        chunk = model_provider(config, chunk_spec)
         # Move the parameters into one buffer before anything writes to them: on a CPU, the first
         # write to a page costs several times the write. Compilation needs their final places.
         wrapped = DistributedDataParallel(chunk, config.ddp, ps.dp_cp, ps.edp, keep_values=False)

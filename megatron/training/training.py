@@ -521,12 +521,17 @@ def evaluate_split(run: Run, split: Split, name: str) -> None:
         return
     loss = evaluate(run, split.batches)
     perplexity = math.exp(min(20.0, loss))
-    line = (
+    message = (
         f" {name} loss at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: "
         f"{perplexity:.6E} |"
     )
     report_line(
-        line, event="evaluation", split=name, iteration=iteration, loss=loss, perplexity=perplexity
+        message,
+        event="evaluation",
+        split=name,
+        iteration=iteration,
+        loss=loss,
+        perplexity=perplexity,
     )
     values = {f"lm loss {name}": loss}
     if config.logging.log_validation_ppl_to_tensorboard:
@@ -612,12 +617,12 @@ def _report_goodput(run: Run, save: Path) -> None:
         )
         return
     total = sum(spent.values()) or 1.0
-    parts = [f"{name} {seconds:.1f} s" for name, seconds in spent.items()]
-    line = (
+    shares = [f"{name} {seconds:.1f} s" for name, seconds in spent.items()]
+    message = (
         f"goodput {spent['training'] / total:.1%} of {total:.1f} s since the first start: "
-        f"{', '.join(parts)}"
+        f"{', '.join(shares)}"
     )
-    report_line(f" > {line}", event="goodput", seconds=spent)
+    report_line(f" > {message}", event="goodput", seconds=spent)
     points = {}
     for name, seconds in spent.items():
         points[f"goodput/{name.replace(' ', '-')}"] = seconds

@@ -31,9 +31,9 @@ def run_choose(args: argparse.Namespace) -> int:
     """
     line = make_flag_parser().parse(args.flags)
     raise_problems(line.problems)
-    config = build(CheckpointConfig, line.given)
+    config = build(CheckpointConfig, line.flag_values)
     save = None
-    if config.save is not None and not line.given.get("skip_train"):
+    if config.save is not None and not line.flag_values.get("skip_train"):
         save = path_of(config.save)
 
     # Describe what exists, and apply the rule of `pretrain_gpt.py`.

@@ -35,13 +35,13 @@ def get_state_to_save(run: Run, common: CommonState = dict) -> ShardedStateDict:
     """
     for chunk in run.chunks:
         chunk.finish_param_sync()
-    known = run.known_state
+    known_state = run.known_state
     # Boxes are views: entries of tensors that have moved refer to freed memory.
-    if known is None or known.addresses != _list_addresses(run, known.model):
+    if known_state is None or known_state.addresses != _list_addresses(run, known_state.model):
         # Kept, because a background save must begin within milliseconds.
-        run.known_state = known = _describe_tensors(run)
-    state: ShardedStateDict = dict(known.entries)
-    state |= get_fp8_state(run.chunks, run.ps.ep, known.model)
+        run.known_state = known_state = _describe_tensors(run)
+    state: ShardedStateDict = dict(known_state.entries)
+    state |= get_fp8_state(run.chunks, run.ps.ep, known_state.model)
     if not run.config.checkpoint.no_save_rng:
         state |= _get_generators(run)
     state[COMMON_STATE] = ShardedObject(COMMON_STATE, common, is_constant=True, is_deferred=True)
@@ -87,14 +87,16 @@ def _get_generators(run: Run) -> ShardedStateDict:
     Megatron-LM stores one state for each model-parallel rank.
     """
     ps = run.ps
-    ours = get_rng_state(run.rng)
+    rng_state = get_rng_state(run.rng)
     # One entry per rank: dropout differs between data-parallel ranks.
-    generators: ShardedStateDict = {rng_key(ps): ShardedObject(rng_key(ps), ours, is_constant=True)}
+    generators: ShardedStateDict = {
+        rng_key(ps): ShardedObject(rng_key(ps), rng_state, is_constant=True)
+    }
     # The other data-parallel ranks have the same key, which one rank writes.
     if ps.dp_cp.rank == 0:
         key = megatron_rng_key((ps.tp.rank, ps.pp.rank), run.config.parallel)
-        theirs = megatron_rng_state(ours, ps, run.config.training.seed)
-        generators[key] = ShardedObject(key, theirs, is_constant=True)
+        megatron_state = megatron_rng_state(rng_state, ps, run.config.training.seed)
+        generators[key] = ShardedObject(key, megatron_state, is_constant=True)
     return generators
 
 

@@ -56,7 +56,7 @@ def _list_older(directory: Path) -> list[Path]:
     root = directory.parent
     checkpoints = CheckpointDirectory(root)
     iterations = sorted(checkpoints.list_iterations())
-    paths = [checkpoints.path(number) for number in iterations]
+    paths = [checkpoints.path(iteration) for iteration in iterations]
     if directory not in paths:
         return []
     before = paths[: paths.index(directory)]

@@ -33,11 +33,14 @@ def get_fp8_state(
 
 
 def fp8_state_to_load(
-    chunks: Sequence[MegatronModule], ep: Axis, model: ShardedStateDict, stored: Collection[str]
+    chunks: Sequence[MegatronModule],
+    ep: Axis,
+    model: ShardedStateDict,
+    stored_keys: Collection[str],
 ) -> dict[str, ShardedObject]:
-    """Return the objects to request from a checkpoint that contains the objects `stored`."""
+    """Return the objects to request from a checkpoint that contains the objects `stored_keys`."""
     keys = _find_modules(chunks, ep, model)
-    return {key: ShardedObject(key, None) for key in keys if key in stored}
+    return {key: ShardedObject(key, None) for key in keys if key in stored_keys}
 
 
 def restore_fp8_state(
@@ -70,10 +73,10 @@ def _find_modules(
     for key, entry in model.items():
         if isinstance(entry, ShardedTensor):
             keys[id(entry.local)] = key
-    found: dict[str, FP8StateMixin] = {}
+    modules_by_key: dict[str, FP8StateMixin] = {}
     for module in modules:
         key = keys[id(module.weight)]
         # Experts of other ranks are other shards of the same key.
         shard = f"{ep.rank}_{ep.size}" if ".experts." in key else "0_1"
-        found[f"{key.removesuffix('weight')}_extra_state/shard_{shard}"] = module
-    return found
+        modules_by_key[f"{key.removesuffix('weight')}_extra_state/shard_{shard}"] = module
+    return modules_by_key

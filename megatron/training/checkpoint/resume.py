@@ -138,7 +138,7 @@ def _load(run: Run, start: Start) -> None:
     # Read into the live tensors. With an optimizer the weights follow from its main parameters,
     # which are more precise.
     model = get_model_state(run)
-    wanted = (
+    requested_state = (
         run.optimizer.state_to_load(model)
         if with_optimizer
         else run.optimizer.weights(model, live=True)
@@ -147,20 +147,20 @@ def _load(run: Run, start: Start) -> None:
     has_stored_average = any(key.startswith(AVERAGE_PREFIX) for key in source.tensors)
     continues_average = run.optimizer.has_average and has_stored_average and training is not None
     if continues_average:
-        wanted |= run.optimizer.average_state(model)
+        requested_state |= run.optimizer.average_state(model)
     # Request objects only where the checkpoint has them: other layouts and programs do not.
     generators = None
     if training is not None and not config.no_load_rng:
         generators = find_rng_key(run.ps, run.config.parallel, training.rng)
     if generators is not None:
-        wanted[generators] = ShardedObject(generators, None)
+        requested_state[generators] = ShardedObject(generators, None)
     has_fp8 = run.config.model.fp8 is not None
     if has_fp8 and training is not None and isinstance(source, RunCheckpoint):
         stored_objects = source.reader.metadata.objects
-        wanted |= fp8_state_to_load(run.chunks, run.ps.ep, model, stored_objects)
+        requested_state |= fp8_state_to_load(run.chunks, run.ps.ep, model, stored_objects)
     with damage_explained(start.directory):
         report = load_from_source(
-            wanted,
+            requested_state,
             source,
             strictness=config.dist_ckpt_strictness,
             skip=lambda key: _is_skipped(key, with_optimizer, source.tensors),
@@ -207,37 +207,45 @@ def _load(run: Run, start: Start) -> None:
     )
 
 
-def check_same_model(flags: Mapping[str, Any], stored: Mapping[str, Any], source: str) -> list[str]:
+def check_same_model(
+    flags: Mapping[str, Any], stored_args: Mapping[str, Any], source: str
+) -> list[str]:
     """Return warnings about arguments by which the computation differs.
 
     Raises ValueError that names every argument by which the shape of the model differs.
     """
     # Compare both sides in one spelling, e.g. of the default rope_type.
     flags = normalize_stored_args(flags)
-    wrong = _list_differences("shapes", flags, stored)
+    wrong = _list_differences("shapes", flags, stored_args)
     if wrong:
-        lines = "\n  ".join(wrong)
+        listed = "\n  ".join(wrong)
         raise ValueError(
-            f"{source} holds another model:\n  {lines}\nchange these flags, or take them from the "
+            f"{source} holds another model:\n  {listed}\nchange these flags, or take them from the "
             "checkpoint with --use-checkpoint-args"
         )
-    differences = _list_differences("mathematics", flags, stored)
-    return [f"{source} was trained with other mathematics: {line}" for line in differences]
+    differences = _list_differences("mathematics", flags, stored_args)
+    return [
+        f"{source} was trained with other mathematics: {difference}" for difference in differences
+    ]
 
 
-def _list_differences(kind: str, flags: Mapping[str, Any], stored: Mapping[str, Any]) -> list[str]:
-    """Return a line for each architecture field of `kind` whose stored value differs."""
-    lines = []
+def _list_differences(
+    aspect: str, flags: Mapping[str, Any], stored_args: Mapping[str, Any]
+) -> list[str]:
+    """Return a line for each architecture field of `aspect` whose stored value differs."""
+    differences = []
     conditions = find_conditions(flags)
-    for field in select_architecture_fields(kind):
+    for field in select_architecture_fields(aspect):
         name = field.name
-        if name in stored and is_used(field, conditions) and stored[name] != flags[name]:
-            value = escape_control_chars(str(stored[name]))
-            lines.append(f"{name}: {value} in the checkpoint, {flags[name]} now")
-    return lines
+        if name in stored_args and is_used(field, conditions) and stored_args[name] != flags[name]:
+            value = escape_control_chars(str(stored_args[name]))
+            differences.append(f"{name}: {value} in the checkpoint, {flags[name]} now")
+    return differences
 
 
-def list_training_differences(flags: Mapping[str, Any], stored: Mapping[str, Any]) -> list[str]:
+def list_training_differences(
+    flags: Mapping[str, Any], stored_args: Mapping[str, Any]
+) -> list[str]:
     """Return a text for each flag that changes the training and differs from the stored one."""
     # Compare both sides in one spelling, e.g. of --grad-reduce-in-bf16.
     flags = normalize_stored_args(flags)
@@ -255,12 +263,15 @@ def list_training_differences(flags: Mapping[str, Any], stored: Mapping[str, Any
     texts = []
     for name in names:
         # Megatron-LM stores a list of one value as the value.
-        if name not in stored or stored[name] in (flags[name], unpack_single(flags[name])):
+        if name not in stored_args or stored_args[name] in (
+            flags[name],
+            unpack_single(flags[name]),
+        ):
             continue
         # An average that begins or ends is reported where it is loaded.
-        if name == "ema_decay" and None in (stored[name], flags[name]):
+        if name == "ema_decay" and None in (stored_args[name], flags[name]):
             continue
-        value = escape_control_chars(str(stored[name]))
+        value = escape_control_chars(str(stored_args[name]))
         texts.append(f"{name}: {value} in the checkpoint, {flags[name]} now")
     return texts
 
@@ -273,15 +284,15 @@ def _check_optimizer(config: OptimizerConfig, source: Source) -> None:
     )
     if source.training is None or source.training.param_groups is None:
         raise ValueError(f"{source.description} holds no optimizer: {ways_out}")
-    stored = source.args.get("optimizer", config.optimizer)
-    if stored != config.optimizer:
+    stored_optimizer = source.args.get("optimizer", config.optimizer)
+    if stored_optimizer != config.optimizer:
         raise ValueError(
-            f"{source.description} holds the optimizer state of --optimizer {stored}, which "
-            f"--optimizer {config.optimizer} cannot use: {ways_out}, or continue with --optimizer "
-            f"{stored}"
+            f"{source.description} holds the optimizer state of --optimizer {stored_optimizer}, "
+            f"which --optimizer {config.optimizer} cannot use: {ways_out}, or continue with "
+            f"--optimizer {stored_optimizer}"
         )
     # The same optimizer may still have other states, e.g., without momentum.
-    conflict = get_update_rule(stored).find_conflict(config, source.training.param_groups)
+    conflict = get_update_rule(stored_optimizer).find_conflict(config, source.training.param_groups)
     if conflict is not None:
         flag, old, new = conflict
         raise ValueError(
@@ -290,18 +301,18 @@ def _check_optimizer(config: OptimizerConfig, source: Source) -> None:
         )
 
 
-def _is_skipped(key: str, with_optimizer: bool, stored: Collection[str]) -> bool:
+def _is_skipped(key: str, with_optimizer: bool, stored_keys: Collection[str]) -> bool:
     """Return whether a load skips a key of the checkpoint that no rank has requested.
 
-    It skips weights that have a main parameter in `stored`, the state of an optimizer that is not
-    loaded, an average likewise, generators of other ranks and layouts, and the extra states of
+    It skips weights that have a main parameter in `stored_keys`, the state of an optimizer that is
+    not loaded, an average likewise, generators of other ranks and layouts, and the extra states of
     Megatron-core.
     """
     if key.startswith("optimizer."):
         return not with_optimizer
     if key.startswith(AVERAGE_PREFIX):
         return True
-    if with_optimizer and f"optimizer.state.param.{key}" in stored:
+    if with_optimizer and f"optimizer.state.param.{key}" in stored_keys:
         return True
     return key.startswith("rng_state/") or is_extra_state(key)
 

@@ -45,33 +45,35 @@ def get_rng_state(rng: TensorParallelRng) -> dict[str, Any]:
     return {**get_generator_states(), "rng_tracker_states": {_TRACKER_STATE: rng.get_state()}}
 
 
-def megatron_rng_state(ours: dict[str, Any], ps: ParallelState, seed: int) -> list[dict[str, Any]]:
-    """Return the state `ours` as Megatron-LM restores it.
+def megatron_rng_state(
+    rng_state: dict[str, Any], ps: ParallelState, seed: int
+) -> list[dict[str, Any]]:
+    """Return the state `rng_state` as Megatron-LM restores it.
 
     Megatron-LM requires the state of CUDA generators; without a GPU they are those of the seed.
     """
     # Generators that have no counterpart here (e.g. of experts) keep their initial state.
     state = build_initial_cuda_state(seed, ps.tp.rank, ps.pp.rank)
     for name in ("random_rng_state", "np_rng_state", "torch_rng_state"):
-        state[name] = ours[name]
-    if ours["cuda_rng_state"] is not None:
-        state["cuda_rng_state"] = ours["cuda_rng_state"]
-        state["rng_tracker_states"] |= ours["rng_tracker_states"]
-    state[_OWN_STATE] = {rng_key(ps): ours}
+        state[name] = rng_state[name]
+    if rng_state["cuda_rng_state"] is not None:
+        state["cuda_rng_state"] = rng_state["cuda_rng_state"]
+        state["rng_tracker_states"] |= rng_state["rng_tracker_states"]
+    state[_OWN_STATE] = {rng_key(ps): rng_state}
     return [state]
 
 
 def find_rng_key(
-    ps: ParallelState, parallel: ParallelConfig, stored: Mapping[str, Any]
+    ps: ParallelState, parallel: ParallelConfig, stored_states: Mapping[str, Any]
 ) -> str | None:
-    """Return the key in `stored` of the generators of this rank, None if they are not there.
+    """Return the key in `stored_states` of the generators of this rank, None if they are not there.
 
     Legacy files have those of one data-parallel rank, which several ranks do not restore.
     """
     key = rng_key(ps)
-    if key not in stored and ps.dp_cp.size == 1:
+    if key not in stored_states and ps.dp_cp.size == 1:
         key = megatron_rng_key((ps.tp.rank, ps.pp.rank), parallel)
-    return key if key in stored else None
+    return key if key in stored_states else None
 
 
 def unpack_own_state(state: Any, ps: ParallelState) -> Any:
@@ -83,8 +85,8 @@ def unpack_own_state(state: Any, ps: ParallelState) -> Any:
         return state
     if len(state) != 1 or not isinstance(state[0], Mapping):
         return None
-    own = state[0].get(_OWN_STATE)
-    return own.get(rng_key(ps)) if isinstance(own, Mapping) else None
+    states_by_key = state[0].get(_OWN_STATE)
+    return states_by_key.get(rng_key(ps)) if isinstance(states_by_key, Mapping) else None
 
 
 def set_rng_state(state: Any, rng: TensorParallelRng) -> list[str]:
@@ -112,8 +114,8 @@ def _restore(state: Any, rng: TensorParallelRng) -> list[str]:
         schema.refuse("rng_tracker_states", trackers, "a dictionary")
     tracker_state = None
     if trackers.get(_TRACKER_STATE) is not None:
-        where = f"rng_tracker_states: {_TRACKER_STATE}"
-        tracker_state = check_torch_state(trackers[_TRACKER_STATE], rng.device, where)
+        context = f"rng_tracker_states: {_TRACKER_STATE}"
+        tracker_state = check_torch_state(trackers[_TRACKER_STATE], rng.device, context)
 
     # Restore.
     # Python, NumPy and the CPU generator fit every process.

@@ -32,13 +32,13 @@ def saves_to(config: Config) -> Path | None:
 def find_saved(root: Path) -> CheckpointRef | None:
     """Return the newest complete checkpoint of the run in `root`, None if there is none."""
     try:
-        found = find_checkpoint(root)
+        checkpoint = find_checkpoint(root)
     except NoCheckpointError:
         return None
     # A path can also name a checkpoint itself, or contain a model of another format.
-    if found is None or found.directory.parent != root:
+    if checkpoint is None or checkpoint.directory.parent != root:
         return None
-    return found
+    return checkpoint
 
 
 def identify_newest(root: Path | None) -> tuple[str, str] | None:
@@ -50,10 +50,10 @@ def identify_newest(root: Path | None) -> tuple[str, str] | None:
     def find() -> tuple[str, str] | None:
         if root is None:
             return None
-        found = find_saved(root)
-        if found is None:
+        checkpoint = find_saved(root)
+        if checkpoint is None:
             return None
-        return found.directory.name, identify_checkpoint(found.directory)
+        return checkpoint.directory.name, identify_checkpoint(checkpoint.directory)
 
     return Coordination.of(None).run_on_rank0(find)
 

@@ -25,11 +25,11 @@ class SaveLog:
         """Report a committed checkpoint; with `is_local` it is on the disks of the nodes."""
         iteration = iteration_in_name(report.directory)
         metrics = get_save_metrics(report)
-        kind = "checkpoint"
+        label = "checkpoint"
         event = "save"
         prefix = ""  # of the metrics' names
         if is_local:
-            kind = "local checkpoint"
+            label = "local checkpoint"
             event = "local-save"
             prefix = "local-"
         named = {f"{prefix}{name}": value for name, value in metrics.items()}
@@ -37,7 +37,7 @@ class SaveLog:
 
         # Other programs look for this line of Megatron-LM.
         report_line(
-            f"  successfully saved {kind} from iteration {iteration:7d} to "
+            f"  successfully saved {label} from iteration {iteration:7d} to "
             f"{report.directory.parent}",
             event=event,
             directory=str(report.directory),

@@ -92,8 +92,10 @@ def find_start(
     coordination = Coordination.of(None)
     local = find_local_checkpoints(tier)
     job = job or Job()
-    choice, found = coordination.run_on_rank0(lambda: _choose(config, save, job, local, damaged))
-    if found is None:
+    choice, checkpoint = coordination.run_on_rank0(
+        lambda: _choose(config, save, job, local, damaged)
+    )
+    if checkpoint is None:
         if damaged:
             raise CheckpointError(
                 f"{config.load or save} contains no checkpoint to use instead of the damaged ones"
@@ -101,28 +103,28 @@ def find_start(
         return None
     # As in `resume`, --no-load-optim does not apply to a run that continues its own checkpoint.
     without_optimizer = choice.weights_only or (config.no_load_optim and not choice.continues)
-    if isinstance(found, LocalCheckpointInfo):
+    if isinstance(checkpoint, LocalCheckpointInfo):
         assert tier is not None
-        start = _open_local(tier, choice, found, damaged, without_optimizer)
+        start = _open_local(tier, choice, checkpoint, damaged, without_optimizer)
         if start is not None:
             return start
         # Choose again without it: the next one may be another local checkpoint or a shared one.
-        return find_start(config, save, tier, job, damaged | {found.name})
+        return find_start(config, save, tier, job, damaged | {checkpoint.name})
     # Open it on every rank. An error on any rank is raised on all.
     open_source = partial(
         open_found,
-        found,
+        checkpoint,
         optimizer=not without_optimizer,
         verify=config.ckpt_verify,
         waits_for_shards=not coordination.is_coordinator,  # rank 0 has seen them
     )
-    wait_until_all_ranks_see(found.directory, coordination)
-    with damage_explained(found.directory):
+    wait_until_all_ranks_see(checkpoint.directory, coordination)
+    with damage_explained(checkpoint.directory):
         source = coordination.run_on_all(open_source)
     if coordination.is_coordinator:
         _warn_of_unused(source)
-    lineage = coordination.run_on_rank0(lambda: _base_lineage(choice, found.directory))
-    return Start(found.directory, source, choice.weights_only, lineage, choice.continues)
+    lineage = coordination.run_on_rank0(lambda: _base_lineage(choice, checkpoint.directory))
+    return Start(checkpoint.directory, source, choice.weights_only, lineage, choice.continues)
 
 
 def _warn_of_unused(source: Source) -> None:
@@ -194,8 +196,8 @@ def _choose(
     ref = description.find(choice.candidate)
     if isinstance(ref, CheckpointRef) and ref.note is not None:
         logger.warning(ref.note)
-    for line in choice.explain_passed_over():
-        logger.warning(line)
+    for explanation in choice.explain_passed_over():
+        logger.warning(explanation)
     # Each launch by hand would drop it again, which is easily left in a script.
     if config.no_load_optim and choice.extends_branch and not choice.continues:
         logger.warning(
@@ -362,10 +364,10 @@ def check_random_weights(config: CheckpointConfig, directory: Path) -> None:
                 f"--load {directory} holds no checkpoint, but it is not empty. Training would "
                 "start from random weights; if that is intended, leave out --load"
             )
-    given = [name for name, is_given in requirements.items() if is_given]
-    if given:
+    flags = [name for name, is_given in requirements.items() if is_given]
+    if flags:
         raise ValueError(
-            f"--load {directory} holds no checkpoint, but {' and '.join(given)} would need one"
+            f"--load {directory} holds no checkpoint, but {' and '.join(flags)} would need one"
         )
     if is_first_start:
         logger.info(f"{directory} holds no checkpoint yet: starting from scratch")
@@ -403,9 +405,9 @@ def adopt_end_of_document(config: Config, start: Start | None) -> bool:
     if start is None or flags.kind != "NullTokenizer" or flags.null_tokenizer_eod_id is not None:
         return False
     # A stored id outside of --vocab-size belongs to another vocabulary.
-    stored = normalize_stored_args(start.source.args).get("null_tokenizer_eod_id")
-    if stored is None or flags.vocab_size is None or stored >= flags.vocab_size:
+    token_id = normalize_stored_args(start.source.args).get("null_tokenizer_eod_id")
+    if token_id is None or flags.vocab_size is None or token_id >= flags.vocab_size:
         return False
-    config.tokenizer = dataclasses.replace(flags, null_tokenizer_eod_id=stored)
-    config.notes.append(f"--null-tokenizer-eod-id {stored}, as in {start.source.description}")
+    config.tokenizer = dataclasses.replace(flags, null_tokenizer_eod_id=token_id)
+    config.notes.append(f"--null-tokenizer-eod-id {token_id}, as in {start.source.description}")
     return True

@@ -35,7 +35,7 @@ from megatron.training.config.megatron_options import (
     OLD_VALUES,
     OTHER_NAMES,
     CommandLine,
-    Given,
+    FlagValues,
     OtherName,
     arity_of,
     judge_options,
@@ -68,14 +68,14 @@ def both_spellings(field: FlagField) -> tuple[list[str], list[str]]:
     on = [f"--{base}"]
     off = [f"--no-{base}", f"--disable-{base}"]
     # Other spellings change the default.
-    known = [*on, *off]
-    others = [name for name in option_names(field) if name not in known]
+    standard_names = [*on, *off]
+    custom_names = [name for name in option_names(field) if name not in standard_names]
     if dashed != base:  # the field itself is a negation, so that --x turns it off
         on, off = [*off], [*on]
     if field.default:
-        off += others
+        off += custom_names
     else:
-        on += others
+        on += custom_names
     return on, off
 
 
@@ -83,8 +83,8 @@ def both_spellings(field: FlagField) -> tuple[list[str], list[str]]:
 def field_docs(section: type) -> dict[str, str]:
     """Return the docstring under each field, from the source of the class and its bases."""
     docs = {}
-    for part in filter(dataclasses.is_dataclass, section.__mro__):
-        body = _parse_classes(part.__module__)[part.__qualname__].body
+    for base in filter(dataclasses.is_dataclass, section.__mro__):
+        body = _parse_classes(base.__module__)[base.__qualname__].body
         for statement, following in itertools.pairwise(body):
             if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr):
                 assert isinstance(statement.target, ast.Name)
@@ -125,10 +125,10 @@ def convert_word(word: str, hint: Any) -> Any:
     """
     if typing.get_origin(hint) is not tuple:
         return hint(word)
-    kinds = typing.get_args(hint)
-    parts = word.strip("() ").split(",")
-    pairs = zip(parts, kinds, strict=True)
-    return tuple(convert_word(part.strip(), kind) for part, kind in pairs)
+    element_types = typing.get_args(hint)
+    elements = word.strip("() ").split(",")
+    pairs = zip(elements, element_types, strict=True)
+    return tuple(convert_word(element.strip(), element_type) for element, element_type in pairs)
 
 
 def get_metavariable(hint: Any) -> str:
@@ -184,8 +184,8 @@ class Spelling:
         try:
             return convert_word(word, self.word_type)
         except ValueError:
-            kind = describe_type(self.word_type)
-            raise ValueError(f"{name}: {word!r} is not {kind}") from None
+            expected_type = describe_type(self.word_type)
+            raise ValueError(f"{name}: {word!r} is not {expected_type}") from None
 
 
 def _make_spellings(field: FlagField, hint: Any) -> dict[str, Spelling]:
@@ -224,21 +224,21 @@ class FlagParser:
         # Any spelling of a field; those of a field that takes values are equal.
         spelling_of_field = {spelling.dest: spelling for spelling in self.spellings.values()}
         aliases = {}
-        for name, other in OTHER_NAMES.items():
-            fields = {*other.values, *other.copies, *other.copies.values()}
+        for name, alias in OTHER_NAMES.items():
+            fields = {*alias.values, *alias.copies, *alias.copies.values()}
             spelling = Spelling(name, "0", const=True)
-            if other.by_value is not None:
-                for values in other.by_value.values():
+            if alias.by_value is not None:
+                for values in alias.by_value.values():
                     fields.update(values)
-                metadata = {"parse": None, "choices": tuple(other.by_value)}
+                metadata = {"parse": None, "choices": tuple(alias.by_value)}
                 spelling = Spelling(name, "1", str, metadata)
-            if other.takes is not None:
+            if alias.takes is not None:
                 # The alias of a flag with a value parses it like that flag.
-                fields.add(other.takes)
-                spelling = spelling_of_field.get(other.takes, spelling)
+                fields.add(alias.takes)
+                spelling = spelling_of_field.get(alias.takes, spelling)
             # Programs have parsers of some sections: skip aliases of fields that they lack.
             if fields <= spelling_of_field.keys():
-                aliases[name] = other
+                aliases[name] = alias
                 self.spellings[name] = spelling
         return aliases
 
@@ -247,14 +247,14 @@ class FlagParser:
         if "-h" in argv or "--help" in argv:
             print_text(self.format_help())
             sys.exit(0)
-        line = CommandLine()
+        command_line = CommandLine()
         foreign = []
         words = collections.deque(argv)
         while words:
             word = words.popleft()
             name, equals, attached = word.partition("=")
             if not name.startswith("--"):
-                line.problems.append(f"unexpected value {word!r}: it belongs to no flag")
+                command_line.problems.append(f"unexpected value {word!r}: it belongs to no flag")
                 continue
 
             name = self._find_spelling(name)
@@ -270,19 +270,19 @@ class FlagParser:
 
             # Store them.
             if arity in ("1", "+") and not values:
-                line.problems.append(f"{name} needs a value")
-                line.malformed.add(dest)
+                command_line.problems.append(f"{name} needs a value")
+                command_line.malformed.add(dest)
             elif arity == "0" and equals:
-                line.problems.append(f"{name} takes no value, got {attached!r}")
+                command_line.problems.append(f"{name} takes no value, got {attached!r}")
             elif spelling is None:
                 foreign.append((name, values))
             else:
-                _store_value(line, name, spelling, values)
-        self._resolve_other_names(argv, line)
+                _store_value(command_line, name, spelling, values)
+        self._resolve_other_names(argv, command_line)
         # Judged together: an option may be harmless unless another one enables its feature.
-        unknown = judge_options(foreign, line)
-        line.problems += [self._explain_unknown(name) for name in unknown]
-        return line
+        unknown = judge_options(foreign, command_line)
+        command_line.problems += [self._explain_unknown(name) for name in unknown]
+        return command_line
 
     def _find_spelling(self, name: str) -> str:
         """Return a flag in the spelling of Megatron-LM: e.g. --num_layers in some forks."""
@@ -292,33 +292,33 @@ class FlagParser:
             return name
         return hyphenated
 
-    def _resolve_other_names(self, argv: Sequence[str], line: CommandLine) -> None:
-        """Replace aliases in `line.given` by the flags that they abbreviate."""
+    def _resolve_other_names(self, argv: Sequence[str], command_line: CommandLine) -> None:
+        """Replace aliases in `command_line.flag_values` by the flags that they abbreviate."""
         names = [self._find_spelling(word.partition("=")[0]) for word in argv]
         for name in dict.fromkeys(names):
-            other = self.other_names.get(name)
-            if other is None:
+            alias = self.other_names.get(name)
+            if alias is None:
                 continue
-            values = other.values
-            word = line.given.pop(name, None)
-            if other.by_value is not None:
+            values = alias.values
+            word = command_line.flag_values.pop(name, None)
+            if alias.by_value is not None:
                 if word is None:
                     continue  # its value is a problem that is already listed
-                values = other.by_value[word]
-            if other.note:
-                line.notes.append(f"{name}: {other.note}")
+                values = alias.by_value[word]
+            if alias.note:
+                command_line.notes.append(f"{name}: {alias.note}")
             # The right operand of `|` takes precedence.
-            if other.wins:
-                line.given = line.given | values
+            if alias.wins:
+                command_line.flag_values = command_line.flag_values | values
             else:
-                line.given = values | line.given
-            for target, source in other.copies.items():
-                if source in line.given:
-                    line.given.setdefault(target, line.given[source])
+                command_line.flag_values = values | command_line.flag_values
+            for target, source in alias.copies.items():
+                if source in command_line.flag_values:
+                    command_line.flag_values.setdefault(target, command_line.flag_values[source])
 
     def _explain_unknown(self, name: str) -> str:
-        known = dict.fromkeys([*self.spellings, *MEGATRON_OPTIONS])
-        near = difflib.get_close_matches(name.replace("_", "-"), known, n=3, cutoff=0.75)
+        candidates = dict.fromkeys([*self.spellings, *MEGATRON_OPTIONS])
+        near = difflib.get_close_matches(name.replace("_", "-"), candidates, n=3, cutoff=0.75)
         if not near:
             return f"unknown flag {name}: --help lists all flags"
         return f"unknown flag {name}: did you mean {' or '.join(near)}?"
@@ -344,21 +344,21 @@ class FlagParser:
         return parser.format_help()
 
 
-def parse_flags(parser: FlagParser, argv: Sequence[str]) -> tuple[Given, list[str]]:
+def parse_flags(parser: FlagParser, argv: Sequence[str]) -> tuple[FlagValues, list[str]]:
     """Return values by field name, and the accepted flags without effect. Raises ValueError that
     lists all problems, one per line.
     """
-    line = parser.parse(argv)
-    raise_problems(line.problems)
-    return line.given, line.ignored
+    command_line = parser.parse(argv)
+    raise_problems(command_line.problems)
+    return command_line.flag_values, command_line.ignored
 
 
-def build(section: type, given: Given) -> Any:
+def build(section: type, flag_values: FlagValues) -> Any:
     """Return an instance of the dataclass `section` with the given values and its defaults."""
     values = {}
     for flag_field in flag_fields(section):
-        if flag_field.name in given:
-            values[flag_field.name] = given[flag_field.name]
+        if flag_field.name in flag_values:
+            values[flag_field.name] = flag_values[flag_field.name]
     return section(**values)
 
 
@@ -372,23 +372,25 @@ def _take_values(words: collections.deque[str], arity: str) -> list[str]:
     return taken
 
 
-def _store_value(line: CommandLine, name: str, spelling: Spelling, words: list[str]) -> None:
+def _store_value(
+    command_line: CommandLine, name: str, spelling: Spelling, words: list[str]
+) -> None:
     if spelling.words == "*" and not words:
         # Lists of Megatron-LM may be empty, which means that they are not given.
         may_be_empty = name in MEGATRON_OPTIONS and arity_of(name) == "*"
         if not may_be_empty:
-            line.problems.append(f"{name} needs at least one value")
-            line.malformed.add(spelling.dest)
+            command_line.problems.append(f"{name} needs at least one value")
+            command_line.malformed.add(spelling.dest)
         return
     for word in words:
         note = NOTES_OF_OLD_VALUES.get((spelling.dest, word))
         if note is not None:
-            line.notes.append(f"{name} {word}: {note}")
+            command_line.notes.append(f"{name} {word}: {note}")
     try:
-        line.given[spelling.dest] = spelling.parse(name, words)
+        command_line.flag_values[spelling.dest] = spelling.parse(name, words)
     except ValueError as error:
-        line.problems.append(str(error))
-        line.malformed.add(spelling.dest)
+        command_line.problems.append(str(error))
+        command_line.malformed.add(spelling.dest)
 
 
 def _add_help(group: argparse._ArgumentGroup, section: type, field: FlagField) -> None:

@@ -130,8 +130,8 @@ def make_rampup_steps(rampup_batch_size: Sequence[int], global_batch_size: int) 
     if start > global_batch_size:
         raise ValueError(f"{name}: START is larger than --global-batch-size {global_batch_size}")
     # The last step must be the global batch size itself.
-    num_steps, rest = divmod(global_batch_size - start, increment)
-    if rest:
+    num_steps, remainder = divmod(global_batch_size - start, increment)
+    if remainder:
         raise ValueError(
             f"{name}: steps of {increment} do not lead from {start} to --global-batch-size "
             f"{global_batch_size}"
@@ -157,9 +157,9 @@ def make_token_steps(schedule: str, seq_length: int) -> tuple[Step, ...]:
             raise ValueError(
                 f"--step-batch-size-schedule: {entry!r} is not TOKENS:SIZE, e.g. 0:384 or 1.5B:768"
             )
-        number, unit, size = match.groups()
+        count, unit, size = match.groups()
         # The schedule counts tokens, the run counts samples.
-        tokens = int(float(number) * _UNITS.get(unit, 1))
+        tokens = int(float(count) * _UNITS.get(unit, 1))
         steps.append((tokens // seq_length, int(size)))
     starts = [start for start, _ in steps]
     is_ordered = starts == sorted(set(starts))

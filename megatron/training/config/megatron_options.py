@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
 
-Given = dict[str, Any]
+FlagValues = dict[str, Any]
 """Field name -> value, for the flags on the command line."""
 
 
@@ -17,7 +17,7 @@ Given = dict[str, Any]
 class CommandLine:
     """A parsed command line."""
 
-    given: Given = field(default_factory=dict)
+    flag_values: FlagValues = field(default_factory=dict)
     ignored: list[str] = field(default_factory=list)  # accepted without effect
     # Accepted, although the memory that they save elsewhere is needed here.
     unsaved_memory: list[str] = field(default_factory=list)
@@ -170,11 +170,11 @@ class MegatronOption:
 def _read_table() -> dict[str, MegatronOption]:
     path = resources.files(__package__).joinpath("megatron_lm_options.tsv")
     table = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        if line.startswith("#"):
+    for row in path.read_text(encoding="utf-8").splitlines():
+        if row.startswith("#"):
             continue
         # Trailing columns are optional.
-        columns = (line.split("\t") + [""] * 3)[:7]
+        columns = (row.split("\t") + [""] * 3)[:7]
         name, words, defaults, group, here, why, harmless = columns
         harmless_values = harmless.split(" | ") if harmless else []
         table[name] = MegatronOption(
@@ -202,15 +202,15 @@ def arity_of(name: str) -> str:
     return "0" if base_name(name) in _SWITCHES else "*"
 
 
-def judge_options(options: Iterable[tuple[str, list[str]]], line: CommandLine) -> list[str]:
+def judge_options(options: Iterable[tuple[str, list[str]]], command_line: CommandLine) -> list[str]:
     """Sort options that are not flags here into those without effect and those not implemented.
 
-    `options` are names and their words. Adds to `line`: a problem for each feature and fork.
+    `options` are names and their words. Adds a problem for each feature and fork to `command_line`.
     Returns the unknown options. With --ignore-unknown-flags, unknown options and those of forks are
     dropped.
     """
     unknown: list[str] = []
-    drops_unknown = line.given.get("ignore_unknown_flags", False)
+    drops_unknown = command_line.flag_values.get("ignore_unknown_flags", False)
     # Features and forks have several options each, but get one message.
     features: dict[str, list[tuple[str, MegatronOption]]] = collections.defaultdict(list)
     forks: dict[str, list[str]] = collections.defaultdict(list)
@@ -219,36 +219,38 @@ def judge_options(options: Iterable[tuple[str, list[str]]], line: CommandLine) -
         spelled = " ".join([name, *words])
         if option is None and base_name(name) in _SWITCHES:
             # A spelling that Megatron-LM lacks (--no-x where it has only --x) has no effect.
-            line.ignored.append(name)
+            command_line.ignored.append(name)
         elif option is not None and _has_no_effect(option, words):
-            line.ignored.append(name)
+            command_line.ignored.append(name)
         elif drops_unknown and (option is None or option.fork is not None):
-            line.dropped.append(spelled)
+            command_line.dropped.append(spelled)
         elif option is None:
             unknown.append(name)
         elif option.fork is not None:
             forks[option.fork].append(name)
         elif option.here == "saves memory":
-            line.unsaved_memory.append(f"{spelled} ({option.why})")
+            command_line.unsaved_memory.append(f"{spelled} ({option.why})")
         elif option.here in ("turns on", "part of"):
             features[option.why].append((spelled, option))
         else:
-            line.problems.append(f"{spelled}: {_explain(option)}")
+            command_line.problems.append(f"{spelled}: {_explain(option)}")
 
-    for feature, given in features.items():
-        switches = [spelled for spelled, option in given if option.here == "turns on"]
+    for feature, feature_options in features.items():
+        switches = [spelled for spelled, option in feature_options if option.here == "turns on"]
         # Options that tune a feature have no effect while the feature is off.
         if not switches:
-            line.ignored += [spelled.split()[0] for spelled, _ in given]
+            command_line.ignored += [spelled.split()[0] for spelled, _ in feature_options]
             continue
         listed = ", ".join(switches)
-        num_others = len(given) - len(switches)
+        num_others = len(feature_options) - len(switches)
         if num_others:
             listed += f" (and {num_others} more flags of it)"
-        line.problems.append(f"{listed}: Megatron-LM's {feature} is not implemented here")
+        command_line.problems.append(f"{listed}: Megatron-LM's {feature} is not implemented here")
     for fork, names in forks.items():
         listed = ", ".join(dict.fromkeys(names))
-        line.problems.append(f"{listed}: not a flag of Megatron-LM but of a fork of it ({fork})")
+        command_line.problems.append(
+            f"{listed}: not a flag of Megatron-LM but of a fork of it ({fork})"
+        )
     return unknown
 
 

@@ -64,33 +64,36 @@ class Config:
         """Return every option by its field name, after all rules are applied."""
         flags = {}
         for attribute, section in SECTIONS.values():
-            part = getattr(self, attribute)
+            section_config = getattr(self, attribute)
             for flag_field in flag_fields(section):
-                flags[flag_field.name] = getattr(part, flag_field.name)
+                flags[flag_field.name] = getattr(section_config, flag_field.name)
         return flags
 
-    def set_vocab_size(self, tokenizer_vocab_size: int, stored: int | None = None) -> int:
+    def set_vocab_size(
+        self, tokenizer_vocab_size: int, checkpoint_vocab_size: int | None = None
+    ) -> int:
         """Set and return the number of tokens of the model: the tokenizer's, or more if
-        --vocab-size or the checkpoint (`stored`) requires it.
+        --vocab-size or the checkpoint (`checkpoint_vocab_size`) requires it.
         """
-        given = self.tokenizer.vocab_size
+        vocab_size = self.tokenizer.vocab_size
         # The --vocab-size of NullTokenizer defines the tokenizer, which may add one token.
-        if given is None or self.tokenizer.kind == "NullTokenizer":
-            given = tokenizer_vocab_size
-        if given < tokenizer_vocab_size:
+        if vocab_size is None or self.tokenizer.kind == "NullTokenizer":
+            vocab_size = tokenizer_vocab_size
+        if vocab_size < tokenizer_vocab_size:
             raise ValueError(
-                f"--vocab-size {given} is less than the {tokenizer_vocab_size} tokens of the "
+                f"--vocab-size {vocab_size} is less than the {tokenizer_vocab_size} tokens of the "
                 "tokenizer"
             )
         # Rows that pad the vocabulary in the checkpoint are part of its model.
-        if stored is not None and stored > given:
+        if checkpoint_vocab_size is not None and checkpoint_vocab_size > vocab_size:
             self.notes.append(
-                f"the model of the checkpoint has {stored} tokens, {stored - given} more than the "
-                "tokenizer: rows of padding, or the checkpoint was trained with another tokenizer"
+                f"the model of the checkpoint has {checkpoint_vocab_size} tokens, "
+                f"{checkpoint_vocab_size - vocab_size} more than the tokenizer: rows of padding, "
+                "or the checkpoint was trained with another tokenizer"
             )
-            given = stored
-        self.model = dataclasses.replace(self.model, vocab_size=given)
-        return given
+            vocab_size = checkpoint_vocab_size
+        self.model = dataclasses.replace(self.model, vocab_size=vocab_size)
+        return vocab_size
 
     def batch_schedule(self, dp_size: int) -> BatchSchedule:
         """Return the global batch size and number of micro-batches over the run."""
@@ -168,7 +171,7 @@ ModelProvider = Callable[[Config, ChunkSpec], MegatronModule]
 
 _TYPES = get_type_hints(Config)
 SECTIONS: dict[str, tuple[str, type]] = {  # title in --help -> attribute of Config and its type
-    part.metadata["title"]: (part.name, _TYPES[part.name])
-    for part in dataclasses.fields(Config)
-    if "title" in part.metadata
+    config_field.metadata["title"]: (config_field.name, _TYPES[config_field.name])
+    for config_field in dataclasses.fields(Config)
+    if "title" in config_field.metadata
 }

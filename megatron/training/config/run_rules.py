@@ -138,10 +138,12 @@ def _check_context_parallel(config: Config, world_size: int) -> Iterator[str]:
         )
     # Ulysses: every rank computes some of the heads over the whole sequence.
     if "a2a" in comm_types and model.query_groups % (tp_size * cp_size):
-        kind = "--num-query-groups" if model.group_query_attention else "--num-attention-heads"
+        heads_flag = (
+            "--num-query-groups" if model.group_query_attention else "--num-attention-heads"
+        )
         yield (
-            f"--cp-comm-type a2a splits heads: {kind} {model.query_groups} is not divisible by "
-            f"--tensor-model-parallel-size {tp_size} x {context} = {tp_size * cp_size}. Use "
+            f"--cp-comm-type a2a splits heads: {heads_flag} {model.query_groups} is not divisible "
+            f"by --tensor-model-parallel-size {tp_size} x {context} = {tp_size * cp_size}. Use "
             "--cp-comm-type p2p or all_gather, or smaller sizes"
         )
     in_blocks = [comm_type for comm_type in comm_types if comm_type != "a2a"]
@@ -164,15 +166,15 @@ def _check_backend(config: Config, world_size: int) -> Iterator[str]:
 
     # Find a communication type of a layer that does not support each feature.
     unsupported: dict[str, str] = {}  # flag -> communication type
-    for number in range(model.num_layers):
-        comm_type = parallel.cp_comm_type_of(number)
+    for layer in range(model.num_layers):
+        comm_type = parallel.cp_comm_type_of(layer)
         if comm_type == "a2a":
             continue
         if config.data.reset_attention_mask:
             unsupported.setdefault("--reset-attention-mask", comm_type)
         if model.position_embedding_type == "alibi":
             unsupported.setdefault("--position-embedding-type alibi", comm_type)
-        if comm_type == "p2p" and model.get_window(number) is not None:
+        if comm_type == "p2p" and model.get_window(layer) is not None:
             unsupported.setdefault("--window-size", comm_type)
     for flag_name, comm_type in unsupported.items():
         yield (
@@ -256,7 +258,7 @@ def make_save_notes(config: Config) -> list[str]:
     checkpoint = config.checkpoint
     eval_interval = config.training.eval_interval
     notes = []
-    given = []
+    save_flags = []
     for name in (
         "save_interval",
         "save_interval_secs",
@@ -265,9 +267,9 @@ def make_save_notes(config: Config) -> list[str]:
         "keep_best_n",
     ):
         if getattr(checkpoint, name) is not None:
-            given.append(f"--{name.replace('_', '-')}")
-    if given and checkpoint.save is None:
-        notes.append(f"no checkpoints are saved: {', '.join(given)} without --save")
+            save_flags.append(f"--{name.replace('_', '-')}")
+    if save_flags and checkpoint.save is None:
+        notes.append(f"no checkpoints are saved: {', '.join(save_flags)} without --save")
     if checkpoint.keep_best_n is not None and checkpoint.save_interval and eval_interval:
         # A checkpoint has a loss only if the run was evaluated at its iteration.
         common = math.lcm(checkpoint.save_interval, eval_interval)

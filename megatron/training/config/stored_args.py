@@ -58,65 +58,70 @@ def normalize_stored_args(args: Mapping[str, Any]) -> dict[str, Any]:
 
     Some stored arguments of Megatron-LM are ignored or interpreted differently by its own code.
     """
-    known = dict(args)
-    uses_groups = known.get("group_query_attention", True)
-    if not uses_groups and "num_attention_heads" in known:
-        known["num_query_groups"] = known["num_attention_heads"]  # stored is an unused 1
-    if known.get("num_experts") in (0, 1):
-        known["num_experts"] = None  # these are other spellings of a model without experts
-    if known.get("add_bias_linear"):
-        known["add_qkv_bias"] = False  # implied; stored is True
-    if known.get("rope_type", "") is None:  # Megatron-LM stores the default as None
-        is_latent = known.get("multi_latent_attention")
-        known["rope_type"] = "yarn" if is_latent else "rope"
+    normalized = dict(args)
+    uses_groups = normalized.get("group_query_attention", True)
+    if not uses_groups and "num_attention_heads" in normalized:
+        normalized["num_query_groups"] = normalized["num_attention_heads"]  # stored is an unused 1
+    if normalized.get("num_experts") in (0, 1):
+        normalized["num_experts"] = None  # these are other spellings of a model without experts
+    if normalized.get("add_bias_linear"):
+        normalized["add_qkv_bias"] = False  # implied; stored is True
+    if normalized.get("rope_type", "") is None:  # Megatron-LM stores the default as None
+        is_latent = normalized.get("multi_latent_attention")
+        normalized["rope_type"] = "yarn" if is_latent else "rope"
     for name in ("main_params_dtype", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
-        if isinstance(known.get(name), torch.dtype):
-            known[name] = _DTYPE_NAMES.get(known[name], str(known[name]))
-    if known.get("bf16") and known.get("grad_reduce_in_bf16"):
-        known["main_grads_dtype"] = "bf16"  # another spelling
-    is_null_tokenizer = known.get("tokenizer_type") == "NullTokenizer"
-    if is_null_tokenizer and known.get("null_tokenizer_eod_id", 0) is None:
+        if isinstance(normalized.get(name), torch.dtype):
+            normalized[name] = _DTYPE_NAMES.get(normalized[name], str(normalized[name]))
+    if normalized.get("bf16") and normalized.get("grad_reduce_in_bf16"):
+        normalized["main_grads_dtype"] = "bf16"  # another spelling
+    is_null_tokenizer = normalized.get("tokenizer_type") == "NullTokenizer"
+    if is_null_tokenizer and normalized.get("null_tokenizer_eod_id", 0) is None:
         # Megatron-LM since 0.19: None selects the last token.
-        known["null_tokenizer_eod_id"] = (known.get("vocab_size") or 1) - 1
-    return known
+        normalized["null_tokenizer_eod_id"] = (normalized.get("vocab_size") or 1) - 1
+    return normalized
 
 
 def merge_stored_args(
-    given: Mapping[str, Any], stored: Mapping[str, Any]
+    flag_values: Mapping[str, Any], stored_args: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return `given` with the model, the tokenizer and the dropout of a checkpoint, and a note for
-    each value of one of them that the other overrides.
+    """Return `flag_values` with the model, the tokenizer and the dropout of a checkpoint, and a
+    note for each value of one of them that the other overrides.
     """
-    merged = dict(given)
+    merged = dict(flag_values)
     notes = []
     names = [field.name for field in select_architecture_fields()]
     for name in [*names, *TOKENIZER_FIELDS]:
-        if name not in stored:
+        if name not in stored_args:
             continue
         # The checkpoint takes precedence, as in Megatron-LM, but not silently.
-        if name in given and given[name] != stored[name]:
-            value = escape_control_chars(str(stored[name]))
+        if name in flag_values and flag_values[name] != stored_args[name]:
+            value = escape_control_chars(str(stored_args[name]))
             notes.append(
-                f"--use-checkpoint-args: {name} is {value} as in the checkpoint, not {given[name]}"
+                f"--use-checkpoint-args: {name} is {value} as in the checkpoint, "
+                f"not {flag_values[name]}"
             )
-        merged[name] = stored[name]
+        merged[name] = stored_args[name]
     for group in _TRAINING_FIELDS:
-        notes += _merge_training_fields(group, merged, stored)
-    notes += _compare_precision(given, stored)
+        notes += _merge_training_fields(group, merged, stored_args)
+    notes += _compare_precision(flag_values, stored_args)
     # Of the data, only the sequence length has a default from the checkpoint.
-    if "seq_length" in stored:
-        merged.setdefault("seq_length", stored["seq_length"])
-    kind = merged.get("tokenizer_type")
-    if kind == "NullTokenizer" and stored.get("tokenizer_type") != kind and "vocab_size" in stored:
+    if "seq_length" in stored_args:
+        merged.setdefault("seq_length", stored_args["seq_length"])
+    tokenizer_type = merged.get("tokenizer_type")
+    if (
+        tokenizer_type == "NullTokenizer"
+        and stored_args.get("tokenizer_type") != tokenizer_type
+        and "vocab_size" in stored_args
+    ):
         # The vocabulary of a checkpoint with another tokenizer, or none (config.json), includes the
         # end-of-document token.
-        last = stored["vocab_size"] - 1
-        merged.setdefault("null_tokenizer_eod_id", min(given.get("vocab_size", last), last))
+        last = stored_args["vocab_size"] - 1
+        merged.setdefault("null_tokenizer_eod_id", min(flag_values.get("vocab_size", last), last))
     return merged, notes
 
 
 def _merge_training_fields(
-    names: tuple[str, ...], merged: dict[str, Any], stored: Mapping[str, Any]
+    names: tuple[str, ...], merged: dict[str, Any], stored_args: Mapping[str, Any]
 ) -> list[str]:
     """Add the stored values of these fields to `merged` unless it has one of them; return a note
     for each one that is not used.
@@ -124,7 +129,7 @@ def _merge_training_fields(
     is_on_command_line = any(name in merged for name in names)
     notes = []
     for name in names:
-        value = stored.get(name)
+        value = stored_args.get(name)
         if value is None:
             continue
         field = TransformerConfig.__dataclass_fields__[name]
@@ -151,12 +156,12 @@ def unpack_single(value: Any) -> Any:
     return value
 
 
-def _compare_precision(given: Mapping[str, Any], stored: Mapping[str, Any]) -> list[str]:
+def _compare_precision(flag_values: Mapping[str, Any], stored_args: Mapping[str, Any]) -> list[str]:
     """Return a note if the run has another precision than the checkpoint: it has that of its flags,
     as in Megatron-LM.
     """
-    names = [_name_precision(args) for args in (given, stored)]
-    if names[0] == names[1] or not {"bf16", "fp16"} & stored.keys():
+    names = [_name_precision(args) for args in (flag_values, stored_args)]
+    if names[0] == names[1] or not {"bf16", "fp16"} & stored_args.keys():
         return []
     return [
         f"--use-checkpoint-args: the run trains in {names[0]}, and the checkpoint is in "

@@ -76,12 +76,12 @@ class WorkerLimits:
         self._paths[worker.id].value = os.fsencode(path)[:4095]
         self._positions[self._FIELDS * worker.id] = os.getpid()
 
-    def begin_document(self, line: int, num_bytes: int) -> None:
+    def begin_document(self, line_number: int, num_bytes: int) -> None:
         """Record the line of a document, and set the limits for it. Called by a worker."""
         worker = get_worker_info()
         if worker is None:
             return
-        self._positions[self._FIELDS * worker.id + 1] = line
+        self._positions[self._FIELDS * worker.id + 1] = line_number
         if self._base_memory is None:
             # A worker that exceeds its limits is expected to die: without a core dump of gigabytes.
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -111,11 +111,11 @@ class WorkerLimits:
         }
         for worker, path in enumerate(self._paths):
             pid = self._positions[self._FIELDS * worker]
-            line = self._positions[self._FIELDS * worker + 1]
+            line_number = self._positions[self._FIELDS * worker + 1]
             # A negative exit code is the number of the signal that killed the process.
             reason = reasons.get(-exit_codes.get(pid, 0))
-            if reason is not None and line > 0:
-                return BadLine(os.fsdecode(path.value), line, reason)
+            if reason is not None and line_number > 0:
+                return BadLine(os.fsdecode(path.value), line_number, reason)
         return None
 
 
@@ -167,7 +167,7 @@ def encode_chunks(
 def _mark_bad_line(in_flight: deque[Chunk], bad: BadLine | None, death: RuntimeError) -> None:
     """Mark the document that a worker died on as bad, or raise `death` if there is none."""
     for index, chunk in enumerate(in_flight):
-        if bad is not None and chunk.path == bad.path and bad.line in dict(chunk.documents):
+        if bad is not None and chunk.path == bad.path and bad.line_number in dict(chunk.documents):
             in_flight[index] = chunk.without(bad)
             return
     raise death
@@ -181,7 +181,7 @@ def _defer_worker_deaths() -> Iterator[None]:
     """
     handler = signal.getsignal(signal.SIGCHLD)
     arrived: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGCHLD, lambda number, frame: arrived.append((number, frame)))
+    signal.signal(signal.SIGCHLD, lambda signum, frame: arrived.append((signum, frame)))
     try:
         yield
     finally:
@@ -205,20 +205,20 @@ class DocumentEncoder:
         columns: dict[str, list[list[np.ndarray]]] = {key: [] for key in self.keys}
         bad_lines = list(chunk.bad_lines)
         self.limits.begin_chunk(chunk.path)
-        for line, content in chunk.documents:
-            self.limits.begin_document(line, len(content))
+        for line_number, content in chunk.documents:
+            self.limits.begin_document(line_number, len(content))
             try:
                 document = {}
                 for key, texts in self._parse(content, chunk.is_json).items():
                     document[key] = self._encode(texts, dtype)
             except ValueError as error:
-                bad_lines.append(BadLine(chunk.path, line, format_error(error)))
+                bad_lines.append(BadLine(chunk.path, line_number, format_error(error)))
                 continue
             # Only when all keys are tokenized, so that they have the same documents.
             for key, sequences in document.items():
                 columns[key].append(sequences)
         # Lines that the reader and the tokenizer have rejected, in the order of the file.
-        bad_lines.sort(key=lambda bad: bad.line)
+        bad_lines.sort(key=lambda bad: bad.line_number)
         tokens = {key: _pack(documents, dtype) for key, documents in columns.items()}
         return EncodedChunk(tokens, len(chunk.documents) + len(chunk.bad_lines), bad_lines)
 
@@ -326,9 +326,9 @@ def _read_address_space() -> int:
         return int(file.read().split()[0]) * resource.getpagesize()
 
 
-def _set_soft_limit(kind: int, value: int) -> None:
-    _, hard = resource.getrlimit(kind)
+def _set_soft_limit(resource_id: int, value: int) -> None:
+    _, hard = resource.getrlimit(resource_id)
     # An unprivileged process may not exceed its hard limit.
     if hard != resource.RLIM_INFINITY:
         value = min(value, hard)
-    resource.setrlimit(kind, (value, hard))
+    resource.setrlimit(resource_id, (value, hard))

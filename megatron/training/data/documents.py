@@ -27,11 +27,11 @@ class BadLine:
     """A line that cannot be tokenized, and the reason."""
 
     path: str
-    line: int
+    line_number: int
     reason: str
 
     def __str__(self) -> str:
-        return f"{escape_control_chars(self.path)}:{self.line}: {self.reason}"
+        return f"{escape_control_chars(self.path)}:{self.line_number}: {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class Chunk:
     def without(self, bad: BadLine) -> Chunk:
         """Return this chunk with the document that starts at a bad line marked as such."""
         # The other documents of the chunk are tokenized again.
-        documents = [document for document in self.documents if document[0] != bad.line]
-        bad_lines = sorted([*self.bad_lines, bad], key=lambda bad: bad.line)
+        documents = [document for document in self.documents if document[0] != bad.line_number]
+        bad_lines = sorted([*self.bad_lines, bad], key=lambda bad: bad.line_number)
         return Chunk(self.path, self.is_json, documents, bad_lines, self.num_bytes)
 
 
@@ -57,10 +57,10 @@ def find_files(patterns: list[str]) -> list[str]:
     # A dictionary keeps the order of insertion, and each path once.
     paths: dict[str, None] = {}
     for pattern in patterns:
-        found = [pattern]  # the name of a file may contain wildcards
+        paths_of_pattern = [pattern]  # the name of a file may contain wildcards
         if not os.path.exists(pattern):
-            found = sorted(glob.glob(pattern, recursive=True))
-        files = [path for path in found if not os.path.isdir(path)]  # a pipe is accepted
+            paths_of_pattern = sorted(glob.glob(pattern, recursive=True))
+        files = [path for path in paths_of_pattern if not os.path.isdir(path)]  # a pipe is accepted
         if not files:
             name = escape_control_chars(pattern)
             hint = ""
@@ -97,16 +97,16 @@ def read_chunks(
             documents: list[tuple[int, bytes]] = []
             bad_lines: list[BadLine] = []
             size = 0
-            lines = read_lines(cast(BinaryIO, file), max_document_bytes)
-            for line, content in split(lines, max_document_bytes):
+            file_lines = read_lines(cast(BinaryIO, file), max_document_bytes)
+            for line_number, content in split(file_lines, max_document_bytes):
                 if content is None:
                     reason = (
                         f"the document is larger than {max_document_bytes / 1e6:g} MB: "
                         "raise --max-document-mb, or split it"
                     )
-                    bad_lines.append(BadLine(path, line, reason))
+                    bad_lines.append(BadLine(path, line_number, reason))
                 else:
-                    documents.append((line, content))
+                    documents.append((line_number, content))
                     size += len(content)
                 # A bad line ends its chunk, so that it is reported without delay.
                 if size >= CHUNK_BYTES or bad_lines:
@@ -125,43 +125,43 @@ def read_lines(file: BinaryIO, limit: int) -> Iterator[Line]:
 
     A few megabytes of gzip can contain a line of gigabytes.
     """
-    number = 0
-    while line := file.readline(limit + 1):
-        number += 1
-        if len(line) <= limit or line.endswith(b"\n"):
-            yield number, line
+    line_number = 0
+    while content := file.readline(limit + 1):
+        line_number += 1
+        if len(content) <= limit or content.endswith(b"\n"):
+            yield line_number, content
             continue
         # Skip the rest of the line.
-        while line and not line.endswith(b"\n"):
-            line = file.readline(SKIP_BYTES)
-        yield number, None
+        while content and not content.endswith(b"\n"):
+            content = file.readline(SKIP_BYTES)
+        yield line_number, None
 
 
 Splitter = Callable[[Iterable[Line], int], Iterator[Line]]
 
 
-def split_into_lines(lines: Iterable[Line], limit: int) -> Iterator[Line]:
+def split_into_lines(file_lines: Iterable[Line], limit: int) -> Iterator[Line]:
     """Yield every line that is not blank as a document."""
-    for number, line in lines:
-        if line is None:
-            yield number, None
-        elif line.strip():
-            yield number, line.rstrip(b"\r\n")
+    for line_number, content in file_lines:
+        if content is None:
+            yield line_number, None
+        elif content.strip():
+            yield line_number, content.rstrip(b"\r\n")
 
 
-def split_into_blocks(lines: Iterable[Line], limit: int) -> Iterator[Line]:
+def split_into_blocks(file_lines: Iterable[Line], limit: int) -> Iterator[Line]:
     """Yield every group of lines between blank lines as a document."""
-    for is_text, group in itertools.groupby(lines, key=_is_text):
+    for is_text, group in itertools.groupby(file_lines, key=_is_text):
         if is_text:
-            number, text = _join(group, limit)
+            line_number, text = _join(group, limit)
             if text is not None:
                 text = text.rstrip(b"\r\n")
-            yield number, text
+            yield line_number, text
 
 
-def split_into_files(lines: Iterable[Line], limit: int) -> Iterator[Line]:
+def split_into_files(file_lines: Iterable[Line], limit: int) -> Iterator[Line]:
     """Yield the whole file as a document, unless it is blank."""
-    _, text = _join(lines, limit)
+    _, text = _join(file_lines, limit)
     if text is None or text.strip():
         yield 1, text
 
@@ -174,27 +174,27 @@ SPLITTERS: dict[str, Splitter] = {
 
 
 def _is_text(row: Line) -> bool:
-    _, line = row
-    return line is None or bool(line.strip())
+    _, content = row
+    return content is None or bool(content.strip())
 
 
-def _join(lines: Iterable[Line], limit: int) -> Line:
+def _join(file_lines: Iterable[Line], limit: int) -> Line:
     """Return the lines as one text with the number of the first, or None if the text is larger than
     `limit`. Consumes all lines.
     """
     first = 0
-    parts: list[bytes] = []
+    contents: list[bytes] = []
     size = 0
     is_too_large = False
-    for number, line in lines:
-        first = first or number
-        if line is not None:
-            size += len(line)
-        if line is None or size > limit:
+    for line_number, content in file_lines:
+        first = first or line_number
+        if content is not None:
+            size += len(content)
+        if content is None or size > limit:
             is_too_large = True
         if is_too_large:
-            parts.clear()  # to bound the memory, however long the text is
+            contents.clear()  # to bound the memory, however long the text is
         else:
-            assert line is not None
-            parts.append(line)
-    return first, None if is_too_large else b"".join(parts)
+            assert content is not None
+            contents.append(content)
+    return first, None if is_too_large else b"".join(contents)

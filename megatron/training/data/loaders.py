@@ -90,11 +90,11 @@ def build_on_one_rank_per_node_first(
 
     Returns None on ranks that do not need data. Collective.
     """
-    places: list[tuple[str, bool]] = [("", False)] * dist.get_world_size()
-    mine = (socket.gethostname(), needs_data)
-    dist.all_gather_object(places, mine)
+    hosts: list[tuple[str, bool]] = [("", False)] * dist.get_world_size()
+    local_host = (socket.gethostname(), needs_data)
+    dist.all_gather_object(hosts, local_host)
     # The first rank on each host that needs data: ranks of a host share the page cache.
-    is_first = needs_data and places.index(mine) == dist.get_rank()
+    is_first = needs_data and hosts.index(local_host) == dist.get_rank()
     datasets = None
     try:
         if is_first:
@@ -139,12 +139,12 @@ def _share_fingerprints(datasets: Datasets, needs_data: bool) -> list[str | None
     Raises ValueError on all ranks if a rank has other data, e.g. because the copies of a file on
     the nodes are of different versions.
     """
-    own = [None if dataset is None else dataset.fingerprint for dataset in datasets]
-    shared = [own]
+    fingerprints = [None if dataset is None else dataset.fingerprint for dataset in datasets]
+    shared = [fingerprints]
     dist.broadcast_object_list(shared, src=0)
 
     def compare() -> None:
-        for split, fingerprint, expected in zip(SPLITS, own, shared[0], strict=True):
+        for split, fingerprint, expected in zip(SPLITS, fingerprints, shared[0], strict=True):
             if fingerprint != expected:
                 raise ValueError(
                     f"the {split} data on {socket.gethostname()} differs from that of rank 0: all "
@@ -257,9 +257,9 @@ def iterate_microbatches(
         start += step
 
 
-def _read_samples(dataset: Dataset, numbers: list[int]) -> dict[str, np.ndarray]:
+def _read_samples(dataset: Dataset, indices: list[int]) -> dict[str, np.ndarray]:
     """Return arrays [micro-batch, ...] of these samples."""
-    samples = [dataset[number] for number in numbers]
+    samples = [dataset[index] for index in indices]
     arrays = {}
     for key in samples[0]:
         arrays[key] = np.stack([sample[key] for sample in samples])
@@ -301,9 +301,9 @@ class DataIterator:
             stream = CyclicStream(len(dataset), config.seed)
             end = None
         # Lazy: workers read ahead as far as OrderedWorkers lets them.
-        numbers = iterate_microbatches(stream, end, *self._position)
+        indices = iterate_microbatches(stream, end, *self._position)
         self._batches = OrderedWorkers(
-            functools.partial(_read_samples, dataset), numbers, config.num_workers
+            functools.partial(_read_samples, dataset), indices, config.num_workers
         )
 
     def __iter__(self) -> DataIterator:

@@ -90,18 +90,18 @@ def _build_null_tokenizer(config: TokenizerConfig) -> Tokenizer:
     `--vocab-size n` means n + 1 tokens, the last of them EOD. With --null-tokenizer-eod-id there
     are n tokens, and EOD is one of them.
     """
-    given = config.vocab_size
+    num_ids = config.vocab_size
     eod = config.null_tokenizer_eod_id
-    if given is None or given < 1:
+    if num_ids is None or num_ids < 1:
         raise ValueError(
-            f"--tokenizer-type NullTokenizer requires a positive --vocab-size, got {given}"
+            f"--tokenizer-type NullTokenizer requires a positive --vocab-size, got {num_ids}"
         )
-    if eod is not None and not 0 <= eod < given:
+    if eod is not None and not 0 <= eod < num_ids:
         raise ValueError(
-            f"--null-tokenizer-eod-id {eod} is not one of the {given} tokens of --vocab-size"
+            f"--null-tokenizer-eod-id {eod} is not one of the {num_ids} tokens of --vocab-size"
         )
     # Without an EOD of its own the tokenizer adds one after the given tokens.
-    vocab_size = given + 1 if eod is None else given
+    vocab_size = num_ids + 1 if eod is None else num_ids
 
     def tokenize(text: str) -> list[int]:
         try:
@@ -152,12 +152,12 @@ def _build_sentencepiece(config: TokenizerConfig) -> Tokenizer:
     try:
         if not content:
             raise RuntimeError("the file is empty")
-        pieces = sentencepiece.SentencePieceProcessor(model_proto=content)
+        processor = sentencepiece.SentencePieceProcessor(model_proto=content)
     except (OSError, RuntimeError) as error:
         raise ValueError(
             f"--tokenizer-model {path} is not a SentencePiece model: {format_error(error)}"
         ) from None
-    if pieces.eos_id() < 0:
+    if processor.eos_id() < 0:
         raise ValueError(
             f"--tokenizer-model {path} has no end-of-sentence piece, which separates documents: "
             "train it with an eos_id (SentencePiece's default)"
@@ -165,20 +165,20 @@ def _build_sentencepiece(config: TokenizerConfig) -> Tokenizer:
 
     def token_id(token: str) -> int | None:
         # An unknown piece has the id of <unk>.
-        number = pieces.piece_to_id(token)
-        return number if pieces.id_to_piece(number) == token else None
+        piece_id = processor.piece_to_id(token)
+        return piece_id if processor.id_to_piece(piece_id) == token else None
 
     plain = Tokenizer(
-        pieces.vocab_size(),
-        eod=pieces.eos_id(),
-        pad=None if pieces.pad_id() < 0 else pieces.pad_id(),
-        tokenize=pieces.encode,
-        detokenize=lambda ids: pieces.decode(list(ids)),
+        processor.vocab_size(),
+        eod=processor.eos_id(),
+        pad=None if processor.pad_id() < 0 else processor.pad_id(),
+        tokenize=processor.encode,
+        detokenize=lambda ids: processor.decode(list(ids)),
         token_id=token_id,
         config=config,
     )
     if config.kind == "Llama2Tokenizer":
-        return replace(plain, tokenize=lambda text: [pieces.bos_id(), *pieces.encode(text)])
+        return replace(plain, tokenize=lambda text: [processor.bos_id(), *processor.encode(text)])
     return _add_legacy_pieces(plain) if legacy else plain
 
 
@@ -191,13 +191,13 @@ def _add_legacy_pieces(plain: Tokenizer) -> Tokenizer:
     special: dict[str, int] = {}
     vocab_size = plain.vocab_size
     for token in ("<CLS>", "<SEP>", "<EOD>", "<MASK>", *(plain.config.special_tokens or ())):
-        known = plain.token_id(token)
-        if known is None:
+        model_id = plain.token_id(token)
+        if model_id is None:
             special[token] = vocab_size
             vocab_size += 1
         else:
-            special[token] = known
-    names = {number: token for token, number in special.items()}
+            special[token] = model_id
+    names = {token_id: token for token, token_id in special.items()}
     # Alternatives of a pattern are tried in order: a token that begins with another one comes
     # first.
     longest_first = sorted(special, key=len, reverse=True)
@@ -214,15 +214,15 @@ def _add_legacy_pieces(plain: Tokenizer) -> Tokenizer:
 
     def detokenize(ids: Sequence[int]) -> str:
         # Special tokens have a space on either side, as Megatron-LM writes them.
-        parts: list[str] = []
+        texts: list[str] = []
         run: list[int] = []
-        for number in ids:
-            if number in names:
-                parts += [plain.detokenize(run), f" {names[number]} "]
+        for token_id in ids:
+            if token_id in names:
+                texts += [plain.detokenize(run), f" {names[token_id]} "]
                 run = []
             else:
-                run.append(number)
-        return "".join([*parts, plain.detokenize(run)])
+                run.append(token_id)
+        return "".join([*texts, plain.detokenize(run)])
 
     return replace(
         plain,
@@ -318,8 +318,8 @@ def _load_huggingface(name: str, trust_remote_code: bool) -> Any:
             f"the Hugging Face hub ({reason}): download it where there is a network, and give its "
             "directory"
         ) from None
-    known = tokenizer.get_vocab()
-    tokenizer.eos_token = next((token for token in END_TOKENS if token in known), None)
+    vocabulary = tokenizer.get_vocab()
+    tokenizer.eos_token = next((token for token in END_TOKENS if token in vocabulary), None)
     return tokenizer
 
 
@@ -475,8 +475,8 @@ def _build_megatron_tiktoken(config: TokenizerConfig) -> Tokenizer:
         )
 
     # Name the ids that are left before the first rank.
-    special += [f"<SPECIAL_{number}>" for number in range(len(special), first)]
-    numbered = {token: number for number, token in enumerate(special)}
+    special += [f"<SPECIAL_{token_id}>" for token_id in range(len(special), first)]
+    numbered = {token: token_id for token_id, token in enumerate(special)}
     return _build_tiktoken(config, ranks, numbered, config.tiktoken_pattern or "v2", "</s>")
 
 
@@ -492,8 +492,8 @@ def _build_llama3(config: TokenizerConfig) -> Tokenizer:
     # notice a new file under the same name, and it has no limit of size.
     content = _read_file(path, "--tokenizer-model")
     try:
-        lines = [line.split() for line in content.splitlines() if line]
-        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
+        rows = [row.split() for row in content.splitlines() if row]
+        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in rows}
     except (ValueError, binascii.Error) as error:
         raise ValueError(
             f"--tokenizer-model {path} has a line that is not a token and its rank: "

@@ -35,15 +35,15 @@ def configure_logging(rank: int, log_format: str = "text") -> None:
     package.setLevel(logging.INFO)
 
 
-def report_line(line: str, **fields: Any) -> None:
-    """Print a measurement: `line` in text, `fields` in JSON."""
-    logger.info("%s", line, extra={"fields": fields})
+def report_line(message: str, **fields: Any) -> None:
+    """Print a measurement: `message` in text, `fields` in JSON."""
+    logger.info("%s", message, extra={"fields": fields})
 
 
 def format_summary(topics: dict[str, str]) -> str:
     """Return a summary as printed: one line per topic."""
-    lines = [f"   {topic:11} {text}" for topic, text in topics.items()]
-    return "\n".join(lines)
+    rows = [f"   {topic:11} {text}" for topic, text in topics.items()]
+    return "\n".join(rows)
 
 
 def format_arguments(flags: dict[str, Any]) -> str:

@@ -56,7 +56,7 @@ def format_memory_line(iteration: int, device: torch.device) -> str:
     dist.all_gather_object(gathered, measure_memory(device))
 
     # All ranks have the same kind of device, hence the same metrics.
-    parts = []
+    texts = []
     for name in gathered[0]:
         values = [metrics[name] for metrics in gathered]
         largest = max(values)
@@ -66,8 +66,8 @@ def format_memory_line(iteration: int, device: torch.device) -> str:
             amount = f"{largest / 1e9:.3f} GB"
         label = name.removeprefix("mem-").removesuffix("-bytes")
         label = label.replace("-", " ")
-        parts.append(f"{label} {amount} (rank {rank})")
-    return f"memory after iteration {iteration}, maximum over ranks: {', '.join(parts)}"
+        texts.append(f"{label} {amount} (rank {rank})")
+    return f"memory after iteration {iteration}, maximum over ranks: {', '.join(texts)}"
 
 
 @torch.no_grad()

@@ -54,14 +54,14 @@ class StepProfiler:
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
+        error_type: type[BaseException] | None,
         error: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
         # The run ended or failed within the range: a shorter trace is better than none.
         if self._profiler is not None:
             self._finish(self._last)
-        elif self._requested and kind is None:
+        elif self._requested and error_type is None:
             window = f"{self._config.profile_step_start} to {self._config.profile_step_end - 1}"
             logger.warning(
                 f"rank {self._rank} trained none of iterations {window}: no trace", extra=EVERY_RANK

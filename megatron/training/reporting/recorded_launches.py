@@ -117,16 +117,16 @@ def read_record(save: str | Path) -> list[RecordedLaunch]:
     for path in _list_records(save, "*.jsonl"):
         launch: RecordedLaunch | None = None
         for row in _read_rows(path):
-            kind = row["kind"]
+            row_kind = row["kind"]
             if launch is None:
-                if kind != "start":
+                if row_kind != "start":
                     break  # the first line is lost: the file cannot be interpreted
                 launch = RecordedLaunch(row)
-            elif kind == "interval":
+            elif row_kind == "interval":
                 launch.intervals.append(row)
-            elif kind == "point":
+            elif row_kind == "point":
                 launch.points.append(row)
-            elif kind == "end":
+            elif row_kind == "end":
                 launch.end = row
         if launch is not None:
             launches.append(launch)
@@ -165,17 +165,17 @@ def _read_rows(path: Path, max_bytes: int | None = None) -> list[Row]:
     """Return the checked lines of a file, without truncated ones and unknown kinds."""
     content = read_regular(path, MAX_RECORD_BYTES if max_bytes is None else max_bytes)
     rows = []
-    for number_of_line, line in enumerate(content.split(b"\n"), start=1):
-        where = f"{escape_control_chars(str(path))}:{number_of_line}"
+    for line_number, content_line in enumerate(content.split(b"\n"), start=1):
+        location = f"{escape_control_chars(str(path))}:{line_number}"
         try:
-            row = parse_json(line, where)
+            row = parse_json(content_line, location)
         except ValueError:
             continue
         if not isinstance(row, dict):
             continue
-        kind = row.get("kind")
-        if isinstance(kind, str) and kind in ROW_CHECKS:
-            rows.append(ROW_CHECKS[kind](row, where))
+        row_kind = row.get("kind")
+        if isinstance(row_kind, str) and row_kind in ROW_CHECKS:
+            rows.append(ROW_CHECKS[row_kind](row, location))
     return rows
 
 

@@ -60,18 +60,18 @@ class RunRecord:
         self._started = False
         self._warned = False
 
-    def write(self, kind: str, **fields: Any) -> None:
+    def write(self, row_kind: str, **fields: Any) -> None:
         """Append a line. Before the line of kind `start`, lines are dropped."""
-        row = {"kind": kind, "time": round(self._clock(), 3), **fields}
-        line = json.dumps(to_json_value(row))
+        row = {"kind": row_kind, "time": round(self._clock(), 3), **fields}
+        text = json.dumps(to_json_value(row))
         try:
             # A launch that fails before training leaves no file.
-            if kind == "start":
+            if row_kind == "start":
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 self._started = True
             if self._started:
                 with self._path.open("a", encoding="utf-8") as file:
-                    file.write(line + "\n")
+                    file.write(text + "\n")
         except OSError as error:
             if not self._warned:
                 logger.warning(f"the record of this run has gaps: {self._path}: {error}")

@@ -153,22 +153,23 @@ def make_verdict(
 
 def _judge_progress(newest: RecordedLaunch, train_iters: int, now: float) -> Sentence:
     """Report whether the newest launch is running, or how it ended."""
-    place = f"iteration {newest.last} of {train_iters}"
+    progress = f"iteration {newest.last} of {train_iters}"
     if newest.end is None:
         silence = max(0.0, now - newest.ended)
         if silence < _SILENCE_SECONDS:
-            return Sentence("good", f"Running: {place}.")
+            return Sentence("good", f"Running: {progress}.")
         age = _format_duration(silence)
         return Sentence(
             "bad",
-            f"Killed or hanging: no end is recorded, and the last line, at {place}, is {age} old.",
+            f"Killed or hanging: no end is recorded, and the last line, at {progress}, is {age} "
+            "old.",
         )
     reason = newest.end["reason"]
     if newest.end["failed"]:
-        return Sentence("bad", f"Failed at {place}: {reason}")
+        return Sentence("bad", f"Failed at {progress}: {reason}")
     if newest.last >= train_iters:
         return Sentence("good", f"Finished: all {train_iters} iterations.")
-    return Sentence("warn", f"Ended early at {place}: {reason}")
+    return Sentence("warn", f"Ended early at {progress}: {reason}")
 
 
 def _judge_numbers(launches: Sequence[RecordedLaunch]) -> Sentence:
@@ -243,13 +244,13 @@ def _judge_time(goodput: Mapping[str, float]) -> Sentence | None:
     # Name the two largest losses, if they matter.
     lost = {name: seconds for name, seconds in goodput.items() if name != "training"}
     by_seconds = sorted(lost.items(), key=lambda item: -item[1])
-    parts = []
+    losses = []
     for name, seconds in by_seconds[:2]:
         if seconds > 0.01 * total:
             label = _LOSSES.get(name, name)
-            parts.append(f"{label} {_format_duration(seconds)}")
-    if parts:
-        text += f"; most was lost by: {', '.join(parts)}"
+            losses.append(f"{label} {_format_duration(seconds)}")
+    if losses:
+        text += f"; most was lost by: {', '.join(losses)}"
     is_productive = share >= _PRODUCTIVE_SHARE
     return Sentence("good" if is_productive else "warn", f"{text}.")
 
@@ -369,8 +370,8 @@ def collect_arguments(launch: RecordedLaunch) -> dict[str, str]:
 
     # Versions are recorded as text: "torch 2.13.0, python 3.11".
     versions = start.get("summary", {}).get("versions", "")
-    for part in versions.split(", "):
-        name, _, version = part.partition(" ")
+    for package in versions.split(", "):
+        name, _, version = package.partition(" ")
         if version:
             arguments[name] = version
     if "world_size" in start:
@@ -417,9 +418,9 @@ def describe_checkpoints(
     """Return a row for each checkpoint: state, size, writer, parent, branch, command to resume."""
     # The number (from 1) of the launch that saved each iteration last
     writers = {}
-    for number, launch in enumerate(launches, start=1):
+    for launch_number, launch in enumerate(launches, start=1):
         for row in find_saves(launch):
-            writers[row["iteration"]] = number
+            writers[row["iteration"]] = launch_number
 
     # The branch on which the next launch continues
     checkpoints = CheckpointDirectory(root)
@@ -544,14 +545,14 @@ def render_page(facts: Row, refresh_seconds: int | None = None) -> str:
     refresh = ""
     if refresh_seconds is not None:
         refresh = f'<meta http-equiv="refresh" content="{refresh_seconds}">'
-    parts = {
+    contents = {
         "<!-- REFRESH -->": refresh,
         "/* STYLE */": _read_part("style.css"),
         "/* SCRIPT */": _read_part("script.js"),
         '"__FACTS__"': data,  # last: texts in the data must not be replaced
     }
     page = _read_part("page.html")
-    for placeholder, content in parts.items():
+    for placeholder, content in contents.items():
         page = page.replace(placeholder, content, 1)
     return page
 

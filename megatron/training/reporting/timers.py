@@ -75,13 +75,13 @@ class Timers:
         """Return log lines for the result of `take`, in milliseconds per iteration."""
         if not taken:
             return ""
-        lines = [f"{TITLES[self._option]} (ms):"]
+        rows = [f"{TITLES[self._option]} (ms):"]
         for name, seconds in taken.items():
             milliseconds = [1000 * total / iterations for total in seconds]
             label = f"{name} "
             times = _format_times(milliseconds, self._option)
-            lines.append(f"    {label:.<46}: {times}")
-        return "\n".join(lines)
+            rows.append(f"    {label:.<46}: {times}")
+        return "\n".join(rows)
 
 
 def _format_times(times: Sequence[float], option: str) -> str:
@@ -90,5 +90,5 @@ def _format_times(times: Sequence[float], option: str) -> str:
         return f"{max(times):.2f}"
     if option == "minmax":
         return f"({min(times):.2f}, {max(times):.2f})"
-    parts = [f"rank {rank}: {time:.2f}" for rank, time in enumerate(times)]
-    return "  ".join(parts)
+    texts = [f"rank {rank}: {time:.2f}" for rank, time in enumerate(times)]
+    return "  ".join(texts)

@@ -64,7 +64,7 @@ def format_log_line(interval: Interval, train_iters: int) -> str:
     throughput = format_throughput(interval.tflops_per_device)
 
     # Megatron-LM, and the scripts that parse its logs, define these names and formats.
-    parts = [
+    log_fields = [
         f" [{now}] iteration {last.iteration:8d}/{train_iters:8d}",
         f"consumed samples: {last.consumed_train_samples:12d}",
         f"elapsed time per iteration (ms): {milliseconds:.1f}",
@@ -74,27 +74,27 @@ def format_log_line(interval: Interval, train_iters: int) -> str:
         f"lm loss: {interval.mean_loss:.6E}",
     ]
     for depth, loss in enumerate(interval.mean_mtp_losses, start=1):
-        parts.append(f"mtp_{depth} loss: {loss:.6E}")
+        log_fields.append(f"mtp_{depth} loss: {loss:.6E}")
     for name, values in last.experts.items():
         if name != LOAD:
-            parts.append(f"{name}: {compute_mean(values):.6E}")
+            log_fields.append(f"{name}: {compute_mean(values):.6E}")
 
     # State of the optimizer. Metrics that the flags do not request are None.
-    parts.append(f"loss scale: {last.loss_scale:.1f}")
-    parts.append(f"grad norm: {last.grad_norm:.3f}")
+    log_fields.append(f"loss scale: {last.loss_scale:.1f}")
+    log_fields.append(f"grad norm: {last.grad_norm:.3f}")
     if last.num_zeros_in_grad is not None:
-        parts.append(f"num zeros: {last.num_zeros_in_grad:.0f}")
+        log_fields.append(f"num zeros: {last.num_zeros_in_grad:.0f}")
     if last.params_norm is not None:
-        parts.append(f"params norm: {last.params_norm:.3f}")
-    parts.append(f"number of skipped iterations: {interval.num_skipped:3d}")
-    parts.append(f"number of nan iterations: {interval.num_nan:3d}")
+        log_fields.append(f"params norm: {last.params_norm:.3f}")
+    log_fields.append(f"number of skipped iterations: {interval.num_skipped:3d}")
+    log_fields.append(f"number of nan iterations: {interval.num_nan:3d}")
 
     # Fields that Megatron-LM does not have come last: scripts cut its line by position.
     seconds = interval.estimate_remaining_seconds(train_iters)
     remaining = timedelta(seconds=round(seconds))
-    parts.append(f"tokens/s: {interval.tokens_per_second:.0f}")
-    parts.append(f"ETA: {remaining}")
-    return " | ".join(parts) + " |"
+    log_fields.append(f"tokens/s: {interval.tokens_per_second:.0f}")
+    log_fields.append(f"ETA: {remaining}")
+    return " | ".join(log_fields) + " |"
 
 
 def compute_mean(values: Sequence[float]) -> float:

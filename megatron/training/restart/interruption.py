@@ -98,7 +98,7 @@ class Interrupter:
                     signal.pthread_kill(self._main_thread, _SIGNAL)
             released.wait(_PAUSE)
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         if self._inside:
             raise AttemptEndedError
 

@@ -36,7 +36,7 @@ def test_every_boolean_has_both_spellings(field):
         for name in names:
             other = (off if value else on)[0]
             line = parse([other, name])
-            assert (line.given, line.problems) == ({field.name: value}, []), name
+            assert (line.flag_values, line.problems) == ({field.name: value}, []), name
 
 
 def test_common_flags():
@@ -44,7 +44,7 @@ def test_common_flags():
         ["--use-dist-ckpt", "--async-save", "--ckpt-fully-parallel-save"]
     )
     assert line.problems == []
-    assert line.given == {
+    assert line.flag_values == {
         "ckpt_format": "torch_dist",
         "async_save": True,
         "ckpt_fully_parallel_save": True,
@@ -55,14 +55,14 @@ def test_dispatcher_aliases():
     line = make_flag_parser().parse(
         ["--moe-token-dispatcher-type", "flex", "--moe-enable-deepep", "--moe-deepep-num-sms", "24"]
     )
-    assert line.given == {"moe_token_dispatcher_type": "alltoall"} and line.problems == []
+    assert line.flag_values == {"moe_token_dispatcher_type": "alltoall"} and line.problems == []
     assert line.ignored == ["--moe-enable-deepep", "--moe-deepep-num-sms"]
 
 
 def test_short_names_of_layout_and_batch():
     words = "--tp=2 --pp=3 --cp=4 --ep=5 --mbs=6 --gbs=7"
     line = make_flag_parser().parse(words.split())
-    assert line.problems == [] and line.given == {
+    assert line.problems == [] and line.flag_values == {
         "tensor_model_parallel_size": 2,
         "pipeline_model_parallel_size": 3,
         "context_parallel_size": 4,
@@ -82,7 +82,7 @@ def test_values_of_forks_that_disable_a_feature_have_no_effect():
 def test_equivalent_replacements_are_noted():
     words = "--use-torch-fsdp2 --cp-comm-type a2a+p2p --ckpt-format fsdp_dtensor"
     line = make_flag_parser().parse(words.split())
-    assert line.problems == [] and line.given == {
+    assert line.problems == [] and line.flag_values == {
         "use_distributed_optimizer": True,
         "cp_comm_type": ["p2p"],
         "ckpt_format": "torch_dist",
@@ -98,9 +98,9 @@ def test_attention_head_type_of_bigcode():
     """Multi-query attention is grouped-query attention with one group."""
     line = make_flag_parser().parse(["--attention-head-type", "multiquery"])
     assert line.problems == []
-    assert line.given == {"group_query_attention": True, "num_query_groups": 1}
+    assert line.flag_values == {"group_query_attention": True, "num_query_groups": 1}
     line = make_flag_parser().parse(["--attention-head-type=multihead"])
-    assert line.given == {"group_query_attention": False}
+    assert line.flag_values == {"group_query_attention": False}
     line = make_flag_parser().parse(["--attention-head-type", "multi"])
     assert line.problems == ["--attention-head-type: 'multi' is not one of multihead, multiquery"]
 
@@ -110,7 +110,7 @@ def test_tokenizers_of_pai_megatron_patch():
     words = ["--patch-tokenizer-type", "Qwen2Tokenizer", "--load", "base"]
     words += ["--extra-vocab-size", "293"]
     line = make_flag_parser().parse(words)
-    assert line.problems == [] and line.given == {
+    assert line.problems == [] and line.flag_values == {
         "tokenizer_type": "HuggingFaceTokenizer",
         "tokenizer_model": "base",
         "load": "base",
@@ -118,7 +118,7 @@ def test_tokenizers_of_pai_megatron_patch():
     assert "--tokenizer-type HuggingFaceTokenizer" in line.notes[0]
     # Explicit flags take precedence, and other kinds of tokenizers are refused.
     line = make_flag_parser().parse([*words, "--tokenizer-model", "other"])
-    assert line.given["tokenizer_model"] == "other"
+    assert line.flag_values["tokenizer_model"] == "other"
     line = make_flag_parser().parse(["--patch-tokenizer-type", "JiebaBPETokenizer"])
     assert line.problems[0].startswith("--patch-tokenizer-type: 'JiebaBPETokenizer' is not one of")
 
@@ -127,7 +127,7 @@ def test_packed_sequences_of_pretraining_reset_the_attention_mask():
     words = ["--use-packed-seq-params", "--no-create-attention-mask-in-dataloader"]
     line = make_flag_parser().parse(words)
     assert line.problems == [] and "--reset-attention-mask" in line.notes[0]
-    assert line.given == {
+    assert line.flag_values == {
         "reset_attention_mask": True,
         "create_attention_mask_in_dataloader": True,
     }
@@ -144,7 +144,7 @@ def test_underscores_of_forks_are_hyphens():
     line = make_flag_parser().parse(
         ["--num_layers", "2", "--mbs=3", "--data_impl", "mmap", "--foo_bar", "1"]
     )
-    assert line.given == {"num_layers": 2, "micro_batch_size": 3}
+    assert line.flag_values == {"num_layers": 2, "micro_batch_size": 3}
     assert line.ignored == ["--data-impl"] and "--foo_bar" in line.problems[0]
 
 
@@ -165,7 +165,8 @@ def test_unknown_flags_are_ignored_only_on_request():
     assert len(line.problems) == 4 and not line.dropped
     line = make_flag_parser().parse([*words, "--ignore-unknown-flags"])
     assert (
-        line.dropped == ["--foo-bar 3 4", "--train-mode 7", "--no-baz"] and line.given["lr"] == 0.1
+        line.dropped == ["--foo-bar 3 4", "--train-mode 7", "--no-baz"]
+        and line.flag_values["lr"] == 0.1
     )
     assert len(line.problems) == 1 and line.problems[0].startswith("--hybrid-context-parallel: ")
 
@@ -179,7 +180,7 @@ def test_no_option_of_megatron_lm_is_unknown():
             problem.startswith(("unknown flag", "unexpected")) for problem in line.problems
         ), name
         # None is dropped in silence.
-        assert line.given or line.ignored or line.unsaved_memory or line.problems, name
+        assert line.flag_values or line.ignored or line.unsaved_memory or line.problems, name
 
 
 def test_rows_of_the_options_table_are_complete():

@@ -492,10 +492,10 @@ def is_read(part: str, section: str, name: str) -> bool:
     anywhere = re.compile(rf"\b{part}\.{name}\b(?!\()")
     with_class = re.compile(rf"\b(?:config|_config|flags|self|c|stages)\.{name}\b(?!\()")
     named = re.compile(rf"\b{section}\b|\.{part}\b")
-    given = re.compile(rf'given\.get\("{name}"')
+    before_parsing = re.compile(rf'flag_values\.get\("{name}"')
     return any(
         anywhere.search(text)
-        or given.search(text)
+        or before_parsing.search(text)
         or (named.search(text) and with_class.search(text))
         for text in SOURCES
         if name in text
