@@ -28,9 +28,9 @@ from megatron.training.data.tokenizer_config import TokenizerConfig
 def main(argv: list[str] | None = None) -> None:
     sections = {"Text and documents": PreprocessConfig, "Tokenizer": TokenizerConfig}
     try:
-        given, _ = parse_flags(FlagParser(sections), sys.argv[1:] if argv is None else argv)
-        config = build(PreprocessConfig, given)
-        tokenizer_config = build(TokenizerConfig, given)
+        flag_values, _ = parse_flags(FlagParser(sections), sys.argv[1:] if argv is None else argv)
+        config = build(PreprocessConfig, flag_values)
+        tokenizer_config = build(TokenizerConfig, flag_values)
 
         # Imported after parsing, because importing torch takes seconds.
         with program_imports():

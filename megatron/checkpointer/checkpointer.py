@@ -156,7 +156,7 @@ class Checkpointer:
         on_saved: Callable[[SaveReport], None] = lambda report: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        numbers = {
+        limits = {
             "save_interval": save_interval,
             "save_seconds": save_seconds,
             "keep_last": keep_last,
@@ -165,9 +165,9 @@ class Checkpointer:
             "local_replicas": local_replicas,
             "local_replication_interval": local_replication_interval,
         }
-        for name, number in numbers.items():
-            if number is not None and number <= 0:
-                raise ValueError(f"{name} {number} must be positive")
+        for name, limit in limits.items():
+            if limit is not None and limit <= 0:
+                raise ValueError(f"{name} {limit} must be positive")
         if (local_directory is None) != (local_interval is None):
             raise ValueError("local_directory and local_interval require each other")
         self._root = path_of(directory)
@@ -321,8 +321,8 @@ class Checkpointer:
                 tuple(shared), tuple(newer), tuple(candidates), tuple(local.of_other_runs)
             )
             choice = choose(Launch(save=str(self._root), in_place=True), inventory)
-            for line in choice.explain_passed_over():
-                logger.warning(line)
+            for explanation in choice.explain_passed_over():
+                logger.warning(explanation)
             if choice.candidate not in candidates:
                 return choice.candidate, None
             return choice.candidate, local.checkpoints[candidates.index(choice.candidate)]
@@ -458,8 +458,8 @@ class Checkpointer:
     def __enter__(self) -> Checkpointer:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+        if error_type is None:
             self.close()
         else:
             # The program may go on, and change its state.
@@ -494,7 +494,7 @@ class Checkpointer:
 
     def _start_votes(self) -> None:
         """Begin to exchange the requests of this rank, if there can be any."""
-        if self._save_seconds is None and not self._signals.wanted:
+        if self._save_seconds is None and not self._signals.enabled:
             return
         votes = _Votes(
             signal=self._signals.first(),
@@ -534,21 +534,21 @@ class _SignalRecorder:
     """Records the signals that arrive, instead of terminating, until it is closed."""
 
     def __init__(self, signals: Collection[signal.Signals]) -> None:
-        self.wanted = bool(signals)
+        self.enabled = bool(signals)
         self._received: list[int] = []
         # Python runs handlers between bytecodes, so that recording needs no lock.
-        self._before = {number: signal.signal(number, self._record) for number in signals}
+        self._before = {signum: signal.signal(signum, self._record) for signum in signals}
 
-    def _record(self, number: int, frame: FrameType | None) -> None:
-        self._received.append(number)
+    def _record(self, signum: int, frame: FrameType | None) -> None:
+        self._received.append(signum)
 
     def first(self) -> int:
         """Return the number of the first signal, 0 if none has arrived."""
         return self._received[0] if self._received else 0
 
     def close(self) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
         self._before = {}
 
 

@@ -32,27 +32,27 @@ def export_safetensors(source: Path, directory: Path, max_file_size: int) -> Non
         raise CheckpointError(f"{directory} exists: give a new directory")
     # Find the tensors of the model and distribute them over files.
     reader = Reader(source)
-    stored = {
+    model_tensors = {
         key.removeprefix(_MODEL): tensor
         for key, tensor in reader.metadata.tensors.items()
         if key.startswith(_MODEL)
     }
-    if not stored:
+    if not model_tensors:
         raise CheckpointError(f"{source}: contains no tensors of a model")
-    files = _distribute(stored, max_file_size)
+    files = _distribute(model_tensors, max_file_size)
     # Write to a temporary directory and rename it at the end.
     unfinished = directory.with_name(f".{directory.name}-{secrets.token_hex(8)}")
     unfinished.mkdir(parents=True)
     try:
         file_of: dict[str, str] = {}
-        for number, names in enumerate(files, 1):
-            file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        for file_index, names in enumerate(files, 1):
+            file = f"model-{file_index:05d}-of-{len(files):05d}.safetensors"
             # Memory is bounded by one file: its tensors are released before the next.
-            tensors = {name: _read_whole(reader, name, stored[name]) for name in names}
+            tensors = {name: _read_whole(reader, name, model_tensors[name]) for name in names}
             save_file(tensors, unfinished / file, metadata={"format": "pt"})
             file_of |= dict.fromkeys(names, file)
         # The index that transformers reads for sharded weights
-        total = sum(_size_of(tensor) for tensor in stored.values())
+        total = sum(_size_of(tensor) for tensor in model_tensors.values())
         index = {"metadata": {"total_size": total}, "weight_map": file_of}
         text = json.dumps(index, indent=2, sort_keys=True)
         (unfinished / "model.safetensors.index.json").write_text(text, encoding="utf-8")
@@ -63,12 +63,12 @@ def export_safetensors(source: Path, directory: Path, max_file_size: int) -> Non
         raise
 
 
-def _distribute(stored: dict[str, StoredTensor], max_file_size: int) -> list[list[str]]:
+def _distribute(model_tensors: dict[str, StoredTensor], max_file_size: int) -> list[list[str]]:
     """Return the names of the tensors in each file, in order."""
     files: list[list[str]] = [[]]
     size = 0
-    for name in sorted(stored):
-        nbytes = _size_of(stored[name])
+    for name in sorted(model_tensors):
+        nbytes = _size_of(model_tensors[name])
         if files[-1] and size + nbytes > max_file_size:
             files.append([])
             size = 0

@@ -93,10 +93,10 @@ class CheckpointerCallback(TrainerCallback):
         assert self._states is not None
         # Without a model: only one object is read, and the directory is not taken over yet.
         with Checkpointer(self._directory, nn.Module(), **self._options) as checkpointer:
-            stored = checkpointer.read_object(_TRAINER)
-        if stored is None:
+            trainer_state = checkpointer.read_object(_TRAINER)
+        if trainer_state is None:
             return False
-        self._states.load_state_dict(stored)
+        self._states.load_state_dict(trainer_state)
         return True
 
     def _load_final_weights(self) -> TrainOutput:
@@ -118,7 +118,7 @@ class CheckpointerCallback(TrainerCallback):
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        **others: Any,
+        **kwargs: Any,
     ) -> None:
         if self._trainer is None or self._states is None:
             raise ValueError(
@@ -160,7 +160,7 @@ class CheckpointerCallback(TrainerCallback):
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        **others: Any,
+        **kwargs: Any,
     ) -> None:
         assert self._states is not None
         if not self._states.within_step and float(state.epoch).is_integer():
@@ -171,7 +171,7 @@ class CheckpointerCallback(TrainerCallback):
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        **others: Any,
+        **kwargs: Any,
     ) -> None:
         assert self._checkpointer is not None and self._states is not None
         self._restore_generators()
@@ -188,7 +188,7 @@ class CheckpointerCallback(TrainerCallback):
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        **others: Any,
+        **kwargs: Any,
     ) -> None:
         assert self._checkpointer is not None and self._states is not None
         self._states.within_step = False
@@ -215,7 +215,9 @@ class _TrainerStates:
         # Add the operations counted since the last call to the state.
         trainer.store_flos()
         callbacks = [*trainer.callback_handler.callbacks, trainer.control]
-        exportable: list[Any] = [each for each in callbacks if isinstance(each, ExportableState)]
+        exportable: list[Any] = [
+            callback for callback in callbacks if isinstance(callback, ExportableState)
+        ]
         state = dict(vars(trainer.state))
         state["stateful_callbacks"] = TrainerState(stateful_callbacks=exportable).stateful_callbacks
         return {"state": state, "within_step": self.within_step}

@@ -59,8 +59,8 @@ class CheckpointerCallback(Callback):
             "loops": _Loops(trainer),
             "callbacks": _Callbacks(trainer, self),
         }
-        for number, config in enumerate(trainer.lr_scheduler_configs):
-            objects[f"scheduler.{number}"] = config.scheduler
+        for index, config in enumerate(trainer.lr_scheduler_configs):
+            objects[f"scheduler.{index}"] = config.scheduler
         if trainer.precision_plugin.state_dict():
             objects["precision"] = trainer.precision_plugin
         # By now Lightning has wrapped the model and moved it to its device.
@@ -142,9 +142,9 @@ class _Loaders:
 class _Callbacks:
     """States of the other callbacks."""
 
-    def __init__(self, trainer: Trainer, own: Callback) -> None:
+    def __init__(self, trainer: Trainer, checkpoint_callback: Callback) -> None:
         everyone: list[Callback] = vars(trainer)["callbacks"]
-        self._callbacks = [callback for callback in everyone if callback is not own]
+        self._callbacks = [callback for callback in everyone if callback is not checkpoint_callback]
 
     def state_dict(self) -> dict[str, Any]:
         states = {callback.state_key: callback.state_dict() for callback in self._callbacks}

@@ -145,8 +145,8 @@ class ProgramState:
         # Optimizer
         for parameter in self._parameters():
             # An optimizer creates state with the first gradient of a parameter.
-            for kind, value in parameter.optimizer.state.get(parameter.tensor, {}).items():
-                key = f"{_STATE}{parameter.name}.{kind}"
+            for state_name, value in parameter.optimizer.state.get(parameter.tensor, {}).items():
+                key = f"{_STATE}{parameter.name}.{state_name}"
                 if isinstance(value, torch.Tensor):
                     state[key] = make_sharded_tensor(key, value)
                 else:
@@ -169,11 +169,11 @@ class ProgramState:
         if self._flat_groups is None:
             names = [parameter.name for parameter in self._parameters()]
             everywhere = Coordination.of(None).all_gather(names)
-            self._flat_groups = any(other != names for other in everywhere)
+            self._flat_groups = any(names_of_rank != names for names_of_rank in everywhere)
         state: ShardedStateDict = {}
-        for number, group in enumerate(self._named_groups()):
+        for index, group in enumerate(self._named_groups()):
             for option, value in group.items():
-                keys = [f"{_GROUPS}{number}.{option}"]
+                keys = [f"{_GROUPS}{index}.{option}"]
                 if self._flat_groups:
                     # Parameters of a group share the value, which is stored once.
                     names = group["params"] if option != "params" else []
@@ -198,7 +198,7 @@ class ProgramState:
     def load(
         self,
         reader: Reader,
-        where: str,
+        context: str,
         *,
         weights_only: bool = False,
         skip: Collection[str] = (),
@@ -215,15 +215,15 @@ class ProgramState:
 
         # Read the objects, and create optimizer state that does not exist yet.
         ranks = Coordination.of(None)
-        plan = ranks.run_on_all(lambda: self._plan_load(reader, where, skipped))
+        plan = ranks.run_on_all(lambda: self._plan_load(reader, context, skipped))
         # Rank 0 compares the keys of all ranks, e.g., of other pipeline stages.
         plan.handled.update(*ranks.all_gather(plan.handled))
 
         # Fill all tensors.
-        wanted: ShardedStateDict = {
+        requested_state: ShardedStateDict = {
             key: make_sharded_tensor(key, tensor) for key, tensor in plan.tensors.items()
         }
-        fill(wanted, reader, where, skip=plan.may_leave_out)
+        fill(requested_state, reader, context, skip=plan.may_leave_out)
 
         # Hand over the rest.
         if plan.made_by_hooks:
@@ -240,30 +240,30 @@ class ProgramState:
         if plan.generators is not None:
             plan.generators.restore()
 
-    def _plan_load(self, reader: Reader, where: str, skipped: Collection[str]) -> _LoadPlan:
+    def _plan_load(self, reader: Reader, context: str, skipped: Collection[str]) -> _LoadPlan:
         with_optimizer = bool(self.optimizers) and "optimizer" not in skipped
-        prefix = self._find_model_prefix(reader.metadata, where)
+        prefix = self._find_model_prefix(reader.metadata, context)
         plan = _LoadPlan(prefix, with_optimizer)
-        self._plan_model(plan, reader, where)
+        self._plan_model(plan, reader, context)
         if with_optimizer:
             self._plan_optimizer(plan, reader)
-            self._plan_groups(plan, reader, where)
+            self._plan_groups(plan, reader, context)
         for name, stateful in self.objects.items():
             if name not in skipped:
-                plan.objects.append((stateful, _read_object(reader, name, name, where)))
+                plan.objects.append((stateful, _read_object(reader, name, name, context)))
         for name, stateful in self.per_rank.items():
             if name not in skipped:
-                _check_rank_count(name, reader.metadata, where)
+                _check_rank_count(name, reader.metadata, context)
                 key = _key_of_rank(name)
                 if key not in reader.metadata.objects:
                     key = name  # plain DCP: one state for all ranks
-                value = _read_object(reader, key, name, where)
+                value = _read_object(reader, key, name, context)
                 plan.objects.append((stateful, value))
         if _RNG not in skipped:
-            plan.generators = _read_generators(reader, where)
+            plan.generators = _read_generators(reader, context)
         return plan
 
-    def _find_model_prefix(self, metadata: CheckpointMetadata, where: str) -> str:
+    def _find_model_prefix(self, metadata: CheckpointMetadata, context: str) -> str:
         """Return the prefix of the model's keys: "model.", or "" as torchtitan stores it."""
         names = [key.removeprefix(_MODEL) for key, _ in self._model_entries()]
         if not names:
@@ -272,20 +272,22 @@ class ProgramState:
         for prefix in (_MODEL, ""):
             if any(prefix + name in metadata.tensors for name in names):
                 return prefix
-        stored = [escape_control_chars(key) for key in sorted(metadata.tensors)]
+        stored_keys = [escape_control_chars(key) for key in sorted(metadata.tensors)]
         raise CheckpointError(
-            f"{where}: contains no tensor of this model (expected e.g. {_MODEL}{names[0]}). It "
-            f"contains {abbreviate(stored, 5, ', ') or 'no tensors'}"
+            f"{context}: contains no tensor of this model (expected e.g. {_MODEL}{names[0]}). It "
+            f"contains {abbreviate(stored_keys, 5, ', ') or 'no tensors'}"
         )
 
-    def _plan_model(self, plan: _LoadPlan, reader: Reader, where: str) -> None:
-        own = {id(tensor) for tensor in (*self.model.parameters(), *self.model.buffers())}
+    def _plan_model(self, plan: _LoadPlan, reader: Reader, context: str) -> None:
+        model_tensor_ids = {
+            id(tensor) for tensor in (*self.model.parameters(), *self.model.buffers())
+        }
         filled: set[int] = set()
         for raw_name, value in self.model.state_dict(keep_vars=True).items():
             key = plan.prefix + _clean(raw_name)
             if _is_extra_state(raw_name):
                 path = raw_name.removesuffix(_EXTRA_STATE).removesuffix(".")
-                plan.extra_state[path] = _read_object(reader, key, key, where)
+                plan.extra_state[path] = _read_object(reader, key, key, context)
                 plan.handled.add(key)
             # Tied weights are stored once, under the first name.
             elif id(value) in filled:
@@ -293,35 +295,35 @@ class ProgramState:
             else:
                 filled.add(id(value))
                 plan.tensors[key] = value.detach()
-                if id(value) not in own:
+                if id(value) not in model_tensor_ids:
                     plan.made_by_hooks[raw_name] = plan.tensors[key]
 
     def _plan_optimizer(self, plan: _LoadPlan, reader: Reader) -> None:
         """Plan to fill the optimizer state of every parameter that the checkpoint has state of."""
-        kinds_of = _list_state_kinds(reader.metadata)
+        state_names_of = _list_state_names(reader.metadata)
         for parameter in self._parameters():
-            kinds = kinds_of.get(parameter.name)
-            if kinds is None:  # e.g., a parameter that never had a gradient
+            state_names = state_names_of.get(parameter.name)
+            if state_names is None:  # e.g., a parameter that never had a gradient
                 continue
             weight = reader.metadata.tensors.get(plan.prefix + parameter.name)
             existing = parameter.optimizer.state.get(parameter.tensor, {})
             state: dict[str, Any] = {}
-            for kind in kinds:
-                key = f"{_STATE}{parameter.name}.{kind}"
-                stored = reader.metadata.tensors.get(key)
-                if stored is None:
-                    state[kind] = reader.read_object(key)
+            for state_name in state_names:
+                key = f"{_STATE}{parameter.name}.{state_name}"
+                stored_tensor = reader.metadata.tensors.get(key)
+                if stored_tensor is None:
+                    state[state_name] = reader.read_object(key)
                     continue
-                tensor = existing.get(kind)
+                tensor = existing.get(state_name)
                 if not isinstance(tensor, torch.Tensor):
-                    tensor = _allocate_state(key, parameter, stored, weight)
-                state[kind] = tensor
+                    tensor = _allocate_state(key, parameter, stored_tensor, weight)
+                state[state_name] = tensor
                 plan.tensors[key] = tensor.detach()
             plan.optimizer_state.append((parameter, state))
 
-    def _plan_groups(self, plan: _LoadPlan, reader: Reader, where: str) -> None:
+    def _plan_groups(self, plan: _LoadPlan, reader: Reader, context: str) -> None:
         """Find the stored options of every parameter group."""
-        options_of = self._read_options(reader, where)
+        options_of = self._read_options(reader, context)
         names = {id(parameter): name for name, parameter in self._named_parameters()}
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -332,40 +334,40 @@ class ProgramState:
                         plan.group_options.append((group, options))
                         break
 
-    def _read_options(self, reader: Reader, where: str) -> dict[str, dict[str, Any]]:
+    def _read_options(self, reader: Reader, context: str) -> dict[str, dict[str, Any]]:
         """Return the stored options of the optimizer by parameter."""
-        stored = {
+        stored_keys = {
             key.removeprefix(_GROUPS) for key in reader.metadata.objects if key.startswith(_GROUPS)
         }
         options_of: dict[str, dict[str, Any]] = {}
 
         # One object for each group and option
         # Groups are numbered over all optimizers.
-        number = 0
-        while f"{number}.params" in stored:
-            start = f"{number}."
+        index = 0
+        while f"{index}.params" in stored_keys:
+            start = f"{index}."
             options: dict[str, Any] = {}
-            for key in stored:
+            for key in stored_keys:
                 if key.startswith(start):
                     options[key.removeprefix(start)] = reader.read_object(_GROUPS + key)
             params = options.pop("params")
             names = [params] if isinstance(params, str) else params
             options_of |= dict.fromkeys(names, options)
-            number += 1
+            index += 1
         if options_of:
             return options_of
 
         # One object for each parameter and option
-        own = {parameter.name for parameter in self._parameters()}
-        for key in stored:
+        parameter_names = {parameter.name for parameter in self._parameters()}
+        for key in stored_keys:
             name, _, option = key.rpartition(".")
-            if name in own:
+            if name in parameter_names:
                 options_of.setdefault(name, {})[option] = reader.read_object(_GROUPS + key)
         if options_of:
             return options_of
 
         # One object for all groups, as in DCP before torch 2.4
-        groups = _read_object(reader, _GROUPS.removesuffix("."), "optimizer", where)
+        groups = _read_object(reader, _GROUPS.removesuffix("."), "optimizer", context)
         for group in [groups] if isinstance(groups, dict) else groups:
             options = {option: value for option, value in group.items() if option != "params"}
             options_of |= dict.fromkeys(group["params"], options)
@@ -426,11 +428,11 @@ def _check_supported(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
                 "ZeroRedundancyOptimizer is not supported: use fully_shard (FSDP2) to shard "
                 "optimizer state"
             )
-        for number, group in enumerate(optimizer.param_groups):
+        for index, group in enumerate(optimizer.param_groups):
             unnamed = [parameter for parameter in group["params"] if id(parameter) not in names]
             if unnamed:
                 raise ValueError(
-                    f"parameter group {number} of the optimizer contains a parameter of shape "
+                    f"parameter group {index} of the optimizer contains a parameter of shape "
                     f"{tuple(unnamed[0].shape)} that is not a parameter of the model: create the "
                     "optimizer after wrapping the model (fully_shard, parallelize_module)"
                 )
@@ -440,18 +442,18 @@ def _is_extra_state(name: str) -> bool:
     return name == _EXTRA_STATE or name.endswith("." + _EXTRA_STATE)
 
 
-def _list_state_kinds(metadata: CheckpointMetadata) -> dict[str, list[str]]:
-    """Return the kinds of optimizer state (e.g. exp_avg) by parameter."""
-    kinds: dict[str, list[str]] = {}
+def _list_state_names(metadata: CheckpointMetadata) -> dict[str, list[str]]:
+    """Return the names of optimizer state (e.g. exp_avg) by parameter."""
+    state_names: dict[str, list[str]] = {}
     for key in (*metadata.tensors, *metadata.objects):
         if key.startswith(_STATE):
-            name, _, kind = key.removeprefix(_STATE).rpartition(".")
-            kinds.setdefault(name, []).append(kind)
-    return kinds
+            name, _, state_name = key.removeprefix(_STATE).rpartition(".")
+            state_names.setdefault(name, []).append(state_name)
+    return state_names
 
 
 def _allocate_state(
-    key: str, parameter: _Parameter, stored: StoredTensor, weight: StoredTensor | None
+    key: str, parameter: _Parameter, stored_tensor: StoredTensor, weight: StoredTensor | None
 ) -> torch.Tensor:
     """Create a tensor for optimizer state that the optimizer has not created yet.
 
@@ -459,13 +461,13 @@ def _allocate_state(
     keeps it in another dtype than that of the same parameter.
     """
     tensor = parameter.tensor
-    if stored.shape == ():  # e.g., the number of steps
+    if stored_tensor.shape == ():  # e.g., the number of steps
         on_device = parameter.group.get("capturable") or parameter.group.get("fused")
         device = tensor.device if on_device else "cpu"
-        return torch.zeros((), dtype=stored.dtype, device=device)
+        return torch.zeros((), dtype=stored_tensor.dtype, device=device)
     is_converted = weight is not None and weight.dtype != tensor.dtype
-    dtype = tensor.dtype if is_converted else stored.dtype
-    if stored.shape == tuple(tensor.shape):
+    dtype = tensor.dtype if is_converted else stored_tensor.dtype
+    if stored_tensor.shape == tuple(tensor.shape):
         return torch.zeros_like(tensor, dtype=dtype, requires_grad=False)
     if is_dtensor(tensor):
         if weight is not None and weight.shape != tuple(tensor.shape):
@@ -475,11 +477,11 @@ def _allocate_state(
                 "checkpoint"
             )
         raise CheckpointError(
-            f"{key}: shape {stored.shape} in the checkpoint differs from the sharded parameter's "
-            f"{tuple(tensor.shape)}: run one step of the optimizer before loading, so that the "
-            "state exists"
+            f"{key}: shape {stored_tensor.shape} in the checkpoint differs from the sharded "
+            f"parameter's {tuple(tensor.shape)}: run one step of the optimizer before loading, "
+            "so that the state exists"
         )
-    return torch.zeros(stored.shape, dtype=dtype, device=tensor.device)
+    return torch.zeros(stored_tensor.shape, dtype=dtype, device=tensor.device)
 
 
 def _update_group(group: dict[str, Any], options: Mapping[str, Any]) -> None:
@@ -498,44 +500,44 @@ def _key_of_rank(name: str) -> str:
     return f"{name}.rank_{ranks.rank}_of_{ranks.size}"
 
 
-def _check_rank_count(name: str, metadata: CheckpointMetadata, where: str) -> None:
+def _check_rank_count(name: str, metadata: CheckpointMetadata, context: str) -> None:
     """Raise CheckpointError if the states of `name` were saved by another number of ranks."""
     size = Coordination.of(None).size
     start = f"{name}.rank_0_of_"
     counts = [key.removeprefix(start) for key in metadata.objects if key.startswith(start)]
     if counts and str(size) not in counts:
         raise CheckpointError(
-            f"{where}: {name} was saved by {escape_control_chars(counts[0])} ranks, one state "
+            f"{context}: {name} was saved by {escape_control_chars(counts[0])} ranks, one state "
             f'each, which cannot be distributed over {size}: load with skip=["{name}"], and set '
             "its position yourself"
         )
 
 
-def _read_generators(reader: Reader, where: str) -> GeneratorStates | None:
+def _read_generators(reader: Reader, context: str) -> GeneratorStates | None:
     """Return the generators of this rank; None if another number of ranks has saved them."""
     key = _key_of_rank(_RNG)
     if key not in reader.metadata.objects:
         logger.info(
-            f"{where}: contains no random number generators of {Coordination.of(None).size} ranks; "
-            "those of the program are left as they are"
+            f"{context}: contains no random number generators of {Coordination.of(None).size} "
+            "ranks; those of the program are left as they are"
         )
         return None
     try:
         return check_generator_states(reader.read_object(key))
     except CheckpointError as error:
         raise CheckpointError(
-            f"{where}: {key} cannot be restored: {error}. To leave the generators alone, load with "
-            f'skip=["{_RNG}"]'
+            f"{context}: {key} cannot be restored: {error}. To leave the generators alone, load "
+            f'with skip=["{_RNG}"]'
         ) from error
 
 
-def _read_object(reader: Reader, key: str, name: str, where: str) -> Any:
+def _read_object(reader: Reader, key: str, name: str, context: str) -> Any:
     if key in reader.metadata.objects:
         return reader.read_object(key)
     value = _read_nested(reader, key)
     if not value:
         raise CheckpointError(
-            f'{where}: contains no {key}. To leave it as it is, load with skip=["{name}"]'
+            f'{context}: contains no {key}. To leave it as it is, load with skip=["{name}"]'
         )
     return value
 
@@ -543,16 +545,16 @@ def _read_object(reader: Reader, key: str, name: str, where: str) -> Any:
 def _read_nested(reader: Reader, key: str) -> dict[str, Any]:
     """Return a dictionary whose entries plain DCP stores one by one, as `<key>.<name>`."""
     value: dict[str, Any] = {}
-    for stored in (*reader.metadata.tensors, *reader.metadata.objects):
-        if not stored.startswith(f"{key}."):
+    for stored_key in (*reader.metadata.tensors, *reader.metadata.objects):
+        if not stored_key.startswith(f"{key}."):
             continue
-        *outer_names, name = stored.removeprefix(f"{key}.").split(".")
+        *outer_names, name = stored_key.removeprefix(f"{key}.").split(".")
         inner = value
         for outer_name in outer_names:
             inner = inner.setdefault(outer_name, {})
-        if stored in reader.metadata.objects:
-            inner[name] = reader.read_object(stored)
+        if stored_key in reader.metadata.objects:
+            inner[name] = reader.read_object(stored_key)
         else:
-            tensor = reader.metadata.tensors[stored]
-            inner[name] = reader.read(stored, (0,) * len(tensor.shape), tensor.shape)
+            tensor = reader.metadata.tensors[stored_key]
+            inner[name] = reader.read(stored_key, (0,) * len(tensor.shape), tensor.shape)
     return value

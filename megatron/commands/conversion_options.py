@@ -43,19 +43,19 @@ def get_target_values(args: argparse.Namespace) -> dict[str, Any]:
 
 def list_flags_without_effect(args: argparse.Namespace, saver: str) -> list[str]:
     """Return the target flags on the command line that do not apply to the target's format."""
-    lines = []
+    unused_flags = []
     for name in get_target_values(args):
         savers = TARGET_FLAGS[name].savers
         if saver not in savers:
             formats = ", ".join(savers)
-            lines.append(f"{name} (for {formats})")
-    return lines
+            unused_flags.append(f"{name} (for {formats})")
+    return unused_flags
 
 
 def make_read_options(
-    args: argparse.Namespace, given: dict[str, Any], optimizer: bool
+    args: argparse.Namespace, model_args: dict[str, Any], optimizer: bool
 ) -> ReadOptions:
-    """Return the read options; `given` contains the model's arguments on the command line."""
+    """Return the read options; `model_args` contains the model's arguments on the command line."""
     if args.foreign_split and args.keep_foreign is not True:
         raise ValueError("--foreign-split needs --keep-foreign")
     # By default, checksums are compared if the source has any.
@@ -63,7 +63,7 @@ def make_read_options(
     if args.no_verify_source:
         verify = False
     return ReadOptions(
-        args=given,
+        args=model_args,
         ignored_fields=tuple(args.hf_ignore_fields),
         qkv_layout=args.universal_qkv_layout,
         optimizer=optimizer,

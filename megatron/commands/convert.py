@@ -14,14 +14,16 @@ from megatron.core.safe_files.links import allow_links
 
 
 def run(
-    args: argparse.Namespace, given: dict[str, Any], note: Callable[[str], None] = lambda text: None
+    args: argparse.Namespace,
+    model_args: dict[str, Any],
+    note: Callable[[str], None] = lambda text: None,
 ) -> ConversionReport:
     """Convert as the command line specifies."""
     if args.follow_links:
         allow_links()
     options = make_write_options(args, not args.no_optim, note)
     options = dataclasses.replace(options, average=args.weights == "ema")
-    read_options = make_read_options(args, given, optimizer=not args.no_optim)
+    read_options = make_read_options(args, model_args, optimizer=not args.no_optim)
     # Everything is checked before the first tensor is read.
     with ProgressBar(f"-> {args.saver}") as progress:
         report = convert(

@@ -60,15 +60,15 @@ def find_base(optimizer: str | None, count: int) -> int:
         return 0
     # The command line numbers the inputs from 1.
     match = re.fullmatch(r"from=(\d+)", optimizer)
-    number = 0
+    input_number = 0
     if match is not None:
-        number = int(match[1])
-    if not 1 <= number <= count:
+        input_number = int(match[1])
+    if not 1 <= input_number <= count:
         raise ValueError(
             f"--optimizer {optimizer}: give from=LAST, from=FIRST or from=N with N from 1 to "
             f"{count}"
         )
-    return number - 1
+    return input_number - 1
 
 
 @contextmanager
@@ -90,11 +90,13 @@ def explain_removals(paths: Sequence[Path]) -> Iterator[None]:
 
 
 def run(
-    args: argparse.Namespace, given: dict[str, Any], note: Callable[[str], None] = lambda text: None
+    args: argparse.Namespace,
+    model_args: dict[str, Any],
+    note: Callable[[str], None] = lambda text: None,
 ) -> ConversionReport:
     """Merge as the command line specifies.
 
-    `given` contains the model's arguments on the command line, `note` receives notes for the user.
+    `model_args` are the model's arguments on the command line, `note` receives notes for the user.
     """
     if args.follow_links:
         allow_links()
@@ -106,15 +108,15 @@ def run(
         note(f"{weight:.6g} x {path}")
 
     # Open the inputs. Their main parameters are part of the optimizer state.
-    read_options = make_read_options(args, given, optimizer=not args.no_optim)
+    read_options = make_read_options(args, model_args, optimizer=not args.no_optim)
     # Only paths that a search has found are known to have existed.
     existing = [] if args.average_last is None else paths
     with explain_removals(existing):
-        found = [require_checkpoint(path) for path in paths]
-        sources = [open_found(checkpoint, read_options) for checkpoint in found]
+        checkpoints = [require_checkpoint(path) for path in paths]
+        sources = [open_found(checkpoint, read_options) for checkpoint in checkpoints]
 
     # Merge them, which evaluates one tensor at a time while the target is written.
-    saver = args.saver or found[base].format
+    saver = args.saver or checkpoints[base].format
     options = make_write_options(args, True, note)
     dtype = options.dtype
     if args.weights == "ema":

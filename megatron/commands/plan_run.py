@@ -106,7 +106,7 @@ def make_stage_json(stage: StagePlan) -> dict[str, Any]:
 
 
 def find_layouts(
-    options: argparse.Namespace, given: FlagValues, model_provider: ModelProvider
+    options: argparse.Namespace, flag_values: FlagValues, model_provider: ModelProvider
 ) -> list[Layout]:
     """Return the layouts that fit, as --search requests."""
     hardware = Hardware(
@@ -117,7 +117,7 @@ def find_layouts(
         devices_per_node=options.devices_per_node,
     )
     available = GB * (options.device_memory_gb - options.reserve_gb)
-    search = LayoutSearch(given, options.world_size, model_provider, available, hardware)
+    search = LayoutSearch(flag_values, options.world_size, model_provider, available, hardware)
     return search.find(options.search or NUM_LAYOUTS)
 
 
@@ -126,15 +126,15 @@ def print_layouts(options: argparse.Namespace, layouts: Sequence[Layout]) -> Non
     if options.json:
         print_json({"layouts": [asdict(layout) for layout in layouts]}, indent=2)
         return
-    for line in format_layouts(options, layouts):
-        print_line(line)
+    for row in format_layouts(options, layouts):
+        print_line(row)
 
 
 def format_layouts(options: argparse.Namespace, layouts: Sequence[Layout]) -> list[str]:
     """Return the layouts as a table whose last column is the flags."""
     if not layouts:
         return [f"no layout of {options.world_size} ranks fits"]
-    lines = [
+    rows = [
         f"layouts that fit, with the time of a step estimated from {options.device_tflops:g} "
         "TFLOP/s per GPU, without overlap:",
         "  s/step     memory  bubble  sent/step  flags",
@@ -147,8 +147,8 @@ def format_layouts(options: argparse.Namespace, layouts: Sequence[Layout]) -> li
             f"{format_size(layout.traffic):>10}",
             layout.flags,
         ]
-        lines.append(" ".join(cells))
-    return lines
+        rows.append(" ".join(cells))
+    return rows
 
 
 def list_tiers(options: argparse.Namespace, config: Config, plan: RunPlan) -> list[Tier]:
@@ -202,7 +202,7 @@ def simulate_month(options: argparse.Namespace, config: Config, plan: RunPlan) -
     hours, lost_node_hours = choose_failure_intervals(options)
     failures = list(draw_failures(MONTH, HOUR * hours, HOUR * lost_node_hours))
     num_lost = sum(failure.loses_node for failure in failures)
-    lines = [
+    report = [
         f"30 days on {options.world_size} GPUs, a failure every {hours:.3g} h: {len(failures)} "
         f"failures, {num_lost} of them with the loss of a node and its replicas"
     ]
@@ -212,13 +212,13 @@ def simulate_month(options: argparse.Namespace, config: Config, plan: RunPlan) -
     step = options.step_seconds
     restart = options.restart_seconds
     if config.checkpoint.save_interval is not None:
-        given = simulate_run(tiers, step, restart, failures, MONTH)
-        lines.append(format_goodput("as given", given))
+        configured = simulate_run(tiers, step, restart, failures, MONTH)
+        report.append(format_goodput("as given", configured))
     best = choose_intervals(tiers, step, restart, failures, MONTH)
     spent = simulate_run(best, step, restart, failures, MONTH)
     label = " ".join(f"{tier.flag} {tier.interval}" for tier in best)
-    lines.append(format_goodput(label, spent))
-    return lines
+    report.append(format_goodput(label, spent))
+    return report
 
 
 def format_goodput(label: str, spent: SpentTime) -> str:
@@ -239,7 +239,10 @@ def format_goodput(label: str, spent: SpentTime) -> str:
 
 
 def compare_with_device(
-    options: argparse.Namespace, given: FlagValues, model_provider: ModelProvider, plan: RunPlan
+    options: argparse.Namespace,
+    flag_values: FlagValues,
+    model_provider: ModelProvider,
+    plan: RunPlan,
 ) -> Comparison | None:
     """Compare the plan with --device-memory-gb; return None without that option."""
     if options.device_memory_gb is None:
@@ -249,20 +252,20 @@ def compare_with_device(
         return Comparison(memory, True, [], [])
 
     # Find changes that need less memory. Search for layouts only if none of them is enough.
-    alternatives = find_alternatives(given, options.world_size, model_provider, plan.largest)
+    alternatives = find_alternatives(flag_values, options.world_size, model_provider, plan.largest)
     layouts: list[Layout] = []
-    if not any(memory.fits(other.memory) for other in alternatives):
+    if not any(memory.fits(alternative.memory) for alternative in alternatives):
         with contextlib.suppress(ValueError):  # flags that fix the layout
-            layouts = find_layouts(options, given, model_provider)
+            layouts = find_layouts(options, flag_values, model_provider)
     return Comparison(memory, False, alternatives, layouts)
 
 
 def add_comparison(values: dict[str, Any], comparison: Comparison) -> None:
     """Add a comparison to the plan as plain values."""
     alternatives = []
-    for other in comparison.alternatives:
-        fits = comparison.memory.fits(other.memory)
-        alternatives.append(asdict(other) | {"fits": fits})
+    for alternative in comparison.alternatives:
+        fits = comparison.memory.fits(alternative.memory)
+        alternatives.append(asdict(alternative) | {"fits": fits})
     values["fits"] = comparison.fits
     values["alternatives"] = alternatives
     values["layouts"] = [asdict(layout) for layout in comparison.layouts]
@@ -273,25 +276,25 @@ def format_comparison(
 ) -> list[str]:
     """Return the lines about the memory of a device."""
     memory = comparison.memory
-    lines = [memory.format_verdict(plan.largest)]
-    for other in comparison.alternatives:
-        lines.append(f"  with {other.flags}: {memory.format_verdict(other.memory)}")
+    report = [memory.format_verdict(plan.largest)]
+    for alternative in comparison.alternatives:
+        report.append(f"  with {alternative.flags}: {memory.format_verdict(alternative.memory)}")
     if comparison.layouts:
-        lines += format_layouts(options, comparison.layouts)
-    return lines
+        report += format_layouts(options, comparison.layouts)
+    return report
 
 
 def run(options: argparse.Namespace, flags: Sequence[str], model_provider: ModelProvider) -> int:
     """Plan the run and print the plan; return the exit status."""
     world_size = options.world_size
-    given = parse_planned_flags(flags)
+    flag_values = parse_planned_flags(flags)
     if options.search is not None:
-        fitting = find_layouts(options, given, model_provider)
+        fitting = find_layouts(options, flag_values, model_provider)
         print_layouts(options, fitting)
         return 0 if fitting else 1
 
     # Plan the run.
-    config, plan = plan_flags(given, world_size, model_provider)
+    config, plan = plan_flags(flag_values, world_size, model_provider)
 
     # Evaluate it as the options request.
     intervals: list[str] = []
@@ -301,7 +304,7 @@ def run(options: argparse.Namespace, flags: Sequence[str], model_provider: Model
     goodput: list[str] = []
     if options.goodput:
         goodput = simulate_month(options, config, plan)
-    comparison = compare_with_device(options, given, model_provider, plan)
+    comparison = compare_with_device(options, flag_values, model_provider, plan)
 
     # Report.
     if options.plot is not None:
@@ -322,11 +325,11 @@ def run(options: argparse.Namespace, flags: Sequence[str], model_provider: Model
         verdict: list[str] = []
         if comparison is not None:
             verdict = format_comparison(options, plan, comparison)
-        lines = format_plan(config, world_size, plan).split("\n")
+        report = format_plan(config, world_size, plan).split("\n")
         for section in (intervals, goodput, verdict):
             if section:
-                lines += ["", *section]
-        for line in lines:
-            print_line(line)
+                report += ["", *section]
+        for row in report:
+            print_line(row)
     fits = comparison is None or comparison.fits
     return 0 if fits else 1

@@ -42,8 +42,8 @@ class Progress:
         """Print the number of documents so far and their rate."""
         seconds = max(time.perf_counter() - self._start, 1e-9)
         rate = self.num_documents / seconds
-        line = f"{self.num_documents} documents, {rate:.1f} docs/s; {self._bar}"
-        print_line(line, file=sys.stderr)
+        message = f"{self.num_documents} documents, {rate:.1f} docs/s; {self._bar}"
+        print_line(message, file=sys.stderr)
 
 
 def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> None:

@@ -35,21 +35,21 @@ class ReportHandler(http.server.BaseHTTPRequestHandler):
             self.send_error(404)
             return
         status = http.HTTPStatus.OK
-        kind = "html"
+        subtype = "html"
         try:
             page = self.server.render()
         except NoRecordError as error:
             status = http.HTTPStatus.SERVICE_UNAVAILABLE
-            kind = "plain"
+            subtype = "plain"
             page = f"{WAITING}: {format_error(error)}".encode()
         except (ValueError, OSError) as error:  # e.g., a damaged record
             status = http.HTTPStatus.INTERNAL_SERVER_ERROR
-            kind = "plain"
+            subtype = "plain"
             page = f"error: {format_error(error)}".encode()
         self.send_response(status)
-        self.send_header("Content-Type", f"text/{kind}; charset=utf-8")
+        self.send_header("Content-Type", f"text/{subtype}; charset=utf-8")
         self.send_header("Content-Length", str(len(page)))
-        if kind == "plain":
+        if subtype == "plain":
             self.send_header("Refresh", str(REFRESH_SECONDS))  # as in the head of a page
         self.end_headers()
         self.wfile.write(page)

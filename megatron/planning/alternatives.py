@@ -40,31 +40,31 @@ def parse_planned_flags(argv: Sequence[str]) -> FlagValues:
 
     Raises ValueError that lists all problems.
     """
-    given, _ = parse_flags(make_flag_parser(), argv)
+    flag_values, _ = parse_flags(make_flag_parser(), argv)
     stored_args = read_checkpoint_args(argv)
     if stored_args is not None:
-        given, _ = use_stored_args(given, stored_args)
-    given = {"lr": 1.0, "min_lr": 0.0} | given
-    if "train_samples" not in given:
-        given.setdefault("train_iters", 1)
-    return given
+        flag_values, _ = use_stored_args(flag_values, stored_args)
+    flag_values = {"lr": 1.0, "min_lr": 0.0} | flag_values
+    if "train_samples" not in flag_values:
+        flag_values.setdefault("train_iters", 1)
+    return flag_values
 
 
 def plan_flags(
-    given: FlagValues,
+    flag_values: FlagValues,
     world_size: int,
     model_provider: ModelProvider,
 ) -> tuple[Config, RunPlan]:
     """Return the configuration for the given flags and its plan. Raises ValueError if such a run is
     impossible.
     """
-    config = make_config(given, world_size)
+    config = make_config(flag_values, world_size)
     set_planned_vocab_size(config)
     return config, plan_run(config, world_size, model_provider)
 
 
 def find_alternatives(
-    given: FlagValues,
+    flag_values: FlagValues,
     world_size: int,
     model_provider: ModelProvider,
     needed: int,
@@ -74,16 +74,16 @@ def find_alternatives(
     # Twice the ranks along one axis, at the same world size.
     for axis in ("tensor_model_parallel", "context_parallel", "pipeline_model_parallel"):
         field = f"{axis}_size"
-        size = 2 * given.get(field, 1)
+        size = 2 * flag_values.get(field, 1)
         flags = f"--{field.replace('_', '-')} {size}"
         changes.append((flags, {field: size}))
 
-    found = []
+    alternatives = []
     for flags, change in changes:
-        if change.items() <= given.items():
+        if change.items() <= flag_values.items():
             continue  # the run has these flags already
         with contextlib.suppress(ValueError):  # impossible with this model or number of ranks
-            _, plan = plan_flags(given | change, world_size, model_provider)
+            _, plan = plan_flags(flag_values | change, world_size, model_provider)
             if plan.largest < needed:
-                found.append(Alternative(flags, plan.largest))
-    return found
+                alternatives.append(Alternative(flags, plan.largest))
+    return alternatives

@@ -249,15 +249,15 @@ def choose_intervals(
     improved = True
     while improved:
         improved = False
-        for number, tier in enumerate(best):
+        for index, tier in enumerate(best):
             for factor in (0.8, 1.25):
                 interval = max(1, round(tier.interval * factor))
                 changed = list(best)
-                changed[number] = replace(tier, interval=interval)
-                other = simulate_run(changed, step, restart, failures, duration).goodput
-                if other > goodput:
+                changed[index] = replace(tier, interval=interval)
+                changed_goodput = simulate_run(changed, step, restart, failures, duration).goodput
+                if changed_goodput > goodput:
                     best = changed
-                    goodput = other
+                    goodput = changed_goodput
                     improved = True
                     break
     return best

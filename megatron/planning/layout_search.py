@@ -105,25 +105,25 @@ class LayoutSearch:
         base = make_config(self._make_single_rank(), 1)
         set_planned_vocab_size(base)
 
-        found: list[Layout] = []
+        layouts: list[Layout] = []
         for shortest, shape in self._list_shapes(base):
             # The remaining shapes are slower, even if their other messages took no time.
             limit = math.inf
-            if len(found) >= count:
-                limit = found[count - 1].seconds
+            if len(layouts) >= count:
+                limit = layouts[count - 1].seconds
             if shortest >= limit:
                 break
             if _count_smallest_state(base, shape) <= self.available:
-                found += self._search_shape(base, shape, limit)
+                layouts += self._search_shape(base, shape, limit)
             # Of equal estimates, the one with more memory left is better.
-            found.sort(key=lambda layout: (layout.seconds, layout.memory))
-        return found[:count]
+            layouts.sort(key=lambda layout: (layout.seconds, layout.memory))
+        return layouts[:count]
 
     def _search_shape(self, base: Config, shape: _Shape, limit: float) -> list[Layout]:
         """Return the layouts of a shape that fit and may take less than `limit` seconds: the
         smallest CP that needs no recomputation, and those below it with recomputation.
         """
-        found: list[Layout] = []
+        layouts: list[Layout] = []
         stages: list[list[MetaChunk]] = []
         for cp_size in self._list_context_sizes():
             needs_recomputation = True
@@ -150,11 +150,11 @@ class LayoutSearch:
                         break  # more recomputation only costs time
                 if layout is None:
                     break  # larger micro-batches need more memory
-                found.append(layout)
+                layouts.append(layout)
                 needs_recomputation &= "recompute" in layout.flags
             if not needs_recomputation:
                 break  # shorter parts of sequences only send more messages
-        return found
+        return layouts
 
     def _list_context_sizes(self) -> list[int]:
         """Return the sizes of CP with which a rank has enough tokens."""

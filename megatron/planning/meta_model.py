@@ -198,9 +198,9 @@ def _find_fp8_weights(
     if not config.fp8_param_gather:
         return set()
     prefixes = []
-    for local_number, number in enumerate(layers):
-        if config.quantizes(number):
-            prefixes.append(f"decoder.layers.{local_number}.")
+    for local_layer, layer in enumerate(layers):
+        if config.quantizes(layer):
+            prefixes.append(f"decoder.layers.{local_layer}.")
     names = set()
     for name, module in chunk.named_modules():
         if isinstance(module, _LINEAR) and name.startswith(tuple(prefixes)):

@@ -281,8 +281,8 @@ def _draw_memory_bars(axes: Any, plan: RunPlan) -> list[tuple[str, str]]:
     smallest_drawn = SMALLEST_PART * plan.largest / GB
     bottom = np.zeros(len(stages))
     legend = []
-    for (part, name), color in zip(MEMORY_PARTS.items(), COLORS, strict=True):
-        nbytes = [getattr(stage.memory, part) for stage in plan.stages]
+    for (component, name), color in zip(MEMORY_PARTS.items(), COLORS, strict=True):
+        nbytes = [getattr(stage.memory, component) for stage in plan.stages]
         sizes = np.array(nbytes) / GB
         # Parts have the same color in every picture, whether they are large enough to be seen.
         if sizes.max() > smallest_drawn:
@@ -312,13 +312,13 @@ def draw_shares(shares: Shares, path: Path, title: str, columns: str) -> None:
     all_kinds: dict[str, None] = {}
     for column in shares.values():
         all_parts |= column.keys()
-        for part in column.values():
-            all_kinds |= dict.fromkeys(part)
-    parts = sorted(all_parts, key=_order_of_part)
+        for sizes_by_kind in column.values():
+            all_kinds |= dict.fromkeys(sizes_by_kind)
+    model_parts = sorted(all_parts, key=_order_of_part)
 
     # Two pictures with the same columns. Each column and part has the space of its label.
     width = max(7.0, 2.2 + 0.32 * len(shares))
-    grid_height = max(1.6, 0.26 * len(parts))
+    grid_height = max(1.6, 0.26 * len(model_parts))
     figure, (bars, grid) = _make_figure(
         width=width,
         top=2.4,
@@ -328,7 +328,7 @@ def draw_shares(shares: Shares, path: Path, title: str, columns: str) -> None:
     )
     _draw_kinds(bars, shares, list(all_kinds))
     bars.set_title(title, loc="left", fontsize=11)
-    image = _draw_parts(grid, shares, parts)
+    image = _draw_parts(grid, shares, model_parts)
 
     # The scale of the colors
     color_axes = grid.inset_axes([1.02, 0.05, 0.02, 0.9])  # to the right of the grid
@@ -337,47 +337,47 @@ def draw_shares(shares: Shares, path: Path, title: str, columns: str) -> None:
     _save(figure, path)
 
 
-def _draw_kinds(axes: Any, shares: Shares, kinds: Sequence[str]) -> None:
+def _draw_kinds(axes: Any, shares: Shares, tensor_kinds: Sequence[str]) -> None:
     """Draw a bar for each column, stacked by kind of tensor."""
     # The colors repeat if there are more kinds than colors.
-    num_rounds = 1 + len(kinds) // len(COLORS)
+    num_rounds = 1 + len(tensor_kinds) // len(COLORS)
     colors = COLORS * num_rounds
 
     # Each kind is drawn on top of the previous ones.
     positions = range(len(shares))
     bottom = np.zeros(len(shares))
-    for kind, color in zip(kinds, colors, strict=False):
+    for tensor_kind, color in zip(tensor_kinds, colors, strict=False):
         sizes = []
         for column in shares.values():
-            size = sum(part.get(kind, 0) for part in column.values())
+            size = sum(sizes_by_kind.get(tensor_kind, 0) for sizes_by_kind in column.values())
             sizes.append(size)
 
         megabytes = np.array(sizes) / 1e6
         axes.bar(positions, megabytes, bottom=bottom, width=0.72, color=color)
         bottom += megabytes
     axes.set_ylabel("MB", fontsize=9)
-    legend = list(zip(kinds, COLORS, strict=False))
+    legend = list(zip(tensor_kinds, COLORS, strict=False))
     _add_legend(axes, legend, outside=True)
     _apply_style(axes)
 
 
-def _draw_parts(axes: Any, shares: Shares, parts: Sequence[str]) -> Any:
+def _draw_parts(axes: Any, shares: Shares, model_parts: Sequence[str]) -> Any:
     """Draw a heat map of the bytes by part of the model and column, and return the image."""
     # [parts, columns]. NaN is drawn white.
-    grid_shape = (len(parts), len(shares))
+    grid_shape = (len(model_parts), len(shares))
     megabytes = np.full(grid_shape, np.nan)
     for x, column in enumerate(shares.values()):
-        for y, part in enumerate(parts):
-            size_by_kind = column.get(part, {})
+        for y, model_part in enumerate(model_parts):
+            size_by_kind = column.get(model_part, {})
             size = sum(size_by_kind.values())
             if size > 0:
                 megabytes[y, x] = size / 1e6
     image = axes.imshow(megabytes, aspect="auto", cmap="Blues", vmin=0)
 
     # Label every part and column, or every n-th if there is not enough space for all.
-    row_step = max(1, len(parts) // 60)
-    rows = range(0, len(parts), row_step)
-    axes.set_yticks(rows, parts[::row_step], fontsize=7)
+    row_step = max(1, len(model_parts) // 60)
+    rows = range(0, len(model_parts), row_step)
+    axes.set_yticks(rows, model_parts[::row_step], fontsize=7)
     names = list(shares)
     column_step = max(1, len(names) // 64)
     columns = range(0, len(names), column_step)
@@ -386,14 +386,14 @@ def _draw_parts(axes: Any, shares: Shares, parts: Sequence[str]) -> Any:
     return image
 
 
-def _order_of_part(part: str) -> tuple[int, int, str]:
+def _order_of_part(model_part: str) -> tuple[int, int, str]:
     """Return a sort key: embedding, layers by number, final norm, output layer, objects."""
     position = {"embedding": 0, "layer": 1, "final norm": 2, "output layer": 3}
     last = len(position)  # objects
-    word, _, number = part.rpartition(" ")
+    word, _, layer = model_part.rpartition(" ")
     if word == "layer":
-        return position["layer"], int(number), ""
-    return position.get(part, last), 0, part
+        return position["layer"], int(layer), ""
+    return position.get(model_part, last), 0, model_part
 
 
 def _import_pyplot() -> Any:

@@ -58,7 +58,7 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        return sum(getattr(self, part) for part in MEMORY_PARTS)
+        return sum(getattr(self, component) for component in MEMORY_PARTS)
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,8 @@ class StagePlan:
     def list_requirements(self) -> dict[str, float]:
         """Return the bytes of every requirement by its name in tables."""
         requirements: dict[str, float] = {}
-        for part, name in MEMORY_PARTS.items():
-            requirements[name] = getattr(self.memory, part)
+        for component, name in MEMORY_PARTS.items():
+            requirements[name] = getattr(self.memory, component)
         requirements["total memory"] = self.memory.total
         requirements["checkpoint"] = self.checkpoint_bytes
         for axis in AXES:
@@ -132,14 +132,14 @@ class RunPlan:
             header += f"{stage.ps.pp.rank:>9d}"
             footer += f"{stage.passes_in_flight:>9d}"
 
-        lines = [header]
+        rows = [header]
         for name in columns[0]:
             values = [column[name] for column in columns]
             if any(values):
                 cells = [f"{value / limit:>9.2f}" for value in values]
-                lines.append(f"  {name:23}{''.join(cells)}")
-        lines.append(footer)
-        return "\n".join(lines)
+                rows.append(f"  {name:23}{''.join(cells)}")
+        rows.append(footer)
+        return "\n".join(rows)
 
 
 def plan_run(
@@ -288,8 +288,8 @@ def _plan_stage(
     dense: dict[StoredParameter, int] = {}
     experts: dict[StoredParameter, int] = {}
     for parameter, numel in count_stored_elements(chunks, whole=False).items():
-        part = experts if parameter.is_expert else dense
-        part[parameter] = numel
+        group = experts if parameter.is_expert else dense
+        group[parameter] = numel
     checkpoint_bytes = _count_checkpoint_bytes(config, dense) // ps.dp_cp.size
     checkpoint_bytes += _count_checkpoint_bytes(config, experts) // ps.edp.size
 
@@ -337,9 +337,9 @@ def _measure_pass(config: Config, chunk: MetaChunk, costs: PassCosts) -> _ChunkP
             tables["prediction"] = cost.tables
     for layer in chunk.layers:
         # Layers with experts and without share tables.
-        kind = costs.get_layer_kind(layer)._replace(experts=False)
-        if kind not in tables:
-            tables[kind] = costs.measure(Part(range(layer, layer + 1))).tables
+        layer_kind = costs.get_layer_kind(layer)._replace(experts=False)
+        if layer_kind not in tables:
+            tables[layer_kind] = costs.measure(Part(range(layer, layer + 1))).tables
     return _ChunkPass(kept - loss, loss, max(0, most - kept), sum(tables.values()))
 
 
@@ -407,18 +407,18 @@ def _find_peak(
         group_size,
     )
     for action in actions:
-        number = action.chunk
+        chunk_index = action.chunk
         if action.kind == "forward":
-            in_flight[number] += 1
+            in_flight[chunk_index] += 1
             continue
         now = _Moment(
             activations=sum(map(mul, in_flight, [chunk.activations for chunk in passes])),
             loss=sum(map(mul, in_flight, [chunk.loss for chunk in passes])),
-            temporary=passes[number].temporary + messages,
+            temporary=passes[chunk_index].temporary + messages,
             passes=sum(in_flight),
         )
         peak = max(peak, now, key=lambda moment: moment.size)
-        in_flight[number] -= 1
+        in_flight[chunk_index] -= 1
     return peak
 
 

@@ -64,7 +64,7 @@ def propose_save_intervals(
         ("--non-persistent-save-interval", local_saves, local_hours),
         ("--save-interval", persistent_saves, persistent_hours),
     )
-    lines = []
+    proposals = []
     for flag_name, saves, hours in tiers:
         if not saves:
             continue
@@ -76,12 +76,12 @@ def propose_save_intervals(
         if iteration_seconds > 0:
             num_iterations = round(interval / iteration_seconds)
             num_between = max(1, num_iterations)
-        lines.append(
+        proposals.append(
             f"{flag_name} {num_between}: every {interval:.0f} s, for a failure every {hours:g} h; "
             f"a save blocks {blocked:.3f} s and takes {total:.1f} s, an iteration "
             f"{iteration_seconds:.3f} s, a restart {restart_seconds:.0f} s"
         )
-    return lines
+    return proposals
 
 
 def _find_save_times(launches: Sequence[RecordedLaunch], tier: str) -> list[tuple[float, float]]:

@@ -49,12 +49,12 @@ def set_planned_vocab_size(config: Config) -> None:
 
 def format_plan(config: Config, world_size: int, plan: RunPlan) -> str:
     """Return the notes, the summary and the requirements of every stage as text."""
-    lines = [f"note: {note}" for note in config.notes]
+    rows = [f"note: {note}" for note in config.notes]
     topics = summarize(config, world_size, plan)
-    lines.append(format_summary(topics))
-    lines.append("")
-    lines.append(plan.format_table())
-    return "\n".join(lines)
+    rows.append(format_summary(topics))
+    rows.append("")
+    rows.append(plan.format_table())
+    return "\n".join(rows)
 
 
 def summarize_start(
@@ -149,21 +149,23 @@ def _describe_model(config: Config) -> str:
     layers = f"{model.num_layers} layers"
     if model.num_mtp_layers:
         layers += f" + {model.num_mtp_layers} for multi-token prediction"
-    parts = [
+    descriptions = [
         layers,
         f"hidden size {model.hidden_size}",
         f"FFN {model.ffn_size} ({model.activation})",
     ]
     if model.has_experts:
-        parts.append(f"{model.moe_router_topk} of {model.experts} experts of {model.moe_ffn_size}")
+        descriptions.append(
+            f"{model.moe_router_topk} of {model.experts} experts of {model.moe_ffn_size}"
+        )
     heads = f"{model.num_attention_heads} heads"
     if model.query_groups != model.num_attention_heads:
         heads += f" in {model.query_groups} groups"
-    parts.append(heads)
-    parts.append(model.normalization)
-    parts.append(model.position_embedding_type)
-    parts.append(f"{model.vocab_size} tokens in the vocabulary")
-    return ", ".join(parts)
+    descriptions.append(heads)
+    descriptions.append(model.normalization)
+    descriptions.append(model.position_embedding_type)
+    descriptions.append(f"{model.vocab_size} tokens in the vocabulary")
+    return ", ".join(descriptions)
 
 
 def _describe_parameters(plan: RunPlan) -> str:
@@ -274,13 +276,13 @@ def _describe_memory(plan: RunPlan) -> str:
         )
     # The table of stages lists these separately.
     activations = memory.activations + memory.loss + memory.tables + memory.temporary
-    parts = {
+    sizes = {
         "weights": memory.weights,
         "gradients": memory.gradients,
         "optimizer": memory.optimizer,
         "activations": activations,
     }
-    shares = [f"{name} {format_size(size)}" for name, size in parts.items()]
+    shares = [f"{name} {format_size(size)}" for name, size in sizes.items()]
     total = format_size(memory.total)
     return f"{total} planned on the fullest rank ({', '.join(shares)})"
 

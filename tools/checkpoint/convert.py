@@ -59,18 +59,18 @@ def make_parser() -> argparse.ArgumentParser:
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
     """Return the options of the conversion, and the model's arguments on the command line."""
-    args, rest = make_parser().parse_known_args(argv)
+    args, model_argv = make_parser().parse_known_args(argv)
     sections = {"model": TransformerConfig, "layout": ParallelConfig}
-    given, ignored = parse_flags(FlagParser(sections), rest)
+    model_args, ignored = parse_flags(FlagParser(sections), model_argv)
     if ignored:
         raise ValueError(f"{', '.join(ignored)}: no effect on a conversion")
-    return args, given
+    return args, model_args
 
 
 def main() -> None:
     """Run this process's command line; also the console entry point."""
     with reported_errors():
-        args, given = parse(sys.argv[1:])
+        args, model_args = parse(sys.argv[1:])
         if "hf" in (args.saver, args.loader) or (args.load_dir / "config.json").is_file():
             start_transformers()
 
@@ -80,7 +80,7 @@ def main() -> None:
             from megatron.commands.convert import run
 
         notes: list[str] = []
-        outcome = run(args, given, notes.append)
+        outcome = run(args, model_args, notes.append)
     print_report(outcome, args, notes)
 
 

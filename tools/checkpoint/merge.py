@@ -95,9 +95,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
     """Return the options of the merge, and the model's arguments on the command line."""
-    args, rest = make_parser().parse_known_args(argv)
-    given, ignored = parse_flags(
-        FlagParser({"model": TransformerConfig, "layout": ParallelConfig}), rest
+    args, model_argv = make_parser().parse_known_args(argv)
+    model_args, ignored = parse_flags(
+        FlagParser({"model": TransformerConfig, "layout": ParallelConfig}), model_argv
     )
     if ignored:
         raise ValueError(f"{', '.join(ignored)}: no effect on a merge")
@@ -114,7 +114,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
             f"--optimizer {args.optimizer} and --weights ema are mutually exclusive: the optimizer "
             "state belongs to the model's own weights"
         )
-    return args, given
+    return args, model_args
 
 
 def may_need_transformers(args: argparse.Namespace) -> bool:
@@ -132,7 +132,7 @@ def may_need_transformers(args: argparse.Namespace) -> bool:
 def main() -> None:
     """Run this process's command line; also the console entry point."""
     with reported_errors():
-        args, given = parse(sys.argv[1:])
+        args, model_args = parse(sys.argv[1:])
         if may_need_transformers(args):
             start_transformers()
 
@@ -142,7 +142,7 @@ def main() -> None:
             from megatron.commands.merge import run
 
         notes: list[str] = []
-        outcome = run(args, given, notes.append)
+        outcome = run(args, model_args, notes.append)
     print_report(outcome, args, notes)
 
 

@@ -29,11 +29,11 @@ def run_choose(args: argparse.Namespace) -> int:
     Only the local checkpoints of this node are read. The environment variables of torchrun and
     Slurm determine whether the launch is an automatic restart.
     """
-    line = make_flag_parser().parse(args.flags)
-    raise_problems(line.problems)
-    config = build(CheckpointConfig, line.flag_values)
+    command_line = make_flag_parser().parse(args.flags)
+    raise_problems(command_line.problems)
+    config = build(CheckpointConfig, command_line.flag_values)
     save = None
-    if config.save is not None and not line.flag_values.get("skip_train"):
+    if config.save is not None and not command_line.flag_values.get("skip_train"):
         save = path_of(config.save)
 
     # Describe what exists, and apply the rule of `pretrain_gpt.py`.

@@ -37,16 +37,16 @@ LAYOUT_ARGS = {
 }
 
 
-def collect_contents(path: Path, kind: str, pattern: str) -> dict[str, Any]:
+def collect_contents(path: Path, checkpoint_format: str, pattern: str) -> dict[str, Any]:
     """Return the fields of the JSON output, with the tensors whose keys match `pattern`."""
     # Formats differ in the facts that they store.
     tensors: Mapping[str, TensorInfo | StoredTensor]
-    if kind == "torch_dist":
+    if checkpoint_format == "torch_dist":
         metadata = read_metadata(path)
         tensors = metadata.tensors
         facts = collect_torch_dist_facts(path, metadata)
     else:
-        source = open_checkpoint(path, kind, read_options=READ_EVERYTHING)
+        source = open_checkpoint(path, checkpoint_format, read_options=READ_EVERYTHING)
         tensors = source.tensors
         iteration = None
         if source.training is not None:
@@ -58,7 +58,7 @@ def collect_contents(path: Path, kind: str, pattern: str) -> dict[str, Any]:
         described[key] = describe_tensor(tensors[key])
     return {
         "path": str(path),
-        "format": kind,
+        "format": checkpoint_format,
         **sum_sizes(tensors),
         **facts,
         "tensors": described,
@@ -81,8 +81,8 @@ def sum_sizes(tensors: Mapping[str, TensorInfo | StoredTensor]) -> dict[str, Any
     """Return the number of tensors, and their bytes in total and by kind."""
     sizes: Counter[str] = Counter()
     for key, info in tensors.items():
-        kind = name_kind(key)
-        sizes[kind] += info.nbytes
+        tensor_kind = name_kind(key)
+        sizes[tensor_kind] += info.nbytes
     return {
         "num_tensors": len(tensors),
         "bytes": sum(sizes.values()),
@@ -156,22 +156,22 @@ def compute_file_shares(path: Path) -> Shares:
     for name in sorted(metadata.file_sizes(), key=extract_numbers):
         shares[name] = {}
 
-    def add(file: str, part: str, kind: str, nbytes: int) -> None:
-        parts = shares[file]
-        kinds = parts.setdefault(part, {})
-        previous = kinds.get(kind, 0)
-        kinds[kind] = previous + nbytes
+    def add(file: str, model_part: str, tensor_kind: str, nbytes: int) -> None:
+        sizes_by_part = shares[file]
+        sizes_by_kind = sizes_by_part.setdefault(model_part, {})
+        previous = sizes_by_kind.get(tensor_kind, 0)
+        sizes_by_kind[tensor_kind] = previous + nbytes
 
     # Tensors, of which each chunk is in one file
-    for key, stored in metadata.tensors.items():
-        part = name_model_part(key)
-        kind = name_kind(key).removeprefix(OPTIMIZER_STATE)
-        chunks = stored.chunks
-        numbers = chunks.file.tolist()  # index in `chunks.files`
+    for key, tensor in metadata.tensors.items():
+        model_part = name_model_part(key)
+        tensor_kind = name_kind(key).removeprefix(OPTIMIZER_STATE)
+        chunks = tensor.chunks
+        file_indices = chunks.file.tolist()  # index in `chunks.files`
         lengths = chunks.length.tolist()  # bytes
-        for number, length in zip(numbers, lengths, strict=True):
-            file = chunks.files[number]
-            add(file, part, kind, length)
+        for file_index, length in zip(file_indices, lengths, strict=True):
+            file = chunks.files[file_index]
+            add(file, model_part, tensor_kind, length)
 
     # Objects, which several keys may share
     for location in set(metadata.objects.values()):

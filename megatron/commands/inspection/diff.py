@@ -80,10 +80,10 @@ def print_differences(differences: Sequence[Difference], num_compared: int, atol
     print_line(f"{num_compared} tensors compared: {outcome}")
 
 
-def open_comparable_views(path: Path, other: Path, step: int | None) -> tuple[View, View]:
+def open_comparable_views(path: Path, second_path: Path, step: int | None) -> tuple[View, View]:
     """Open two checkpoints under the same keys, if there are such keys."""
     first = open_view(path, step)
-    second = open_view(other, step)
+    second = open_view(second_path, step)
     # Other formats are in model space only.
     if first.format != "torch_dist" or second.format != "torch_dist":
         return first, second
@@ -98,11 +98,11 @@ def open_comparable_views(path: Path, other: Path, step: int | None) -> tuple[Vi
     return first, second
 
 
-def list_missing(view: View, other: View) -> list[Difference]:
-    """List the tensors of `view` that `other` does not contain."""
+def list_missing(view: View, second: View) -> list[Difference]:
+    """List the tensors of `view` that `second` does not contain."""
     differences = []
     for key in view.tensors:
-        if key not in other.tensors:
+        if key not in second.tensors:
             differences.append(Difference(key, f"only in {view.path}"))
     return differences
 
@@ -123,12 +123,12 @@ def compare_tensor(
     # Compare the values slice by slice.
     num_different = 0
     largest = 0.0
-    for offset, part in first.iterate_slices(key):
-        other = second.read(key, offset, tuple(part.shape))
-        progress(part.nbytes)
-        if part.dtype == other.dtype and is_bitwise_equal(part, other):
+    for offset, first_slice in first.iterate_slices(key):
+        second_slice = second.read(key, offset, tuple(first_slice.shape))
+        progress(first_slice.nbytes)
+        if first_slice.dtype == second_slice.dtype and is_bitwise_equal(first_slice, second_slice):
             continue
-        count, distance = measure_distance(part, other)
+        count, distance = measure_distance(first_slice, second_slice)
         num_different += count
         largest = max(largest, distance)
 

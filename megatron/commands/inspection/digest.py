@@ -20,7 +20,7 @@ def run_digest(args: argparse.Namespace) -> int:
     digests: dict[str, str] = {}
     with ProgressBar("digest", total, quiet=args.quiet or args.json) as progress:
         for key in keys:
-            rows = (part for _, part in view.iterate_slices(key))
+            rows = (tensor_slice for _, tensor_slice in view.iterate_slices(key))
             digests[key] = compute_digest(rows)
             progress.add(view.tensors[key].nbytes)
 

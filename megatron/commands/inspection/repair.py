@@ -17,9 +17,11 @@ from megatron.core.terminal import print_json, print_line
 
 def run_repair(args: argparse.Namespace) -> int:
     """Write a copy of a checkpoint with its shifted optimizer state put back."""
-    path, kind, *_ = require_checkpoint(args.path, args.ckpt_step)
-    if kind != "torch_dist":
-        raise ValueError(f"{path} is a {kind} checkpoint; only torch_dist can be repaired")
+    path, checkpoint_format, *_ = require_checkpoint(args.path, args.ckpt_step)
+    if checkpoint_format != "torch_dist":
+        raise ValueError(
+            f"{path} is a {checkpoint_format} checkpoint; only torch_dist can be repaired"
+        )
     source = open_shifted_checkpoint(path)
     with ProgressBar("repair", 0, quiet=args.quiet or args.json) as progress:
         write_checkpoint(

@@ -20,14 +20,14 @@ NUM_LARGEST = 10  # tensors and files that are printed without --all
 
 def run_show(args: argparse.Namespace) -> int:
     """Print the contents of a checkpoint; return the exit status."""
-    path, kind, *_ = require_checkpoint(args.path, args.ckpt_step)
-    if args.plot is not None and kind != "torch_dist":
+    path, checkpoint_format, *_ = require_checkpoint(args.path, args.ckpt_step)
+    if args.plot is not None and checkpoint_format != "torch_dist":
         raise ValueError(
-            f"--plot: {path} is {kind}, and only torch_dist records the contents of each file; "
-            "use plan --plot"
+            f"--plot: {path} is {checkpoint_format}, and only torch_dist records the contents of "
+            "each file; use plan --plot"
         )
 
-    result = collect_contents(path, kind, args.keys)
+    result = collect_contents(path, checkpoint_format, args.keys)
     if args.plot is not None:
         title = f"{path.name}: bytes in each file"
         shares = compute_file_shares(path)
@@ -78,12 +78,12 @@ def summarize_layout(layout: Mapping[str, Any]) -> str:
 
 def summarize_sizes(total: int, by_kind: Mapping[str, int]) -> str:
     """Return the bytes of all tensors, in total and by kind."""
-    kinds = []
-    for kind, nbytes in by_kind.items():
+    sizes = []
+    for tensor_kind, nbytes in by_kind.items():
         size = format_size(nbytes)
-        kinds.append(f"{kind} {size}")
-    parts = ", ".join(kinds)
-    return f"{format_size(total)} ({parts})"
+        sizes.append(f"{tensor_kind} {size}")
+    listed = ", ".join(sizes)
+    return f"{format_size(total)} ({listed})"
 
 
 def print_files(files: dict[str, int | None], print_all: bool) -> None:
@@ -149,10 +149,10 @@ def print_tensors(tensors: dict[str, dict[str, Any]], print_all: bool) -> None:
     print_omitted(num_omitted, "tensors")
 
 
-def print_omitted(count: int, kind: str) -> None:
+def print_omitted(count: int, label: str) -> None:
     """Print how many rows of a table were left out, if any."""
     if count:
-        print_line(f"  ... and {count} smaller {kind} (--all prints them)")
+        print_line(f"  ... and {count} smaller {label} (--all prints them)")
 
 
 def summarize_objects(keys: list[str]) -> str:

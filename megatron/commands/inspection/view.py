@@ -51,10 +51,10 @@ def open_view(root: Path, step: int | None) -> View:
 
     A torch_dist checkpoint that does not contain one of our models is opened under its own keys.
     """
-    path, kind, *_ = require_checkpoint(root, step)
-    is_torch_dist = kind == "torch_dist"
+    path, checkpoint_format, *_ = require_checkpoint(root, step)
+    is_torch_dist = checkpoint_format == "torch_dist"
     try:
-        source = open_checkpoint(path, kind, read_options=READ_EVERYTHING)
+        source = open_checkpoint(path, checkpoint_format, read_options=READ_EVERYTHING)
     except ValueError:
         if not is_torch_dist:
             raise
@@ -62,7 +62,7 @@ def open_view(root: Path, step: int | None) -> View:
     # Do not hide tensors that have no name in model space.
     if is_torch_dist and source.unused:
         return open_stored_view(path)
-    return View(path, kind, source.tensors, source.read)
+    return View(path, checkpoint_format, source.tensors, source.read)
 
 
 def open_stored_view(path: Path) -> View:
