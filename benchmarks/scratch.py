@@ -49,7 +49,7 @@ def create_scratch_directory(name: str, parent: Path | None = None) -> Iterator[
 
 
 def remove_abandoned_directories(parent: Path, prefix: str) -> None:
-    """Remove the directories of earlier starts that were killed.
+    """Remove the directories of earlier launches that were killed.
 
     Directories of running benchmarks are locked, and other directories have no file to lock.
     """

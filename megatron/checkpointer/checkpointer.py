@@ -124,7 +124,7 @@ class Checkpointer:
     the loss of a node then goes back to that one.
 
     A save that fails is logged, and training goes on with the previous checkpoint, unless
-    `must_succeed`. SaveFailedError is raised if another start has taken over the directory.
+    `must_succeed`. SaveFailedError is raised if another launch has taken over the directory.
     `on_saved` is called on every rank, by a later method call of this object, with the times and
     sizes of each committed checkpoint.
     """
@@ -237,7 +237,7 @@ class Checkpointer:
         """Load the newest complete checkpoint of the run, and return the step to continue with.
 
         The number of ranks and the sharding may differ from those that saved it. Takes ownership of
-        the directory: an earlier start of the run cannot save to it any more.
+        the directory: an earlier launch of the run cannot save to it any more.
 
         If the directory contains no checkpoint, the run begins with the checkpoint `initial`, if
         given (ours, or any other DCP directory with the same names), or with the present state; the
@@ -248,10 +248,10 @@ class Checkpointer:
         Raises CheckpointError on every rank if the checkpoint does not fit the program.
         """
         loaded = self._load_newest(initial, weights_only, skip)
-        # Take ownership only after a successful load: a start that fails must not end another run.
+        # Take ownership only after a successful load: a launch that fails must not end another run.
         self._take_directory()
         if self._identify_newest() != loaded.newest:
-            # The start that has lost the directory has committed a checkpoint in the meantime.
+            # The launch that has lost the directory has committed a checkpoint in the meantime.
             loaded = self._load_newest(initial, weights_only, skip)
         self._saver.own(self._generation, self._tier, loaded.lineage, loaded.local_name)
         return loaded.step

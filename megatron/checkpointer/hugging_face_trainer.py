@@ -145,8 +145,8 @@ class CheckpointerCallback(TrainerCallback):
         step = self._checkpointer.load()
         if step != state.global_step:
             raise CheckpointError(
-                f"{self._directory}: another start of the run has saved step {step} after this one "
-                f"has read the state of step {state.global_step}: start again"
+                f"{self._directory}: another launch of the run has saved step {step} after this "
+                f"one has read the state of step {state.global_step}: start again"
             )
         # The Trainer now draws the data of the steps to skip from the initial generators; the
         # loaded ones are restored afterwards.

@@ -1,7 +1,8 @@
 """Rank and world size from the launcher's environment, and the default process group.
 
-With --max-restarts, torchrun gives all starts of a job the same store. The addresses that a killed
-start has left there would mislead the next one, so every start first agrees on its own prefix.
+With --max-restarts, torchrun gives all launches of a job the same store. The addresses that a
+killed launch has left there would mislead the next one, so every launch first agrees on its own
+prefix.
 """
 
 from __future__ import annotations
@@ -89,14 +90,14 @@ def launcher_store(timeout: timedelta) -> dist.TCPStore | None:
 
 
 def agree_on_prefix(shared: dist.TCPStore, rank: int, world_size: int) -> str:
-    """Return the prefix of a part of `shared` that no earlier start has used.
+    """Return the prefix of a part of `shared` that no earlier launch has used.
 
-    Collective: all ranks of this start call it, and no process of an earlier start is alive.
+    Collective: all ranks of this launch call it, and no process of an earlier launch is alive.
 
-    Starts cannot be numbered, because each node counts its own. Instead, every rank sends a request
-    with a random token, and rank 0 replies to that token with the prefix: a reply cannot belong to
-    another start. Rank 0 may also find requests of an earlier start, so it replies until all ranks
-    of this one have joined.
+    Launches cannot be numbered, because each node counts its own. Instead, every rank sends a
+    request with a random token, and rank 0 replies to that token with the prefix: a reply cannot
+    belong to another launch. Rank 0 may also find requests of an earlier launch, so it replies
+    until all ranks of this one have joined.
     """
     if rank > 0:
         token = uuid.uuid4().hex

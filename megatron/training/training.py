@@ -606,7 +606,7 @@ def reporting(
 
 
 def _report_goodput(run: Run, save: Path) -> None:
-    """Report how the time of all starts was spent (--goodput)."""
+    """Report how the time of all launches was spent (--goodput)."""
     try:
         spent = resolve(MEASURE_GOODPUT)(save)
     except (OSError, ValueError, LookupError) as error:
@@ -619,7 +619,7 @@ def _report_goodput(run: Run, save: Path) -> None:
     total = sum(spent.values()) or 1.0
     shares = [f"{name} {seconds:.1f} s" for name, seconds in spent.items()]
     message = (
-        f"goodput {spent['training'] / total:.1%} of {total:.1f} s since the first start: "
+        f"goodput {spent['training'] / total:.1%} of {total:.1f} s since the first launch: "
         f"{', '.join(shares)}"
     )
     report_line(f" > {message}", event="goodput", seconds=spent)
@@ -658,7 +658,7 @@ def _record_start(run: Run, record: RunRecord | None, topics: dict[str, str]) ->
             write_json(save / RUN_FILE, content)
         else:
             run.saver.generation.publish(RUN_FILE, encode_json(content))
-        # Temporary files of a start that was killed.
+        # Temporary files of a launch that was killed.
         for path in save.glob(f"{RUN_FILE}.tmp-*"):
             path.unlink(missing_ok=True)
     except OSError as error:

@@ -119,7 +119,7 @@ def test_torchrun_restart_continues_although_the_flags_name_an_older_checkpoint(
     assert job.wait() == [0], job.output()
     resumed = re.findall(r"> loaded .* at iteration (\d+)", job.output())
     assert len(resumed) == 2 and int(resumed[0]) == 3 and int(resumed[1]) >= 9, resumed
-    assert "which an earlier start of this job has saved" in job.output()
+    assert "which an earlier launch of this job has saved" in job.output()
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_suspended_run_yields_to_its_successor(launcher, tmp_path):
     stopped.signal(0, signal.SIGCONT)
     assert stopped.wait() == [1]
     assert re.search(
-        r"error: .* another start has taken over this directory \(generation 2: .*pid",
+        r"error: .* another launch has taken over this directory \(generation 2: .*pid",
         stopped.output(),
     )
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == str(last)

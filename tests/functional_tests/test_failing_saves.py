@@ -230,7 +230,7 @@ def test_exit_on_save_failure_ends_the_run(launcher, tmp_path, mode):
     assert "Traceback" not in job.output(1), "it has not waited for a rank that is gone"
     clean_up(
         tmp_path
-    )  # rank 1 may have come so late that rank 0 was gone: the next start removes its directory
+    )  # rank 1 may have come so late that rank 0 was gone: the next launch removes its directory
     assert names(tmp_path) == []
 
 

@@ -70,7 +70,7 @@ def test_suspended_run_leaves_its_successor_alone(launcher, tmp_path, way, mode)
     run_json = (root / "run.json").read_text()
     suspended.resume()
     assert suspended.wait() == [1]
-    assert "another start has taken over this directory" in suspended.output()
+    assert "another launch has taken over this directory" in suspended.output()
     assert tracker(root) == 12 and (root / "run.json").read_text() == run_json
     assert_unchanged(root, before)
 
@@ -143,7 +143,7 @@ def test_second_start_continues_the_branch_that_its_flags_began(launcher, tmp_pa
     third = launcher.run(1, f"{flags} --train-iters 6 --override-existing-run")
     assert third.resumed_at() == 4 and "--override-existing-run starts again" in third.output()
     assert tracker(run) == 6 and checkpoints(run) == [6, 8, 10]
-    # A rollback in one directory: the first start rolls back, the second one continues.
+    # A rollback in one directory: the first launch rolls back, the second one continues.
     back = f"{FLAGS} --load {run} --save {run} --ckpt-step 6 --save-interval 1"
     fourth = launcher.run(1, f"{back} --train-iters 7")
     assert fourth.resumed_at() == 6 and "iter_0000008, iter_0000010" in fourth.output()
@@ -153,7 +153,7 @@ def test_second_start_continues_the_branch_that_its_flags_began(launcher, tmp_pa
 
 @pytest.mark.parametrize("form", ["hf", "universal"])
 def test_run_in_the_directory_of_its_first_checkpoint_is_continued(launcher, tmp_path, form):
-    """The model that --load names on the first start is not loaded again by later ones."""
+    """The model that --load names on the first launch is not loaded again by later ones."""
     base = tmp_path / "base"
     run = tmp_path / "run"
     launcher.run(1, f"{FLAGS} --save {base} --train-iters 4 --save-interval 4")

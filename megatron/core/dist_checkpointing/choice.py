@@ -154,7 +154,7 @@ def _apply_rules(launch: Launch, inventory: Inventory) -> Choice:
         of_job = [local for local in inventory.local if local.order[0] >= launch.first_generation]
         candidate = _find_latest([*_list_usable(of_job), saved])
         if candidate is not None:
-            reason = "an earlier start of this job has saved it"
+            reason = "an earlier launch of this job has saved it"
             return Choice(candidate, reason, extends_branch=True, continues=True)
 
     # Rule 2: the newest checkpoint of the directory.

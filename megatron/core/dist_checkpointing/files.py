@@ -38,7 +38,7 @@ BACKEND = {
     "common_backend_version": 1,
 }
 _PENDING = ".saving-"
-# Prefixes of names that a crashed start has left.
+# Prefixes of names that a crashed launch has left.
 _LEFTOVERS = (_PENDING, ".deleting-", ".probe-", DISCARDED, f"{TRACKER}.tmp")
 
 
@@ -55,7 +55,7 @@ def _write_whole(path: Path, content: bytes) -> None:
 
 
 def run_name(save_directory: Path) -> str:
-    """Return a name for the run that is saved to this directory, created at its first start.
+    """Return a name for the run that is saved to this directory, created at its first launch.
 
     A copy of the directory is another run, and so is a directory that was emptied.
     """
@@ -69,7 +69,7 @@ def run_name(save_directory: Path) -> str:
 
 
 def read_run_name(save_directory: Path) -> str | None:
-    """Return the result of `run_name`, None before the first start."""
+    """Return the result of `run_name`, None before the first launch."""
     path = save_directory / RUN
     if not path.is_file():
         return None

@@ -1,6 +1,6 @@
-"""Fencing: ownership of a directory of checkpoints by one start of a job.
+"""Fencing: ownership of a directory of checkpoints by one launch of a job.
 
-Every start that saves takes the next generation. It creates `.generation-0000007-<token>/`, where
+Every launch that saves takes the next generation. It creates `.generation-0000007-<token>/`, where
 the token is random, and renames the directories of earlier generations away. An owner changes the
 directory of checkpoints only by renames from or to a path inside its own generation: to add a
 finished checkpoint, to move the tracker, to remove a checkpoint. All of these renames fail for the
@@ -8,8 +8,8 @@ old owner as soon as a successor has taken over, wherever the old owner was susp
 precedes the action.
 
 The token makes the path unique. Numbers repeat when the directory of checkpoints is removed,
-renamed or restored from a backup while a start is suspended or running; without the token, that
-start would find its number again, in a directory that belongs to another run.
+renamed or restored from a backup while a launch is suspended or running; without the token, that
+launch would find its number again, in a directory that belongs to another run.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _PAUSE = 0.02  # seconds between them
 
 
 class SupersededError(CheckpointError):
-    """Another start has taken over the directory of checkpoints; this one must not change it."""
+    """Another launch has taken over the directory of checkpoints; this one must not change it."""
 
 
 class GenerationId(NamedTuple):
@@ -77,10 +77,10 @@ class GenerationId(NamedTuple):
 
 @dataclass(frozen=True)
 class Generation:
-    """The right of one start to change the directory of checkpoints `root`.
+    """The right of one launch to change the directory of checkpoints `root`.
 
-    `owner` describes the start for the error of those who lose the directory to it. `known` are
-    the starts (number, token) that had saved checkpoints in `root` when the generation was taken.
+    `owner` describes the launch for the error of those who lose the directory to it. `known` are
+    the launches (number, token) that had saved checkpoints in `root` when the generation was taken.
     """
 
     root: Path
@@ -98,7 +98,7 @@ class Generation:
         return self.root / self.id.name
 
     def segment(self, iteration: int) -> Segment:
-        """Return the part of a lineage that this start trains, up to `iteration`."""
+        """Return the part of a lineage that this launch trains, up to `iteration`."""
         return Segment(self.number, iteration, self.token or None)
 
     @classmethod
@@ -120,8 +120,8 @@ class Generation:
         while True:
             generation = cls(root, generation_number, token, content, known_starts)
             generation._claim()
-            # A start that lists the generations after its claim sees all earlier claims: of two
-            # simultaneous starts, at least one sees the other.
+            # A launch that lists the generations after its claim sees all earlier claims: of two
+            # simultaneous launches, at least one sees the other.
             newest = find_newest(root)
             if newest is None or newest <= generation.id:
                 break
@@ -136,7 +136,7 @@ class Generation:
         return generation
 
     def is_current(self) -> bool:
-        """Return whether this rank sees the generation, and no other start has taken over.
+        """Return whether this rank sees the generation, and no other launch has taken over.
 
         Raises OSError if the file system fails.
         """
@@ -156,7 +156,7 @@ class Generation:
             raise  # a real error of the file system
 
     def check(self, cause: BaseException | None = None) -> None:
-        """Raise SupersededError if another start has taken over."""
+        """Raise SupersededError if another launch has taken over."""
         if not self.root.is_dir() or self.is_current():
             return
         successor = self._find_successor()
@@ -164,12 +164,12 @@ class Generation:
             raise self.superseded_by(successor) from cause
 
     def superseded_by(self, successor: GenerationId) -> SupersededError:
-        """Return the error that names the start that has taken over."""
+        """Return the error that names the launch that has taken over."""
         content = read_owner(self.root, successor)
         shown = {"since", "host", "pid", "job"}
         who = ", ".join(f"{key} {content[key]}" for key in content if key in shown)
         return SupersededError(
-            f"{self.root}: another start has taken over this directory (generation "
+            f"{self.root}: another launch has taken over this directory (generation "
             f"{successor.number}: {escape_control_chars(who)}). This run (generation "
             f"{self.number}) no longer writes to it; continue it with another --save"
         )
@@ -178,8 +178,8 @@ class Generation:
         """Create the directory of this generation again if it was removed but not taken over.
 
         A cleaner of hidden files, or `rm -rf run/.generation-*`, removes it under a live run.
-        Raises SupersededError if `root` now belongs to another start, or contains checkpoints of a
-        start that this one has not seen: the directory was replaced by that of another run.
+        Raises SupersededError if `root` now belongs to another launch, or contains checkpoints of a
+        launch that this one has not seen: the directory was replaced by that of another run.
         """
         if not self.root.is_dir() or self.is_current():
             return
@@ -197,7 +197,7 @@ class Generation:
                 f"{self.number}) has not seen. It no longer writes to it; continue it with "
                 "another --save"
             )
-        # Claim again, then look for starts that claimed in the meantime, as `take` does.
+        # Claim again, then look for launches that claimed in the meantime, as `take` does.
         self._claim()
         successor = self._find_successor()
         if successor is not None:
@@ -205,7 +205,7 @@ class Generation:
             raise self.superseded_by(successor)
         logger.warning(
             f"{self.directory} was removed while this run was saving to {self.root}. No other "
-            "start has taken over, so the directory was created again and the run goes on"
+            "launch has taken over, so the directory was created again and the run goes on"
         )
 
     def publish(self, name: str, content: bytes) -> None:
@@ -219,7 +219,7 @@ class Generation:
     def stage_tracker(self, iteration: int | str) -> None:
         """Write the file that `move_tracker` gives its name; call it right before the commit.
 
-        A disk that the commit fills has no room for it afterwards. If this start is killed between
+        A disk that the commit fills has no room for it afterwards. If this launch is killed between
         the two, the file shows that the tracker is behind (see `find_interrupted_commit`).
         """
         self._stage(TRACKER, str(iteration).encode())
@@ -269,14 +269,14 @@ class Generation:
                 os.rename(claim, self.directory)
                 break
             except FileNotFoundError:
-                # A faster start has removed our claim together with those of crashed starts.
+                # A faster launch has removed our claim together with those of crashed launches.
                 if not self.root.is_dir():
                     raise
         fsync_directory(self.root)
 
     def _withdraw(self) -> None:
         claim = self.root / f"{_CLAIM}{self.token}"
-        with contextlib.suppress(FileNotFoundError):  # a newer start has revoked it already
+        with contextlib.suppress(FileNotFoundError):  # a newer launch has revoked it already
             os.rename(self.directory, claim)
         remove(claim)
 
@@ -301,7 +301,7 @@ class Generation:
 
     def _revoke_older(self) -> None:
         """Rename earlier generations and claims away, then remove them with their content."""
-        # Claims of starts that crashed before their rename are removed, too.
+        # Claims of launches that crashed before their rename are removed, too.
         older = [
             generation_id.name
             for generation_id in generations_in(self.root)
@@ -310,7 +310,7 @@ class Generation:
         older += [path.name for path in self.root.glob(f"{_CLAIM}*")]
         for name in older:
             revoked = self.root / f"{_REVOKED}{name.removeprefix('.')}-{self.token}"
-            with contextlib.suppress(FileNotFoundError):  # another start was faster
+            with contextlib.suppress(FileNotFoundError):  # another launch was faster
                 os.rename(self.root / name, revoked)
         # The renames must be durable before the content is removed.
         fsync_directory(self.root)
@@ -324,7 +324,7 @@ class Generation:
 
 def _restore_all_replaced(revoked: Path, root: Path) -> None:
     """Give checkpoints that a former owner was about to replace their names back."""
-    with contextlib.suppress(FileNotFoundError):  # another start is faster
+    with contextlib.suppress(FileNotFoundError):  # another launch is faster
         for path in revoked.glob(f"{REPLACED}*"):
             if not path.is_symlink():
                 restore_replaced(path, root)
@@ -332,7 +332,7 @@ def _restore_all_replaced(revoked: Path, root: Path) -> None:
 
 def _move_interrupted_tracker(revoked: Path, root: Path) -> None:
     """Move the tracker of a former owner that was killed between a commit and that step."""
-    # Another start may be faster.
+    # Another launch may be faster.
     with contextlib.suppress(FileNotFoundError):
         if _read_interrupted_commit(revoked, root) is not None:
             rename(revoked / TRACKER, root / TRACKER)
@@ -389,7 +389,7 @@ def find_newest(root: Path) -> GenerationId | None:
 
 
 def find_starts(root: Path) -> frozenset[tuple[int, str | None]]:
-    """Return generation number and token of the starts that saved the checkpoints in `root`."""
+    """Return generation number and token of the launches that saved the checkpoints in `root`."""
     starts = set()
     for lineage in map_in_threads(read_lineage, root.glob("iter_*")):
         starts.add((min(lineage.generation, MAX_GENERATION), lineage.token))

@@ -1,13 +1,13 @@
-"""Checkpoint lineage: which starts of a run trained a checkpoint.
+"""Checkpoint lineage: which launches of a run trained a checkpoint.
 
 The lineage, not the iteration number, decides which checkpoint is newest. After a rollback
 (`--ckpt-step 4`, then new saves) a directory contains two branches: iteration 10 of the old branch
 is older than iteration 6 of the new one. Every checkpoint stores its lineage in `lineage.json`.
 A checkpoint without a valid file belongs to generation 0.
 
-A start is identified by its generation number and its fencing token. Numbers repeat when a
+A launch is identified by its generation number and its fencing token. Numbers repeat when a
 directory is removed, renamed or restored from a backup; tokens do not. Files that were written
-before tokens existed have none, and their starts are identified by the number alone.
+before tokens existed have none, and their launches are identified by the number alone.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _FILE = schema.record(
 
 
 class Segment(NamedTuple):
-    """The iterations of a lineage that one start trained, up to and including `iteration`."""
+    """The iterations of a lineage that one launch trained, up to and including `iteration`."""
 
     generation: int
     iteration: int
@@ -70,7 +70,7 @@ class Lineage(NamedTuple):
     """The branch that ends with a checkpoint, which is the end of the last segment.
 
     `origin` is None for a branch that began with random weights, or before origins were recorded.
-    `job` identifies the job whose start saved the checkpoint.
+    `job` identifies the job whose launch saved the checkpoint.
     """
 
     branch: tuple[Segment, ...]
@@ -95,12 +95,12 @@ class Lineage(NamedTuple):
         return self.branch[-1].token
 
     def descend(self, segment: Segment, job: str | None = None) -> Lineage:
-        """Return the lineage of a checkpoint whose start continued from this one."""
+        """Return the lineage of a checkpoint whose launch continued from this one."""
         return Lineage((*self.branch, segment), self.origin, job)
 
     def includes(self, candidate: Lineage) -> bool:
         """Return whether `candidate` is this checkpoint or an ancestor of it."""
-        # An ancestor was saved by a start of the branch, before the branch left that start.
+        # An ancestor was saved by a launch of the branch, before the branch left it.
         for segment in self.branch:
             same_start = (segment.generation, segment.token) == (
                 candidate.generation,
@@ -153,7 +153,7 @@ def read_lineage(directory: Path) -> Lineage:
             )
         segments = []
         for (generation, iteration), token in zip(content["branch"], tokens, strict=True):
-            # The next start takes the largest number plus one: a huge one must not exhaust them.
+            # The next launch takes the largest number plus one: a huge one must not exhaust them.
             if generation > MAX_GENERATION:
                 schema.refuse(f"{directory / LINEAGE}: a generation", generation, "plausible")
             segments.append(Segment(generation, iteration, token))
@@ -201,7 +201,7 @@ def _read_file(directory: Path) -> dict[str, Any]:
 def identify_checkpoint(directory: Path) -> str:
     """Return a name for a checkpoint that a copy in another directory shares.
 
-    It consists of the fencing token of the start that saved it and the iteration. A checkpoint
+    It consists of the fencing token of the launch that saved it and the iteration. A checkpoint
     without a token (of another program, or older) is identified by its path.
     """
     lineage = read_lineage(directory)

@@ -1,10 +1,10 @@
 """Ownership: rules for taking over a directory of checkpoints.
 
-A start takes ownership at the last possible moment: after its checkpoint is loaded, before it
-trains. A start that fails before leaves the directory unchanged, and a run that is training to the
+A launch takes ownership at the last possible moment: after its checkpoint is loaded, before it
+trains. A launch that fails before leaves the directory unchanged, and a run that is training to the
 same directory goes on.
 
-An explicit start takes over from any other. An automatic restart (by torchrun --max-restarts or a
+An explicit launch takes over from any other. An automatic restart (by torchrun --max-restarts or a
 requeue by Slurm) does not take over from another job that has taken the directory from its own job:
 two jobs would otherwise supersede each other in turn.
 """
@@ -53,7 +53,7 @@ class Job(NamedTuple):
     is_restart: bool = False
 
     def is_recorded_in(self, owner: Mapping[str, Any]) -> bool:
-        """Return whether `owner`, from `owner.json`, describes a start of this job."""
+        """Return whether `owner`, from `owner.json`, describes a launch of this job."""
         if self.run_id is None or owner.get("run_id") != self.run_id:
             return False
         recorded = _texts(owner.get("launchers"))
@@ -97,9 +97,9 @@ def _identify_launcher() -> str | None:
 
 
 class PreviousOwner(NamedTuple):
-    """The owner of a directory of checkpoints before this start.
+    """The owner of a directory of checkpoints before this launch.
 
-    `job_id` is None unless that owner was an earlier start of the same job, and this one is an
+    `job_id` is None unless that owner was an earlier launch of the same job, and this one is an
     automatic restart. `first_generation` is then the first generation of the job.
     """
 
@@ -114,7 +114,7 @@ def read_previous_owner(root: Path, job: Job) -> PreviousOwner:
     if newest is None:
         return PreviousOwner({})
     owner = read_owner(root, newest)
-    # A start by hand may take over from any owner.
+    # A launch by hand may take over from any owner.
     if not job.is_restart:
         return PreviousOwner(owner)
     # A restart continues the ownership of its own job.
@@ -203,10 +203,10 @@ def _check_shared(root: Path, seen: list[tuple[str, bool]]) -> None:
 def take_directory(root: Path, job: Job, tier: Tier | None = None) -> Generation:
     """Take ownership of `root`; returns the generation, the same on all ranks. Collective.
 
-    From then on no earlier start can change the directory. Unfinished saves and removals of
-    earlier starts are cleaned up.
+    From then on no earlier launch can change the directory. Unfinished saves and removals of
+    earlier launches are cleaned up.
 
-    Its number is unique among the starts that saved to the disks of the nodes (`tier`): names of
+    Its number is unique among the launches that saved to the disks of the nodes (`tier`): names of
     local checkpoints contain the number only. `root` alone cannot ensure that, because numbers
     repeat after a backup was restored.
     """
@@ -216,8 +216,8 @@ def take_directory(root: Path, job: Job, tier: Tier | None = None) -> Generation
         generation = _take_on_all(ranks, root, job, above)
         if tier is None:
             return generation
-        # Each start looks after it has recorded its number. So of two starts with the same number,
-        # at least one sees the other.
+        # Each launch looks after it has recorded its number. So of two launches with the same
+        # number, at least one sees the other.
         ranks.run_on_all(partial(tier.record_generation, generation.id))
         above = _find_newest_local_generation(ranks, tier, generation.token)
         if above < generation.number:
@@ -229,7 +229,7 @@ def _take_on_all(ranks: Coordination, root: Path, job: Job, above: int) -> Gener
     generation = ranks.run_on_rank0(lambda: _take(root, job, above))
     # Only rank 0 looks: other ranks may see a network file system with a delay.
     if not ranks.run_on_rank0(generation.is_current):
-        generation.check()  # raises: another start has already taken the directory over
+        generation.check()  # raises: another launch has already taken the directory over
     return generation
 
 
@@ -268,13 +268,13 @@ def _describe_start(job: Job, previous: PreviousOwner) -> dict[str, Any]:
                 "launchers": sorted(_texts(previous.owner.get("launchers"))),
             }
         )
-    # Shown by the start that loses the directory to this one.
+    # Shown by the launch that loses the directory to this one.
     description: dict[str, Any] = {"host": socket.gethostname(), "pid": os.getpid()}
     if job.run_id is not None:
         description["job"] = job.run_id.partition(" ")[2]
         description["run_id"] = job.run_id
         description["launchers"] = list(job.launchers)
-    # All starts of a job share an id and record its first generation.
+    # All launches of a job share an id and record its first generation.
     description["job_id"] = previous.job_id or secrets.token_hex(8)
     if previous.job_id is not None:
         description["first_generation"] = previous.first_generation

@@ -132,7 +132,7 @@ def _load(run: Run, start: Start) -> None:
         if differences:
             logger.warning(
                 f"{source.description} was trained with other flags: {'; '.join(differences)}. The "
-                "run continues with the flags of this start"
+                "run continues with the flags of this launch"
             )
 
     # Read into the live tensors. With an optimizer the weights follow from its main parameters,

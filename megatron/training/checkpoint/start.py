@@ -306,7 +306,7 @@ def _find_named(
 ) -> tuple[CheckpointRef | None, bool]:
     """Return the checkpoint that the flags name, and whether only its weights are loaded.
 
-    A launch that `continues_newest` names one only for its first start.
+    A launch that `continues_newest` names one only for its first launch.
     """
     ref = None
     if config.load is not None and not continues_newest:
@@ -355,7 +355,7 @@ def check_random_weights(config: CheckpointConfig, directory: Path) -> None:
         "--finetune": config.finetune,
         "--ckpt-step": config.ckpt_step is not None,
     }
-    # The restart idiom gives --use-checkpoint-args on the first start, too.
+    # The restart idiom gives --use-checkpoint-args on the first launch, too.
     is_first_start = _is_same_directory(config)
     if not is_first_start:
         requirements["--use-checkpoint-args"] = config.use_checkpoint_args

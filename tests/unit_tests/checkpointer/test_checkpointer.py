@@ -617,7 +617,7 @@ def test_later_start_takes_the_directory_over(tmp_path):
     first.save(1)
     with Checkpointer(tmp_path, *build()) as second:
         assert second.load() == 1
-    with pytest.raises(SaveFailedError, match="another start has taken over"):
+    with pytest.raises(SaveFailedError, match="another launch has taken over"):
         first.save(2)
     assert CheckpointDirectory(tmp_path).list_iterations() == [1]
 

@@ -1,4 +1,4 @@
-"""Rendezvous: starts of a job share a store, but do not find entries of earlier starts."""
+"""Rendezvous: launches of a job share a store, but do not find entries of earlier launches."""
 
 import threading
 from datetime import timedelta

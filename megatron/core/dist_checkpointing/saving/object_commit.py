@@ -6,10 +6,10 @@ The objects of a checkpoint have their final names at once. They are written in 
 file. Readers trust only that file.
 
 It is written by one conditional request: before, `metadata.json` either does not exist or is a note
-that an earlier save was revoked. A start creates the object `.generation-0000007-<token>`, and then
-revokes every save that has claimed its directory (`iter_*/.claim`) and is not committed: the note
-takes the name that its commit needs. The owner claims first, then writes, then checks that it is
-still the owner, and then commits. So an old owner that has claimed before the takeover finds the
+that an earlier save was revoked. A launch creates the object `.generation-0000007-<token>`, and
+then revokes every save that has claimed its directory (`iter_*/.claim`) and is not committed: the
+note takes the name that its commit needs. The owner claims first, then writes, then checks that it
+is still the owner, and then commits. So an old owner that has claimed before the takeover finds the
 note, and one that claims after it finds the new generation. No clock is involved, however long the
 old owner was suspended. Objects with names that another save may use, too, are written in three
 steps: read the version, check the generation, replace that version.
@@ -69,9 +69,9 @@ from megatron.core.safe_files.reading import read_json
 
 @dataclass(frozen=True)
 class ObjectGeneration(Generation):
-    """The right of one start to change the directory of checkpoints `root` in object storage.
+    """The right of one launch to change the directory of checkpoints `root` in object storage.
 
-    The generation is one object. It exists as soon as it is created, so that a start which lists
+    The generation is one object. It exists as soon as it is created, so that a launch which lists
     the generations afterwards sees all that were created before.
     """
 
@@ -89,8 +89,8 @@ class ObjectGeneration(Generation):
         if newest is not None:
             generation_numbers.append(newest.number)
         generation_number = max(generation_numbers) + 1
-        # Two starts may choose the same number: create, then look. A start that finds a newer one
-        # tries again above it.
+        # Two launches may choose the same number: create, then look. A launch that finds a newer
+        # one tries again above it.
         while True:
             generation = cls(root, generation_number, token, content, known_starts)
             generation._claim()
@@ -114,11 +114,11 @@ class ObjectGeneration(Generation):
         return generation
 
     def is_current(self) -> bool:
-        """Return whether no other start has taken over."""
+        """Return whether no other launch has taken over."""
         return find_newest(self.root) == self.id
 
     def check(self, cause: BaseException | None = None) -> None:
-        """Raise SupersededError if another start has taken over."""
+        """Raise SupersededError if another launch has taken over."""
         generation_ids = generations_in(self.root)
         # Without any generation the prefix was emptied, not taken over: `restore` creates ours
         # again.
@@ -218,7 +218,7 @@ class ObjectCheckpoint(PendingCheckpoint):
             self.generation.restore()
             put_checked(self.directory, CLAIM, content, self.generation.check)
             if self.directory.store.version((self.directory / METADATA_JSON).key) is not None:
-                # An earlier save, complete or not, of another branch or of an earlier start.
+                # An earlier save, complete or not, of another branch or of an earlier launch.
                 self._revocation = revoke(self.directory, self.generation.check)
         else:
             try:
@@ -297,7 +297,7 @@ class ObjectCheckpoint(PendingCheckpoint):
         return metadata.is_file() and read_json(metadata).get("save_id") == self.save_id
 
     def abandon(self) -> None:
-        # The next start removes the objects that are left after an error.
+        # The next launch removes the objects that are left after an error.
         with contextlib.suppress(OSError, SupersededError):
             if not self._claimed:
                 return
@@ -316,7 +316,7 @@ class ObjectCheckpoint(PendingCheckpoint):
 def put_checked(directory: ObjectPath, name: str, content: bytes, check: Callable[[], None]) -> str:
     """Write an object that other saves have written, or may write; returns its version.
 
-    `check` raises SupersededError if another start has taken over. After a takeover that follows
+    `check` raises SupersededError if another launch has taken over. After a takeover that follows
     the check, the object has another version, and the request fails.
     """
     store = directory.store

@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.planning.rank_plan import FileChunk, Write
 from megatron.core.durable_files import discard
 
 Check = Callable[[], None]
-"""Raises an error if another start has taken over the run."""
+"""Raises an error if another launch has taken over the run."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -90,7 +90,7 @@ class RunSaver:
     `check_last_save` at the end.
 
     A save that fails is reported, and the previous checkpoint remains the newest. Training
-    continues, unless it `must_succeed` or another start has taken over the directory: then `save`
+    continues, unless it `must_succeed` or another launch has taken over the directory: then `save`
     and `close` raise SaveFailedError. With `async_save` the ranks notice a failure at different
     times, so it is only recorded in `failure` until all ranks call `stop` together.
     """
@@ -117,7 +117,7 @@ class RunSaver:
         self._lineage = Lineage(())  # of the checkpoint that the run has continued from
         self._parent: int | None = None  # iteration of the checkpoint before
 
-        # Steps after the last commit that are not done yet, of this start or of the one before.
+        # Steps after the last commit that are not done yet, of this launch or of the one before.
         self._after_commit: Callable[[], None] | None = None
 
         # Outcomes of earlier saves.
@@ -452,7 +452,7 @@ class RunSaver:
     def _repeat_retention(self) -> None:
         """Remove what the checkpoint that the run has loaded supersedes.
 
-        The start that saved it may have been killed before, and the disk may be full without that.
+        The launch that saved it may have been killed before, and the disk may be full without that.
         """
         assert self._generation is not None
         self._after_commit = None

@@ -36,7 +36,7 @@ class Outcome(NamedTuple):
     """The outcome of a save; `error` is None for a committed checkpoint."""
 
     error: str | None = None
-    superseded: bool = False  # another start has taken over the directory
+    superseded: bool = False  # another launch has taken over the directory
     warning: str | None = None  # missing parts of the committed checkpoint, e.g., a replica
 
 

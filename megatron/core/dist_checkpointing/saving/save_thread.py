@@ -51,7 +51,7 @@ class SaveReport:
     Times are in seconds: `blocking` is how long the training thread waited, the others overlap with
     training. `bytes` counts this rank's bytes, `total_bytes` those of all ranks. `error` is None
     for a committed checkpoint, whose `warning` describes its missing parts. `superseded` is set if
-    another start has taken over the directory. `exported` is the export of this save on rank 0, if
+    another launch has taken over the directory. `exported` is the export of this save on rank 0, if
     it was committed.
     """
 

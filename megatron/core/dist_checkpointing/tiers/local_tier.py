@@ -1,7 +1,7 @@
 """Checkpoints on the nodes' own disks, and which node stores which files.
 
 Every node has `<directory>/<run>/iter_0000030-0000007.1a2b3c4d-5/`, named by the iteration, the
-start of the job that saved it (`Generation.number`) and the id of the save. Its files are those of
+launch of the job that saved it (`Generation.number`) and the id of the save. Its files are those of
 an ordinary torch_dist checkpoint: the ones that the ranks of the node wrote, and replicas of other
 ranks' files under the same names. A marker per writer is written last and contains the checksums of
 that writer's files. Rank 0 writes the files that belong to all ranks, and its marker is the last
@@ -66,9 +66,9 @@ _NAME = re.compile(r"iter_(\d{1,18})-(\d{1,18})\.[\w-]+")
 
 
 def order_of(name: str) -> tuple[int, int]:
-    """Return (start of the job, iteration) of a local checkpoint.
+    """Return (launch of the job, iteration) of a local checkpoint.
 
-    Checkpoints of a later start replace those of an earlier one, as after a rollback.
+    Checkpoints of a later launch replace those of an earlier one, as after a rollback.
     """
     match = _NAME.fullmatch(name)
     assert match is not None, name
@@ -174,7 +174,7 @@ class LocalTier(NamedTuple):
         return sorted(names, key=order_of)
 
     def list_generations(self) -> list[GenerationId]:
-        """Return the starts that have recorded themselves or saved checkpoints on this node.
+        """Return the launches that have recorded themselves or saved checkpoints on this node.
 
         Names of checkpoints contain no token.
         """
@@ -182,7 +182,7 @@ class LocalTier(NamedTuple):
         return generations_in(self.root) + saved
 
     def record_generation(self, generation: GenerationId) -> None:
-        """Record on this node that a start has taken `generation`; remove records of older ones."""
+        """Record on this node that a launch has taken `generation`; remove older records."""
         if self.rank != self.node:
             return  # one rank per node suffices
         try:
@@ -280,7 +280,7 @@ class LocalSaver:
         kept: str | None,
         replication_interval: int = 1,
     ) -> None:
-        """`kept` is the local checkpoint that this start has loaded.
+        """`kept` is the local checkpoint that this launch has loaded.
 
         The first of every `replication_interval` checkpoints is replicated.
         """

@@ -8,7 +8,7 @@ dead or has no room costs a warning: the save itself is on the local disk.
 
 Every message carries a MAC (keyed BLAKE2b) if the launcher sets the environment variable
 MEGATRON_JOB_SECRET to the same secret value on all nodes. The key is derived from it and from a
-nonce that is new in every start of the job, so that messages of earlier starts are refused.
+nonce that is new in every launch of the job, so that messages of earlier launches are refused.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class MessageAuthenticator:
 
     @classmethod
     def create(cls, group: dist.ProcessGroup | None) -> MessageAuthenticator:
-        """Derive the key of this start from the job's secret and nonces of all ranks. Collective.
+        """Derive the key of this launch from the job's secret and nonces of all ranks. Collective.
 
         Raises CheckpointError if only some ranks have a secret.
         """

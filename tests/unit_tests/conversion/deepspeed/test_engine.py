@@ -67,7 +67,7 @@ def test_files_without_zero_have_no_converter(tmp_path: Path) -> None:
 
 
 def test_training_does_not_start_from_random_weights(tmp_path: Path) -> None:
-    """With the same --load and --save, an empty directory is the first start of a run."""
+    """With the same --load and --save, an empty directory is the first launch of a run."""
     save(tmp_path, STAGES["stage 2, bf16"])
     with pytest.raises(NoCheckpointError, match="ds_to_universal"):
         find_start(CheckpointConfig(load=str(tmp_path), save=str(tmp_path)), tmp_path)

@@ -110,7 +110,7 @@ def test_suspended_process_changes_nothing_after_a_takeover(tmp_path):
         assert new == [[None, False]] * 2, moment
         (error, superseded) = next(report for report in old if report[0] is not None)
         assert (
-            superseded and "another start has taken over" in error and "generation 2: " in error
+            superseded and "another launch has taken over" in error and "generation 2: " in error
         ), moment
         assert "host new" in error, moment
         assert read_tracker(root) == 60, moment
@@ -156,7 +156,7 @@ def test_unfinished_removal_is_completed_by_the_next(tmp_path):
 
 
 def test_slow_start_does_not_reuse_a_number(tmp_path, monkeypatch):
-    """Two other starts take generations between its listing and its claim."""
+    """Two other launches take generations between its listing and its claim."""
     faster = []
     make = Path.mkdir
 
@@ -269,7 +269,7 @@ def test_old_owner_cannot_touch_a_directory_whose_numbers_start_again(tmp_path, 
     publish(root, new, 5)
     new.move_tracker(5)
     assert (old.number, new.number) == (1, 1)
-    with pytest.raises(SupersededError, match="another start has taken over .*host new"):
+    with pytest.raises(SupersededError, match="another launch has taken over .*host new"):
         old.restore()
     with pytest.raises(SupersededError):
         old.move_tracker(65)
@@ -327,19 +327,19 @@ def test_links_are_removed_but_never_followed(tmp_path):
     assert sorted(path.name for path in elsewhere.iterdir()) == [".replaced-iter_0000005", "file"]
 
 
-@pytest.mark.parametrize("committed", ["by this start", "by an earlier start", "not"])
+@pytest.mark.parametrize("committed", ["by this launch", "by an earlier launch", "not"])
 def test_successor_moves_the_tracker_of_an_interrupted_commit(tmp_path, committed):
     """The owner was killed around the commit of iteration 7, before it moved the tracker."""
     earlier = Generation.take(tmp_path, {})
-    if committed == "by an earlier start":
+    if committed == "by an earlier launch":
         publish(tmp_path, earlier, 7)
     owner = Generation.take(tmp_path, {})
     publish(tmp_path, owner, 5)
     owner.move_tracker(5)
     owner.stage_tracker(7)
-    if committed == "by this start":
+    if committed == "by this launch":
         publish(tmp_path, owner, 7)
-    expected = 7 if committed == "by this start" else None
+    expected = 7 if committed == "by this launch" else None
     assert find_interrupted_commit(tmp_path) == expected
     Generation.take(tmp_path, {})
     assert find_interrupted_commit(tmp_path) is None
@@ -383,7 +383,7 @@ def test_pipe_as_owner_file_is_not_read(tmp_path):
 
 
 class Start:
-    """A start of a run in the random histories below: it saves as long as it is not suspended."""
+    """A launch of a run in the random histories below: it saves as long as it is not suspended."""
 
     def __init__(self, root):
         self.generation = Generation.take(root, {})

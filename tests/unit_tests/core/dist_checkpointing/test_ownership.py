@@ -97,19 +97,19 @@ def test_restart_does_not_take_over_from_another_job(tmp_path):
         with pytest.raises(ValueError, match="another job has taken over .*does not take over"):
             take_directory(tmp_path, RESTARTED)
     assert taken.is_current()
-    assert take_directory(tmp_path, FIRST).number == 3  # an explicit start may
+    assert take_directory(tmp_path, FIRST).number == 3  # an explicit launch may
     with pytest.raises(ValueError, match="another job has taken over"):
         take_directory(tmp_path, OTHER._replace(is_restart=True))
 
 
 def test_restart_takes_over_from_the_owner_that_its_first_start_found(tmp_path):
     take_directory(tmp_path, OTHER)
-    generation = take_directory(tmp_path, RESTARTED)  # the first start failed before this
+    generation = take_directory(tmp_path, RESTARTED)  # the first launch failed before this
     assert generation.number == 2 and generation.owner["job_id"] != ""
 
 
 def test_generation_exceeds_those_of_checkpoints_on_the_nodes(tmp_path):
-    """A backup of --save was restored, and the nodes have checkpoints of later starts."""
+    """A backup of --save was restored, and the nodes have checkpoints of later launches."""
     tier = LocalTier.create(tmp_path / "node")
     (tier.root / "iter_0000050-0000007.save-1").mkdir()
     (tmp_path / "run").mkdir()
@@ -133,7 +133,7 @@ def test_job_is_identified_by_torchrun_or_slurm(monkeypatch):
 
 
 def test_numbers_are_not_reused_on_the_nodes(tmp_path):
-    """A backup of --save is restored while a start is suspended that has not saved anything yet.
+    """A backup of --save is restored while a launch is suspended that has not saved anything yet.
 
     With the number of its successor, its next local checkpoint would count as one of the successor.
     """

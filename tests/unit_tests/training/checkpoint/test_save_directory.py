@@ -1,4 +1,4 @@
-"""What a start remembers of the directory that it will own."""
+"""What a launch remembers of the directory that it will own."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from tests.support.memory_source import GPT_ARGS, random_source
 
 
 def test_checkpoints_of_one_name_and_different_starts_are_different(tmp_path: Path) -> None:
-    """Otherwise a start that has loaded the first one would not notice the second one."""
+    """Otherwise a launch that has loaded the first one would not notice the second one."""
     assert identify_newest(tmp_path / "absent") is None
     WRITERS["torch_dist"](random_source(GPT_ARGS), tmp_path, WriteOptions(), no_progress)
     (checkpoint,) = tmp_path.glob("iter_*")

@@ -56,7 +56,7 @@ def test_nothing_is_read_unless_requested():
 
 @pytest.mark.parametrize("exists", [True, False])
 def test_first_start_in_the_save_directory_uses_the_flags(tmp_path, exists):
-    """Restart scripts for Megatron-LM give the same flags to the first start."""
+    """Restart scripts for Megatron-LM give the same flags to the first launch."""
     directory = tmp_path / "run"
     if exists:
         directory.mkdir()

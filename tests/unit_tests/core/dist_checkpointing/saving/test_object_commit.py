@@ -187,7 +187,7 @@ class Gate:
 @pytest.mark.parametrize("ending", [".claim", "delete", ".metadata", "metadata.json"])
 @pytest.mark.parametrize("again", [False, True], ids=["first", "again"])
 def test_suspended_owner_changes_nothing_at_any_request(root, monkeypatch, ending, again):
-    """Delay a request until another start has taken over and saved the same iteration."""
+    """Delay a request until another launch has taken over and saved the same iteration."""
     directory = root / "iter_0000004"
     old = take_generation(root, {"host": "old"})
     if again:  # the place was taken before: by another branch, say
@@ -206,7 +206,7 @@ def test_suspended_owner_changes_nothing_at_any_request(root, monkeypatch, endin
     assert report.error is None
     assert (
         reports[0].superseded
-        and "another start has taken over this directory (generation 2" in reports[0].error
+        and "another launch has taken over this directory (generation 2" in reports[0].error
     )
     assert_holds(directory, 2, ROWS)
     assert verify(directory).ok and find_missing_or_truncated(directory) == []
@@ -286,7 +286,7 @@ def test_removal_revokes_the_checkpoint_first(root, monkeypatch):
 
 def test_retention_follows_its_rules(root):
     """Checkpoints of another branch are neither counted nor removed."""
-    assert save_one(root / "iter_0000009", 9).error is None  # by no start of this run
+    assert save_one(root / "iter_0000009", 9).error is None  # by no launch of this run
     generation = take_generation(root, {"host": "here"})
     retention = Retention(RetentionRules(keep_last=2, keep_every=4), generation)
     for seed in range(1, 8):

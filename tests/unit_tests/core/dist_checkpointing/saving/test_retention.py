@@ -266,7 +266,7 @@ def killed_at(event_number, action):
 
 
 def test_kill_at_every_step_leaves_a_complete_newest_checkpoint(tmp_path):
-    """Kill a start at every change of the file system: takeover, save, commit, removal."""
+    """Kill a launch at every change of the file system: takeover, save, commit, removal."""
     rules = RetentionRules(keep_last=1)
 
     def next_one():
@@ -291,7 +291,7 @@ def test_kill_at_every_step_leaves_a_complete_newest_checkpoint(tmp_path):
         outcomes.add(present)
         if not died:
             break
-        # The next start cleans up, and the next save removes what this one could not.
+        # The next launch cleans up, and the next save removes what this one could not.
         job = start(root, after=read_tracker(root))
         lineage = make(job, 4)
         apply(job, rules, 4, lineage)
