@@ -1,4 +1,4 @@
-"""Tensors without memory that take the place of those of a device and of other ranks.
+"""Stand-ins for a device and for other ranks: tensors without memory.
 
 `PlannedDevice` lets a model on torch's meta device, whose tensors have shapes but no data, run as
 on another device. `LiveBytes` counts what such tensors would allocate, and `RecordingGroup` what a
@@ -116,7 +116,7 @@ class LiveBytes(TorchDispatchMode):
         return self._total
 
     def reset(self) -> None:
-        """Start to measure the peak from what exists now."""
+        """Start to measure the peak from the current bytes."""
         self.peak = self.count()
 
     def __torch_dispatch__(
@@ -149,7 +149,7 @@ class _Done(dist.Work):
 
 
 class RecordingGroup(dist.ProcessGroup):
-    """Stand-in for the process group of an axis, which counts bytes and moves none."""
+    """Stand-in for the process group of an axis: counts bytes without sending them."""
 
     def __init__(self, axis: Axis, label: str, sent: Counter[tuple[str, str]]) -> None:
         super().__init__(axis.rank, axis.size)  # type: ignore[call-arg]

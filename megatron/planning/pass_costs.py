@@ -1,9 +1,9 @@
 """Memory and traffic of the passes of a micro-batch, measured by running layers without memory.
 
 One layer of each kind, the embedding, and the output layer with the loss run forward and backward
-on torch's meta device, whose tensors have shapes but no data. Nothing about the model is restated
-here: a dispatch mode follows the bytes of all tensors, and stand-ins for process groups record the
-collectives. `meta_device` contains both, and what does not follow from shapes.
+on torch's meta device, whose tensors have shapes but no data. The model is not restated: a
+dispatch mode follows the bytes of all tensors, and stand-ins for process groups record the
+collectives. `meta_device` contains both, and stand-ins for kernels without shapes of their own.
 """
 
 from __future__ import annotations

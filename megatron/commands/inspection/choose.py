@@ -24,7 +24,7 @@ from megatron.training.config.parsing import make_flag_parser
 
 
 def run_choose(args: argparse.Namespace) -> int:
-    """Print the choice and the reasons; nothing is written.
+    """Print the choice and the reasons, without writing any file.
 
     Only the local checkpoints of this node are read. The environment variables of torchrun and
     Slurm determine whether the launch is an automatic restart.
@@ -36,7 +36,7 @@ def run_choose(args: argparse.Namespace) -> int:
     if config.save is not None and not command_line.flag_values.get("skip_train"):
         save = path_of(config.save)
 
-    # Describe what exists, and apply the rule of `pretrain_gpt.py`.
+    # Describe the existing checkpoints, and apply the rule of `pretrain_gpt.py`.
     local = _find_on_this_node(config, save)
     description = describe_launch(config, save, identify_job(), local)
     choice = choose(description.launch, description.inventory)

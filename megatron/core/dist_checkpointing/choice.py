@@ -1,4 +1,4 @@
-"""The rule that chooses the checkpoint of a launch: a pure function of all that exists.
+"""The rule that chooses the checkpoint of a launch: a pure function of all checkpoints.
 
 The caller describes the checkpoints of all tiers and formats (`Inventory`) and the request of the
 launch (`Launch`). `choose` reads nothing, and states a reason for its choice and for every
@@ -7,8 +7,8 @@ checkpoint that it passes over. The rules, in this order:
 1. An automatic restart of a job continues from the newest checkpoint that the job has saved.
 2. A launch that loads from the directory to which it saves, and names no checkpoint in it,
    continues from the newest checkpoint there.
-3. If the newest checkpoint of the run is on a branch that began with the very checkpoint that the
-   launch names, the launch continues from it.
+3. If the newest checkpoint of the run is on a branch that began with the checkpoint that the launch
+   names, the launch continues from it.
 4. Otherwise the launch starts from the named checkpoint, or from random weights. It must not
    replace another run without permission. Returning to an earlier checkpoint of the same
    directory needs none.
@@ -143,7 +143,7 @@ def choose(launch: Launch, inventory: Inventory) -> Choice:
 
 
 def _apply_rules(launch: Launch, inventory: Inventory) -> Choice:
-    """Return the choice without the list of what it passes over."""
+    """Return the choice, without the checkpoints that it passes over."""
     newest = find_newest(inventory)
 
     # Rule 1: an automatic restart.
@@ -205,8 +205,8 @@ def find_newest(inventory: Inventory) -> Candidate | None:
     """Return the newest usable checkpoint of the run, None if there is none."""
     saved = _first_usable(inventory.shared)
     local = _list_usable(inventory.local)
-    # The user has edited the tracker to return to `saved`: only what was trained from it since then
-    # continues it.
+    # The user has edited the tracker to return to `saved`: only checkpoints that were trained from
+    # it since then continue it.
     if saved is not None and inventory.newer:
         local = [candidate for candidate in local if _follows_return(candidate, saved, inventory)]
     return _find_latest([*local, saved])

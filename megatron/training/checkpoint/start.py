@@ -1,6 +1,6 @@
 """Choose the checkpoint that a run starts from, once for all ranks, and open it.
 
-This module describes the flags and what exists; `dist_checkpointing.choice` has the rules.
+This module describes the flags and the existing checkpoints; `dist_checkpointing.choice` has the rules.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ def _choose(
 
 
 class LaunchDescription(NamedTuple):
-    """What the flags request, and what exists."""
+    """The request of the flags, and the existing checkpoints."""
 
     launch: Launch
     inventory: Inventory

@@ -404,7 +404,7 @@ class RunSaver:
     def end_alone(self) -> None:
         """Finish the saves in progress of a program that ends without `close`, and log them.
 
-        Nothing in it is collective, because other ranks may have ended in another way.
+        It makes no collective calls, because other ranks may have ended in another way.
         """
         for thread in self._threads:
             if thread.busy:
@@ -450,7 +450,7 @@ class RunSaver:
         self._retention.wait()
 
     def _repeat_retention(self) -> None:
-        """Remove what the checkpoint that the run has loaded supersedes.
+        """Remove checkpoints that the loaded one supersedes.
 
         The launch that saved it may have been killed before, and the disk may be full without that.
         """
