@@ -67,7 +67,7 @@ class ExportedTensor(NamedTuple):
     """
 
     dtype: torch.dtype
-    places: tuple[TensorPlace, ...]
+    tensor_places: tuple[TensorPlace, ...]
 
 
 class ExportFile(NamedTuple):
@@ -96,7 +96,9 @@ class ExportPlan:
         """The boxes of the places, by key."""
         tables = {}
         for key, tensor in self.tensors.items():
-            extents = [(tensor_place.offset, tensor_place.shape) for tensor_place in tensor.places]
+            extents = [
+                (tensor_place.offset, tensor_place.shape) for tensor_place in tensor.tensor_places
+            ]
             tables[key] = BoxTable.of(extents, len(extents[0][0]))
         return tables
 

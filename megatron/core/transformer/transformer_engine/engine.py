@@ -25,10 +25,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class _Step:
     """The current optimizer step: weights are quantized in its first micro-batch only."""
 
-    number: int = 0
+    index: int = 0
 
     def start(self) -> None:
-        self.number += 1
+        self.index += 1
 
 
 STEP = _Step()
@@ -74,9 +74,9 @@ class Engine:
         # Quantized weights are kept for the micro-batches of a step. None means that they are
         # quantized in every call, as outside of training.
         is_first_microbatch = None
-        if STEP.number > 0:
-            is_first_microbatch = self._step != STEP.number
-        self._step = STEP.number
+        if STEP.index > 0:
+            is_first_microbatch = self._step != STEP.index
+        self._step = STEP.index
         if self.has_own_weights:
             x = _RunGradHooks.apply(x, owner.weight)
         output: Tensor = self.module(x, *inputs, is_first_microbatch=is_first_microbatch)

@@ -153,7 +153,7 @@ def test_large_runs_begin_at_any_position(tmp_path, position, dtype):
 def test_incomplete_export_is_not_committed(tmp_path):
     """A tensor that the plan misses a part of."""
     plan = make_plan()
-    first, _ = plan.tensors["matrix"].places
+    first, _ = plan.tensors["matrix"].tensor_places
     tensors = {**plan.tensors, "matrix": ExportedTensor(torch.float32, (first,))}
     report = save(tmp_path, ExportPlan(tensors, plan.files, plan.add_small_files))
     assert report.exported is None
