@@ -1,6 +1,7 @@
 """Choose the checkpoint that a run starts from, once for all ranks, and open it.
 
-This module describes the flags and the existing checkpoints; `dist_checkpointing.choice` has the rules.
+This module describes the flags and the existing checkpoints; the rules are in
+`dist_checkpointing.choice`.
 """
 
 from __future__ import annotations

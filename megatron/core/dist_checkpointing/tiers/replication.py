@@ -98,7 +98,7 @@ class MessageAuthenticator:
             )
         if not secret:
             return cls(None)
-        # The key depends on the nonces of all ranks, so a message of an earlier launch is not valid.
+        # The key depends on the nonces of all ranks: messages of earlier launches are not valid.
         content = b"".join(bytes(view_bytes(peer_nonce)) for peer_nonce in nonces)
         authenticator = cls(hmac.digest(secret, content, "sha256"))
         # Equal keys have equal MACs, from which the keys cannot be computed.
