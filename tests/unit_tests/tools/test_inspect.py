@@ -302,6 +302,7 @@ def test_choose_prints_the_choice_of_a_launch_and_writes_nothing(tmp_path, capsy
     (local / ".done-0-of-1").write_bytes(content)
     flags = ["--save", str(run), "--load", str(run), "--tensor-model-parallel-size", "64"]
     flags += ["--non-persistent-ckpt-type", "local", "--non-persistent-local-ckpt-dir", str(nodes)]
+    flags += ["--non-persistent-save-interval", "1"]
     before = sorted(tmp_path.rglob("*"))
 
     (run / "latest_checkpointed_iteration.txt").write_text("10")

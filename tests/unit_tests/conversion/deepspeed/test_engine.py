@@ -8,6 +8,7 @@ import pytest
 from megatron.conversion.deepspeed.universal import write_universal
 from megatron.conversion.opening import open_checkpoint
 from megatron.core.run_checkpoint.formats import NoCheckpointError, find_checkpoint
+from megatron.core.safe_files import CheckpointError
 from megatron.training.checkpoint.start import find_start
 from megatron.training.config.options import CheckpointConfig
 from tests.support.memory_source import GPT_ARGS, random_source
@@ -69,7 +70,7 @@ def test_files_without_zero_have_no_converter(tmp_path: Path) -> None:
 def test_training_does_not_start_from_random_weights(tmp_path: Path) -> None:
     """With the same --load and --save, an empty directory is the first launch of a run."""
     save(tmp_path, STAGES["stage 2, bf16"])
-    with pytest.raises(NoCheckpointError, match="ds_to_universal"):
+    with pytest.raises(CheckpointError, match="ds_to_universal"):
         find_start(CheckpointConfig(load=str(tmp_path), save=str(tmp_path)), tmp_path)
 
 
