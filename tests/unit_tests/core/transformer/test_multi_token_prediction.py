@@ -117,8 +117,8 @@ def test_logits_do_not_depend_on_the_depths():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"position_embedding_type": "alibi"}, "--position-embedding-type alibi with"),
-        ({"embedding_layernorm": True}, "--embedding-layernorm with --mtp-num-layers 2"),
+        ({"position_embedding_type": "alibi"}, r"rope or none \(now alibi\)"),
+        ({"embedding_layernorm": True}, "--mtp-num-layers 2 and --embedding-layernorm are"),
     ],
 )
 def test_unsupported_combinations_are_refused(changes, message):
