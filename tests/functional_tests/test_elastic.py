@@ -119,7 +119,7 @@ def test_torchrun_restart_continues_although_the_flags_name_an_older_checkpoint(
     assert job.wait() == [0], job.output()
     resumed = re.findall(r"> loaded .* at iteration (\d+)", job.output())
     assert len(resumed) == 2 and int(resumed[0]) == 3 and int(resumed[1]) >= 9, resumed
-    assert "which an earlier launch of this job has saved" in job.output()
+    assert "an earlier launch of this job has saved it" in job.output()
 
 
 @pytest.mark.parametrize(

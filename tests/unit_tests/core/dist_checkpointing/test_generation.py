@@ -390,7 +390,7 @@ class Start:
         self.ended = False
 
     def save(self, root, iteration, keep):
-        """Save, move the tracker and remove all but the last `keep` checkpoints of this start."""
+        """Save, move the tracker and remove all but the last `keep` checkpoints of this launch."""
         try:
             self.generation.restore()
             publish(root, self.generation, iteration)
