@@ -229,9 +229,11 @@ def test_user_errors_end_with_one_message_and_no_traceback(launcher):
     job.kill(1)
     assert job.wait()[0] == 1
     assert job.output().splitlines() == [
-        "error: 2 problems",
+        "error: 3 problems",
         "  - unknown flag --unfused: --help lists all flags",
-        "  - --num-attention-heads 4 is not a multiple of --num-query-groups 3",
+        "  - --num-attention-heads 4 is not a multiple of --num-query-groups 3: change one of them",
+        "  - --num-query-groups 3 with --group-query-attention is not a multiple of "
+        "--tensor-model-parallel-size 2: change one of them",
     ]
     assert job.output(1) == ""
 
