@@ -212,7 +212,7 @@ def test_average_starts_from_loaded_weights(pool, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--mock-data --train-iters 4 --eval-ema", "--eval-ema evaluates the average"),
+        ("--mock-data --train-iters 4 --eval-ema", "--eval-ema requires --ema-decay"),
         (f"{RUN} --save x --ckpt-format torch", "legacy files cannot store the average"),
         ("--mock-data --train-iters 4 --ema-decay 1", "--ema-decay"),
     ],

@@ -44,7 +44,8 @@ class StoredWeights:
     ) -> None:
         self._directory = directory
         self._files = dict(files)
-        self._family = family
+        self._embedding_name = family.embedding_name
+        self._head_names = family.head_names
         self._zero_biases = zero_biases
         # A save of the base model alone (AutoModel instead of AutoModelForCausalLM) names its
         # tensors without the prefix.
@@ -220,12 +221,12 @@ class StoredWeights:
 
     def _add_embedding(self) -> None:
         """Add the word embedding of files that have only the head, which is tied to it."""
-        embedding = self._name(self._family.embedding_name)
+        embedding = self._name(self._embedding_name)
         for name in self._list_heads():
             self._files.setdefault(embedding, self._files[name])
 
     def _list_heads(self) -> list[str]:
-        return [name for name in map(self._name, self._family.head_names) if name in self._files]
+        return [name for name in map(self._name, self._head_names) if name in self._files]
 
     def _check_tied_head(self) -> None:
         """Refuse a head that differs from the embedding it is tied to: it would be lost."""

@@ -61,7 +61,7 @@ def test_adapter_alone_is_refused_with_its_base_model(tmp_path: Path) -> None:
     with pytest.raises(NoCheckpointError, match=r"base model 'org/base'.*--load-dir BASE --lora "):
         find_checkpoint(tmp_path / "adapter")
     flags = CheckpointConfig(load=str(tmp_path / "adapter"), save=str(tmp_path / "adapter"))
-    with pytest.raises(NoCheckpointError, match="adapter of PEFT"):
+    with pytest.raises(CheckpointError, match="adapter of PEFT"):
         find_start(flags, tmp_path / "adapter")
 
 
