@@ -67,9 +67,7 @@ class TrainingConfig(FlagSection):
     eval_ema: bool = flag(
         False,
         requires={"ema_decay": True},
-        excludes={"fp8": True},
-        reason="it evaluates the average of the weights (e.g. --ema-decay 0.999), which has no fp8 "
-        "scales: with fp8, evaluate an export (convert.py --weights ema)",
+        reason="it evaluates the average of the weights (e.g. --ema-decay 0.999)",
     )
     """Evaluate the average of --ema-decay instead of the weights that are trained."""
     exit_interval: int | None = flag(None, positive=True)
@@ -278,8 +276,7 @@ class CheckpointConfig(FlagSection):
         None,
         positive=True,
         requires={"eval_iters": True, "eval_interval": True},
-        excludes={"ckpt_format": "torch"},
-        reason="it compares validation losses, which legacy files do not contain",
+        reason="it compares validation losses",
     )
     """Keep the N checkpoints with the lowest validation loss, among those saved at an evaluation.
     """

@@ -18,6 +18,16 @@ _TP = "tensor_model_parallel_size"
 _LEGACY = "Megatron-LM's legacy files cannot store the average: use the format torch_dist"
 
 RULES = (
+    FlagRule(
+        {"eval_ema": True},
+        excludes={"fp8": True},
+        reason="the average has no fp8 scales. Evaluate an export (convert.py --weights ema)",
+    ),
+    FlagRule(
+        {"keep_best_n": True},
+        excludes={"ckpt_format": "torch"},
+        reason="legacy files do not contain validation losses",
+    ),
     # A schedule of batch sizes replaces the flags that define them otherwise.
     FlagRule(
         {"step_batch_size_schedule": CHANGED},

@@ -545,8 +545,9 @@ def test_rules_between_sections():
         "them",
         "--main-grads-dtype bf16 requires --bf16: gradients of an fp32 or fp16 model are reduced in "
         "fp32",
-        "--keep-best-n 2 requires --eval-iters: it compares validation losses, which legacy files "
-        "do not contain",
+        "--keep-best-n 2 requires --eval-iters: it compares validation losses",
+        "--keep-best-n 2 and --ckpt-format torch are mutually exclusive: legacy files do not contain "
+        "validation losses",
         "--save x with --ckpt-format torch and --ema-decay 0.9 are mutually exclusive: Megatron-LM's "
         "legacy files cannot store the average: use the format torch_dist",
     }
