@@ -43,8 +43,7 @@ from megatron.core.dist_checkpointing.format.checksums import compute_checksums 
 from megatron.core.dist_checkpointing.local_checkpoints import LocalInventory  # noqa: E402
 from megatron.core.dist_checkpointing.ownership import Job  # noqa: E402
 from megatron.core.object_path import path_of
-from megatron.training.checkpoint.save_directory import identify_newest  # noqa: E402
-from megatron.training.checkpoint.start import describe_launch  # noqa: E402
+from megatron.training.checkpoint.launch import TrainingDirectory  # noqa: E402
 from megatron.training.config.options import CheckpointConfig  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
@@ -404,19 +403,19 @@ def measure_choice(num_checkpoints: int, delay: float) -> None:
     root = path_of("s3://bucket/run")
     for iteration in range(1, num_checkpoints + 1):
         add_checkpoint(store, iteration)
-    config = CheckpointConfig(load=str(root), save=str(root))
+    directory = TrainingDirectory(CheckpointConfig(load=str(root), save=str(root)), root)
 
     def choose_start() -> None:
-        description = describe_launch(config, root, Job(), LocalInventory())
+        description = directory.describe(Job(), LocalInventory(), frozenset())
         choice = choose(description.launch, description.inventory)
         assert choice.candidate is not None
         assert choice.candidate.lineage.iteration == num_checkpoints
 
     steps = {
-        "identify the newest": lambda: identify_newest(root),
+        "identify the newest": directory.find_newest,
         "choose": choose_start,
         "take ownership": lambda: take_generation(root, {}),
-        "identify the newest again": lambda: identify_newest(root),
+        "identify the newest again": directory.find_newest,
     }
     print(f"\n{num_checkpoints} checkpoints, {delay * 1e3:g} ms per request")
     total = 0.0

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import signal
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
-from types import FrameType
-from typing import Any, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import nn
@@ -18,59 +17,49 @@ from torch.optim import Optimizer
 
 from megatron.checkpointer.export import export_safetensors
 from megatron.checkpointer.state import ProgramState, Stateful
-from megatron.core.deferred import start_max_reduce
 from megatron.core.dist_checkpointing.checkpoint_directory import CheckpointDirectory
-from megatron.core.dist_checkpointing.choice import Candidate, Inventory, Launch, choose
+from megatron.core.dist_checkpointing.choice import Choice, Inventory, Launch
 from megatron.core.dist_checkpointing.completeness import find_missing_or_truncated
-from megatron.core.dist_checkpointing.files import is_complete, run_name
+from megatron.core.dist_checkpointing.files import is_complete
 from megatron.core.dist_checkpointing.format.verified_file import load_common
-from megatron.core.dist_checkpointing.generation import Generation
-from megatron.core.dist_checkpointing.lineage import Lineage, read_lineage
 from megatron.core.dist_checkpointing.loading.reader import Reader
-from megatron.core.dist_checkpointing.local_checkpoints import (
-    LocalCheckpointInfo,
-    OpenLocalCheckpoint,
-    Tier,
-    create_tier,
-    find_local_checkpoints,
-    open_local_checkpoint,
-)
-from megatron.core.dist_checkpointing.ownership import (
-    identify_job,
-    prepare_directory,
-    take_directory,
-)
+from megatron.core.dist_checkpointing.local_checkpoints import LocalInventory
+from megatron.core.dist_checkpointing.ownership import Job
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
+from megatron.core.dist_checkpointing.policy import (
+    CheckpointOptions,
+    CheckpointRef,
+    ChosenCheckpoint,
+    LaunchDescription,
+    RunDirectory,
+    SavePolicy,
+    SignalRecorder,
+)
 from megatron.core.dist_checkpointing.saving.retention import RetentionRules
-from megatron.core.dist_checkpointing.saving.run_saver import RunSaver, SaveOptions
+from megatron.core.dist_checkpointing.saving.run_saver import RunSaver
 from megatron.core.dist_checkpointing.saving.save_thread import SaveReport
-from megatron.core.dist_checkpointing.visibility import wait_until_all_ranks_see
 from megatron.core.object_path import path_of
 from megatron.core.safe_files.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 logger = logging.getLogger(__name__)
 
 _ITERATION = "iteration"  # in common.pt
-
-
-class _Votes(NamedTuple):
-    """Requests of one rank, or their maxima over all ranks."""
-
-    signal: int = 0  # its number
-    save: int = 0
-
-
-class _Loaded(NamedTuple):
-    """Result of a load: the step to continue with, and where the run's checkpoints descend from."""
-
-    step: int = 0
-    newest: str | None = None  # complete checkpoint in the directory of the run
-    lineage: Lineage | None = None
-    local_name: str | None = None  # of the checkpoint on the disks of the nodes
+_POSITIVE = (
+    "save_interval",
+    "save_seconds",
+    "keep_last",
+    "keep_every",
+    "local_interval",
+    "local_replicas",
+    "local_replication_interval",
+)
 
 
 class CheckpointerOptions(TypedDict, total=False):
-    """The options of `Checkpointer`, for integrations that pass them on."""
+    """The options of `Checkpointer`, all of them optional, and of the callbacks built on it."""
 
     async_save: bool
     save_interval: int | None
@@ -138,92 +127,34 @@ class Checkpointer:
         scheduler: Stateful | None = None,
         dataloader: Stateful | None = None,
         objects: Mapping[str, Stateful] | None = None,
-        async_save: bool = True,
-        save_interval: int | None = None,
-        save_seconds: float | None = None,
-        exit_signals: Collection[signal.Signals] = (),
-        keep_last: int | None = None,
-        keep_every: int | None = None,
-        local_directory: str | os.PathLike[str] | None = None,
-        local_interval: int | None = None,
-        local_replicas: int = 1,
-        local_replication_interval: int = 1,
-        workers: int = 2,
-        staging_mem_limit: int | None = None,
-        timeout: float = 600.0,
-        must_succeed: bool = False,
-        override_existing_run: bool = False,
-        on_saved: Callable[[SaveReport], None] = lambda report: None,
-        clock: Callable[[], float] = time.monotonic,
+        **options: Unpack[CheckpointerOptions],
     ) -> None:
-        limits = {
-            "save_interval": save_interval,
-            "save_seconds": save_seconds,
-            "keep_last": keep_last,
-            "keep_every": keep_every,
-            "local_interval": local_interval,
-            "local_replicas": local_replicas,
-            "local_replication_interval": local_replication_interval,
-        }
-        for name, limit in limits.items():
-            if limit is not None and limit <= 0:
-                raise ValueError(f"{name} {limit} must be positive")
-        if (local_directory is None) != (local_interval is None):
-            raise ValueError("local_directory and local_interval require each other")
         self._root = path_of(directory)
         self._optimizers = _as_sequence(optimizer)
+        self._clock = options.pop("clock", time.monotonic)
+        self._override = options.pop("override_existing_run", False)
+        on_saved = options.pop("on_saved", lambda report: None)
+        exit_signals = options.pop("exit_signals", ())
+        self._options = _make_checkpoint_options(options)
         once = dict(objects or {})
         if scheduler is not None:
             once["scheduler"] = scheduler
         per_rank = {} if dataloader is None else {"dataloader": dataloader}
         self._state = ProgramState(model, self._optimizers, once, per_rank)
-        self._device = _find_device(model)
-        self._saver = RunSaver(
-            SaveOptions(
-                async_save=async_save,
-                workers=workers,
-                staging_mem_limit=staging_mem_limit,
-                timeout=timeout,
-                must_succeed=must_succeed,
-                retention=RetentionRules(keep_last=keep_last, keep_every=keep_every),
-                replication_interval=local_replication_interval,
-            ),
-            lambda report, is_local: on_saved(report),
-        )
-
-        # When to save.
-        self._save_interval = save_interval
-        self._save_seconds = save_seconds
-        self._local_interval = local_interval
-        self._clock = clock
-        self._last_save = clock()
-        self._exchange: Callable[[], list[int]] | None = None  # of votes, in progress
-        self._signals = _SignalRecorder(exit_signals)
-
-        # Ownership of the directory.
-        self._override = override_existing_run
-        self._timeout = timeout
-        self._local_directory = local_directory
-        self._local_replicas = local_replicas
-        self._job = identify_job()
-        self._generation: Generation | None = None
-        self._tier: Tier | None = None
+        self._saver = RunSaver(self._options, lambda report, is_local: on_saved(report))
         self._saved_iteration: int | None = None
-        prepare_directory(self._root)
-        if local_directory is not None:
-            self._tier = self._open_tier(Path(local_directory))
+        self._signals = SignalRecorder(exit_signals)
+        self._policy = SavePolicy(
+            self._options, self._saver, self._signals, _find_device(model), self._clock
+        )
+        self._directory = _ProgramDirectory(self._root, self._options)
+        self._directory.prepare()
 
         # The optimizer must not change anything that is still being copied.
         self._hooks = [
             optimizer.register_step_pre_hook(lambda *_: self._saver.before_update())
             for optimizer in self._optimizers
         ]
-
-    def _open_tier(self, directory: Path) -> Tier:
-        run = Coordination.of(None).run_on_rank0(lambda: run_name(self._root))
-        expanded = Path(os.path.expandvars(directory))
-        timeout = timedelta(seconds=self._timeout)
-        return create_tier(expanded / run, self._local_replicas, None, timeout)
 
     # ---- Loading ----
 
@@ -247,116 +178,68 @@ class Checkpointer:
 
         Raises CheckpointError on every rank if the checkpoint does not fit the program.
         """
-        loaded = self._load_newest(initial, weights_only, skip)
+        step, checkpoint = self._load_newest(initial, weights_only, skip)
         # Take ownership only after a successful load: a launch that fails must not end another run.
-        self._take_directory()
-        if self._identify_newest() != loaded.newest:
-            # The launch that has lost the directory has committed a checkpoint in the meantime.
-            loaded = self._load_newest(initial, weights_only, skip)
-        self._saver.own(self._generation, self._tier, loaded.lineage, loaded.local_name)
-        return loaded.step
+        if self._directory.take():
+            step, checkpoint = self._load_newest(initial, weights_only, skip)
+        self._directory.let_save(self._saver, checkpoint)
+        return step
 
     def _load_newest(
         self, initial: str | os.PathLike[str] | None, weights_only: bool, skip: Collection[str]
-    ) -> _Loaded:
-        newest = self._identify_newest()
-        candidate, local = self._choose()
-        if local is not None:
-            try:
-                step = self._load_from(local.directory, False, skip, verify=False)
-                lineage = read_lineage(local.directory)
-            finally:
-                local.close()
-            return _Loaded(step, newest, lineage, local.directory.name)
-        if candidate is not None:
-            directory = path_of(candidate.name)
-            ranks = Coordination.of(None)
-            wait_until_all_ranks_see(directory, ranks)
-            # Rank 0 has seen all shards.
-            waits = not ranks.is_coordinator
-            step = self._load_from(directory, False, skip, waits_for_shards=waits)
-            return _Loaded(step, newest, candidate.lineage)
-        if initial is not None:
-            return _Loaded(self._load_from(path_of(initial), weights_only, skip))
-        return _Loaded()
+    ) -> tuple[int, ChosenCheckpoint[Reader] | None]:
+        """Return the step to continue with, and the checkpoint of the run that was loaded."""
+        step = 0
+
+        def load(checkpoint: ChosenCheckpoint[Reader]) -> None:
+            nonlocal step
+            step = self._load_from(
+                checkpoint.source, checkpoint.directory, False, skip, checkpoint.local is None
+            )
+
+        checkpoint = self._directory.load(self._directory.choose(), load)
+        if checkpoint is None and initial is not None:
+            directory = path_of(initial)
+            reader = Coordination.of(None).run_on_all(lambda: Reader(directory))
+            step = self._load_from(reader, directory, weights_only, skip)
+        return step, checkpoint
 
     def read_object(self, name: str) -> Any:
         """Return the state of an object in the checkpoint that `load` would load.
 
         Returns None if the directory contains no checkpoint. Collective. Does not write files.
         """
-        candidate, local = self._choose()
-        if local is not None:
-            try:
-                return _read_stored_object(local.directory, name, verify=False)
-            finally:
-                local.close()
-        if candidate is not None:
-            return _read_stored_object(path_of(candidate.name), name)
-        return None
+        checkpoint = self._directory.choose()
+        if checkpoint is None:
+            return None
+        reader = checkpoint.source
 
-    def _identify_newest(self) -> str | None:
-        """Return the newest complete checkpoint in the directory, None if there is none.
+        def read() -> Any:
+            if name not in reader.metadata.objects:
+                raise CheckpointError(f"{checkpoint.directory}: contains no object {name}")
+            return reader.read_object(name)
 
-        Collective.
-        """
-
-        def identify() -> str | None:
-            shared, _ = CheckpointDirectory(self._root).describe(_find_problem)
-            return shared[-1].name if shared and shared[-1].problem is None else None
-
-        return Coordination.of(None).run_on_rank0(identify)
-
-    def _choose(self) -> tuple[Candidate | None, OpenLocalCheckpoint | None]:
-        """Return the checkpoint to continue from, open if it is on the disks of the nodes.
-
-        Collective.
-        """
-        local = find_local_checkpoints(self._tier)
-
-        def choose_on_rank0() -> tuple[Candidate | None, LocalCheckpointInfo | None]:
-            shared, newer = CheckpointDirectory(self._root).describe(_find_problem)
-            candidates = [info.to_candidate() for info in local.checkpoints]
-            inventory = Inventory(
-                tuple(shared), tuple(newer), tuple(candidates), tuple(local.of_other_runs)
-            )
-            choice = choose(Launch(save=str(self._root), in_place=True), inventory)
-            for explanation in choice.explain_passed_over():
-                logger.warning(explanation)
-            if choice.candidate not in candidates:
-                return choice.candidate, None
-            return choice.candidate, local.checkpoints[candidates.index(choice.candidate)]
-
-        # All ranks must open the same checkpoint.
-        candidate, info = Coordination.of(None).run_on_rank0(choose_on_rank0)
-        if info is None:
-            return candidate, None
-        assert self._tier is not None
-        return candidate, open_local_checkpoint(self._tier, info)
+        try:
+            return Coordination.of(None).run_on_rank0(read)
+        finally:
+            checkpoint.close()
 
     def _load_from(
         self,
+        reader: Reader,
         directory: Path,
         weights_only: bool,
         skip: Collection[str],
         verify: bool = True,
-        waits_for_shards: bool = False,
     ) -> int:
-        ranks = Coordination.of(None)
-        reader = ranks.run_on_all(
-            lambda: Reader(directory, verify=verify, waits_for_shards=waits_for_shards)
-        )
         # Rank 0 reads the small file for all ranks.
-        common = ranks.run_on_rank0(lambda: load_common(directory, verify=verify))
+        common = Coordination.of(None).run_on_rank0(lambda: load_common(directory, verify=verify))
         self._state.load(reader, str(directory), weights_only=weights_only, skip=skip)
         iteration = common.get(_ITERATION, 0)
         if weights_only or not isinstance(iteration, int):
             return 0
         logger.info(f"loaded {directory}")
         return iteration
-
-    def _take_directory(self) -> None:
-        self._generation = take_directory(self._root, self._job, self._tier)
 
     # ---- Saving ----
 
@@ -368,19 +251,15 @@ class Checkpointer:
         that no rank waits for the others.
         """
         iteration = step + 1
-        # The exchange was started at the end of the last step: it has usually ended by now.
         self._saver.after_iteration()
-        votes = self._count_votes()
-        is_due = self._save_interval is not None and iteration % self._save_interval == 0
-        if is_due or votes.save or votes.signal:
+        decision = self._policy.after(iteration)
+        if decision.save or decision.signal is not None:
             self.save(iteration)
-        elif self._local_interval is not None and iteration % self._local_interval == 0:
+        elif decision.save_locally:
             self._save_locally(iteration)
-        if votes.signal:
-            logger.info(f"{signal.Signals(votes.signal).name} was received: ending after {step}")
-            return True
-        self._start_votes()
-        return False
+        if decision.signal is not None:
+            logger.info(f"{decision.signal.name} was received: ending after {step}")
+        return decision.ends
 
     def save(self, iteration: int) -> None:
         """Save the state after `iteration` steps; wait for the commit unless `async_save`.
@@ -403,7 +282,7 @@ class Checkpointer:
             last=False,
         )
         self._saved_iteration = iteration
-        self._last_save = self._clock()
+        self._policy.restart_timer()
 
     def _save_locally(self, iteration: int) -> None:
         since = time.perf_counter()
@@ -414,17 +293,18 @@ class Checkpointer:
 
     def _ensure_ownership(self) -> None:
         """Take ownership of the directory if `load` was not called."""
-        if self._generation is not None:
+        directory = self._directory
+        if directory.generation is not None:
             return
-        newest = self._identify_newest()
+        newest = directory.find_newest()
         if newest is not None and not self._override:
             raise CheckpointError(
-                f"{self._root} contains {path_of(newest).name} of a run that this program "
+                f"{self._root} contains {newest.name} of a run that this program "
                 "does not continue: call load() first, use another directory, or replace the run "
                 "with override_existing_run=True"
             )
-        self._take_directory()
-        self._saver.own(self._generation, self._tier)
+        directory.take()
+        directory.let_save(self._saver, None)
 
     def wait_staged(self) -> None:
         """Wait until the state of the last save may change.
@@ -446,9 +326,7 @@ class Checkpointer:
 
         Raises SaveFailedError if the last save has failed.
         """
-        if self._exchange is not None:
-            self._exchange()
-            self._exchange = None
+        self._policy.finish()
         self._signals.close()
         for hook in self._hooks:
             hook.remove()
@@ -482,44 +360,40 @@ class Checkpointer:
         of at most `max_file_size` bytes (or one tensor). The directory must not exist yet.
         """
         self.finish()
-        newest = self._identify_newest()
-        if newest is None:
+        source = self._directory.find_newest()
+        if source is None:
             raise CheckpointError(f"{self._root} contains no checkpoint to export")
-        source = path_of(newest)
         Coordination.of(None).run_on_rank0(
             lambda: export_safetensors(source, Path(directory), max_file_size)
         )
 
-    # ---- Votes ----
 
-    def _start_votes(self) -> None:
-        """Begin to exchange the requests of this rank, if there can be any."""
-        if self._save_seconds is None and not self._signals.enabled:
-            return
-        votes = _Votes(
-            signal=self._signals.first(),
-            save=self._save_seconds is not None
-            and self._clock() - self._last_save >= self._save_seconds,
+class _ProgramDirectory(RunDirectory[Reader]):
+    """A directory of checkpoints of this library, of which the newest one is continued."""
+
+    def find_saved(self) -> Path | None:
+        assert self.root is not None
+        shared, _ = CheckpointDirectory(self.root).describe(_find_problem)
+        return path_of(shared[-1].name) if shared and shared[-1].problem is None else None
+
+    def describe(
+        self, job: Job, local: LocalInventory, damaged: frozenset[str]
+    ) -> LaunchDescription:
+        assert self.root is not None
+        shared, newer = CheckpointDirectory(self.root).describe(_find_problem)
+        inventory = Inventory(
+            tuple(shared),
+            tuple(newer),
+            tuple(info.to_candidate(damaged) for info in local.checkpoints),
+            tuple(local.of_other_runs),
         )
-        self._exchange = start_max_reduce(votes, self._device)
+        refs = {candidate.name: CheckpointRef(path_of(candidate.name)) for candidate in shared}
+        return LaunchDescription(Launch(save=str(self.root), in_place=True), inventory, refs)
 
-    def _count_votes(self) -> _Votes:
-        exchange = self._exchange
-        self._exchange = None
-        # The maximum over ranks: one request suffices, and all ranks act on it.
-        return _Votes() if exchange is None else _Votes(*exchange())
-
-
-def _read_stored_object(directory: Path, name: str, verify: bool = True) -> Any:
-    """Read an object on rank 0, and return it on all ranks."""
-
-    def read() -> Any:
-        reader = Reader(directory, verify=verify)
-        if name not in reader.metadata.objects:
-            raise CheckpointError(f"{directory}: contains no object {name}")
-        return reader.read_object(name)
-
-    return Coordination.of(None).run_on_rank0(read)
+    def open(
+        self, checkpoint: CheckpointRef, choice: Choice, *, verify: bool, waits_for_shards: bool
+    ) -> Reader:
+        return Reader(checkpoint.directory, verify=verify, waits_for_shards=waits_for_shards)
 
 
 def _find_problem(directory: Path) -> str | None:
@@ -530,26 +404,24 @@ def _find_problem(directory: Path) -> str | None:
     return f"{directory} is damaged: {problems[0]}" if problems else None
 
 
-class _SignalRecorder:
-    """Records the signals that arrive, instead of terminating, until it is closed."""
-
-    def __init__(self, signals: Collection[signal.Signals]) -> None:
-        self.enabled = bool(signals)
-        self._received: list[int] = []
-        # Python runs handlers between bytecodes, so that recording needs no lock.
-        self._before = {signum: signal.signal(signum, self._record) for signum in signals}
-
-    def _record(self, signum: int, frame: FrameType | None) -> None:
-        self._received.append(signum)
-
-    def first(self) -> int:
-        """Return the number of the first signal, 0 if none has arrived."""
-        return self._received[0] if self._received else 0
-
-    def close(self) -> None:
-        for signum, handler in self._before.items():
-            signal.signal(signum, handler)
-        self._before = {}
+def _make_checkpoint_options(options: CheckpointerOptions) -> CheckpointOptions:
+    """Return the options of the policy; raises ValueError for values that are out of range."""
+    values: dict[str, Any] = {**options}
+    for name in _POSITIVE:
+        limit = values.get(name)
+        if limit is not None and limit <= 0:
+            raise ValueError(f"{name} {limit} must be positive")
+    if (values.get("local_directory") is None) != (values.get("local_interval") is None):
+        raise ValueError("local_directory and local_interval require each other")
+    retention = RetentionRules(
+        keep_last=values.pop("keep_last", None), keep_every=values.pop("keep_every", None)
+    )
+    defaults = CheckpointOptions(
+        async_save=True,
+        retention=retention,
+        replication_interval=values.pop("local_replication_interval", 1),
+    )
+    return dataclasses.replace(defaults, **values)
 
 
 def _as_sequence(optimizer: Optimizer | Sequence[Optimizer] | None) -> tuple[Optimizer, ...]:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from megatron.conversion.model_space.foreign import describe_foreign_mixers
 from megatron.conversion.options import ReadOptions
+from megatron.core.dist_checkpointing.policy import CheckpointRef
 from megatron.core.run_checkpoint.formats import (
     FORMATS,
-    CheckpointRef,
     require_checkpoint,
     require_checksums,
 )

@@ -1,9 +1,6 @@
-"""When a run saves and when it ends: flags, signals, clocks, failed saves and non-finite losses.
+"""When a run saves and when it ends: flags, signals, and losses that are not finite.
 
-All ranks must save and exit at the same iteration, but a signal may reach only one rank, clocks
-differ, and one rank may be the first to notice that a save has failed. If a flag requires it, the
-ranks exchange votes and act on their maximum. The votes of an iteration are counted after the next
-one, so that no rank waits for the exchange.
+`dist_checkpointing.policy.SavePolicy` makes the ranks decide together.
 """
 
 from __future__ import annotations
@@ -11,46 +8,37 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from megatron.core.deferred import start_copy, start_max_reduce
+from megatron.core.deferred import start_copy
 from megatron.core.dist_checkpointing import CheckpointError
+from megatron.core.dist_checkpointing.policy import (
+    Decision,
+    SavePolicy,
+    SignalRecorder,
+    is_multiple,
+)
 from megatron.core.dist_checkpointing.saving.run_saver import RunSaver
 from megatron.core.optimizer import StepResult
 from megatron.core.parallel_state import ParallelState
+from megatron.training.checkpoint.saver import make_options
 from megatron.training.config.options import CheckpointConfig, TrainingConfig
 from megatron.training.reporting.intervals import Interval
 
 EXIT_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # sent by job schedulers before they kill
 
 
-@contextmanager
-def exit_signals(enabled: bool) -> Iterator[list[signal.Signals]]:
-    """Record the exit signals that arrive inside the block, in order, instead of terminating.
+def record_exit_signals(enabled: bool) -> SignalRecorder:
+    """Record the exit signals that arrive from now on, if `enabled`, instead of terminating.
 
-    Unless `enabled`, signals are handled as usual. torchrun passes SIGTERM to its workers and kills
-    them 30 seconds later; Slurm sends SIGUSR1 (`--signal`) before the time limit.
+    torchrun passes SIGTERM to its workers and kills them 30 seconds later; Slurm sends SIGUSR1
+    (`--signal`) before the time limit.
     """
-    received: list[signal.Signals] = []
-
-    def remember(signum: int, frame: FrameType | None) -> None:
-        received.append(signal.Signals(signum))
-
-    previous = {}
-    if enabled:
-        for signum in EXIT_SIGNALS:
-            previous[signum] = signal.signal(signum, remember)
-    try:
-        yield received
-    finally:
-        for signum, handler in previous.items():
-            signal.signal(signum, handler)
+    return SignalRecorder(EXIT_SIGNALS if enabled else ())
 
 
 class Exit(NamedTuple):
@@ -60,126 +48,45 @@ class Exit(NamedTuple):
     urgent: bool = False  # the scheduler is about to kill the run: save at once
 
 
-class SaveAndExit(NamedTuple):
-    """The decision after an iteration; the same on every rank."""
+def make_save_policy(
+    config: CheckpointConfig,
+    training: TrainingConfig,
+    saver: RunSaver,
+    signals: SignalRecorder,
+    device: torch.device,
+    started: float,
+    clock: Callable[[], float] = time.monotonic,
+) -> SavePolicy:
+    """Return the policy of the flags; --exit-duration-in-mins counts from `started`."""
+    minutes = training.exit_duration_in_mins
+    # A synchronous save fails on all ranks together, which needs no vote.
+    is_in_background = config.save is not None and config.async_save
+    return SavePolicy(
+        make_options(config),
+        saver,
+        signals,
+        device,
+        clock,
+        started,
+        max_seconds=None if minutes is None else 60 * minutes,
+        votes_on_failure=config.exit_on_save_failure and is_in_background,
+    )
 
-    save: bool
-    save_locally: bool
-    leave: Exit | None
 
-
-class _Votes(NamedTuple):
-    """The votes of one rank, or their maxima over all ranks."""
-
-    signal: int = 0  # its number
-    late: int = 0
-    save: int = 0
-    failed: int = 0
-
-
-class SaveAndExitPolicy:
-    """Decides after every iteration whether to save and whether to exit.
-
-    Call `after` once per iteration on all ranks, and `finish` after the last. `clock` returns the
-    time in seconds; --exit-duration-in-mins counts from `started`.
-    """
-
-    def __init__(
-        self,
-        signals: Sequence[signal.Signals],
-        training: TrainingConfig,
-        checkpoint: CheckpointConfig,
-        saver: RunSaver,
-        device: torch.device,
-        started: float,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._signals = signals
-        self._saver = saver
-        self._device = device
-        self._training = training
-        self._checkpoint = checkpoint
-        self._clock = clock
-        self._start = started
-        self._last_save = clock()
-        # A synchronous save fails on all ranks together, which needs no vote.
-        self._may_fail = (
-            checkpoint.exit_on_save_failure
-            and checkpoint.save is not None
-            and checkpoint.async_save
+def find_exit(training: TrainingConfig, decision: Decision, iteration: int) -> Exit | None:
+    """Return the reason to exit after `iteration`, if any."""
+    if decision.signal is not None:
+        return Exit(f"{decision.signal.name} was received", urgent=True)
+    if decision.is_late:
+        return Exit(
+            f"{training.exit_duration_in_mins:g} minutes are over (--exit-duration-in-mins)",
+            urgent=True,
         )
-        self._needs_votes = (
-            training.exit_signal_handler
-            or training.exit_duration_in_mins is not None
-            or checkpoint.save_interval_secs is not None
-            or self._may_fail
+    if is_multiple(iteration, training.exit_interval):
+        return Exit(
+            f"iteration {iteration} is a multiple of --exit-interval {training.exit_interval}"
         )
-        self._exchange: Callable[[], list[int]] | None = None  # in progress
-
-    def after(self, iteration: int, seconds: float = 0.0) -> SaveAndExit:
-        """Decide whether to save and exit after `iteration`, which took `seconds`.
-
-        Signals and timers take effect one iteration later. Raises SaveFailedError on all ranks
-        together if a background save has failed (--exit-on-save-failure).
-        """
-        votes = self.finish()
-        if votes.failed:
-            self._saver.stop()
-        leave = self._find_exit(iteration, votes)
-        save = bool(votes.save) or is_multiple(iteration, self._checkpoint.save_interval)
-        if save:
-            self._last_save = self._clock()
-        if self._needs_votes and leave is None:
-            self._exchange = start_max_reduce(self._make_votes(seconds), self._device)
-        locally = is_multiple(iteration, self._checkpoint.non_persistent_save_interval)
-        return SaveAndExit(save, locally and not save, leave)
-
-    def finish(self) -> _Votes:
-        """Complete the last exchange, for which other ranks may be waiting."""
-        if self._exchange is None:
-            return _Votes()
-        exchange = self._exchange
-        self._exchange = None
-        return _Votes(*exchange())
-
-    def _find_exit(self, iteration: int, votes: _Votes) -> Exit | None:
-        """Return the reason to exit after `iteration`, if any."""
-        training = self._training
-        if votes.signal:
-            return Exit(f"{signal.Signals(votes.signal).name} was received", urgent=True)
-        if votes.late:
-            return Exit(
-                f"{training.exit_duration_in_mins:g} minutes are over (--exit-duration-in-mins)",
-                urgent=True,
-            )
-        if is_multiple(iteration, training.exit_interval):
-            return Exit(
-                f"iteration {iteration} is a multiple of --exit-interval {training.exit_interval}"
-            )
-        return None
-
-    def _make_votes(self, seconds: float) -> _Votes:
-        """Return this rank's votes; the last iteration took `seconds`."""
-        now = self._clock()
-        # The number of the signal, so that the maximum over ranks names one that arrived.
-        received = 0
-        if self._signals:
-            received = int(self._signals[0])
-
-        # The vote takes effect after the next iteration, and then the last save must still fit in.
-        minutes = self._training.exit_duration_in_mins
-        end = now - self._start + 2 * seconds + self._saver.expected_seconds
-        is_late = minutes is not None and end > 60 * minutes
-
-        interval = self._checkpoint.save_interval_secs
-        is_save_due = interval is not None and now - self._last_save >= interval
-        has_failed = self._may_fail and self._saver.failure is not None
-        return _Votes(received, is_late, is_save_due, has_failed)
-
-
-def is_multiple(iteration: int, interval: int | None) -> bool:
-    """Return whether something with this interval is due; None and 0 mean never."""
-    return bool(interval) and iteration % interval == 0  # type: ignore[operator]
+    return None
 
 
 class NotFiniteError(ValueError):

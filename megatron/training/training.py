@@ -22,19 +22,14 @@ from typing import Any
 import torch
 
 from megatron.core.datasets.index_helpers import require_compiled_helpers
-from megatron.core.dist_checkpointing import Generation
-from megatron.core.dist_checkpointing.local_checkpoints import Tier
-from megatron.core.dist_checkpointing.ownership import (
-    identify_job,
-    prepare_directory,
-    take_directory,
-)
+from megatron.core.dist_checkpointing.policy import ChosenCheckpoint, is_multiple
 from megatron.core.dist_checkpointing.saving.pending_export import ExportTarget
 from megatron.core.dist_checkpointing.saving.run_saver import RunSaver, SaveFailedError
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.durable_files import encode_json, write_json
 from megatron.core.object_path import ObjectPath, path_of
 from megatron.core.optimizer import StepResult
+from megatron.core.run_checkpoint.source import Source
 from megatron.core.wings import resolve
 from megatron.training.checkpoint.contents import (
     get_state_to_save,
@@ -50,30 +45,24 @@ from megatron.training.checkpoint.export import (
     report_missing_export,
     save_hf,
 )
-from megatron.training.checkpoint.resume import load_checkpoint, may_leave_weights
-from megatron.training.checkpoint.save_directory import (
-    find_saved,
-    identify_newest,
-    open_local_tier,
-    saves_to,
-)
-from megatron.training.checkpoint.start import (
-    Start,
+from megatron.training.checkpoint.launch import (
+    TrainingDirectory,
     adopt_end_of_document,
-    find_start,
     is_restart_idiom,
+    saves_to,
     stored_vocab_size,
 )
+from megatron.training.checkpoint.resume import load_checkpoint, may_leave_weights
 from megatron.training.config.run_config import Config, ModelProvider
 from megatron.training.data.loaders import Data, Split, build_data
-from megatron.training.data.tokenizer import build_tokenizer
+from megatron.training.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.errors import TrainingInterrupted, lost_ranks_explained
 from megatron.training.exit import (
     NanCheck,
     NotFiniteError,
-    SaveAndExitPolicy,
-    exit_signals,
-    is_multiple,
+    find_exit,
+    make_save_policy,
+    record_exit_signals,
 )
 from megatron.training.initialize import initialize
 from megatron.training.rendezvous import environment_rank
@@ -140,24 +129,14 @@ def pretrain(
     ps, device = initialize(config.distributed, config.parallel)
     # From here on, a collective can fail because another rank has died.
     with lost_ranks_explained(ps, config.distributed.distributed_timeout_minutes):
-        job = identify_job()
-        save = saves_to(config)
-        if save is not None:
-            prepare_directory(save)
-        tier = open_local_tier(config.checkpoint, save)
-
-        # Find the checkpoint before building the model: it may determine the vocabulary size.
-        newest = identify_newest(save)
-        find = partial(find_start, config.checkpoint, save, tier, job)
-        start = find()
-        if adopt_end_of_document(config, start):
-            tokenizer = build_tokenizer(config.tokenizer)
-        config.set_vocab_size(tokenizer.vocab_size, stored_vocab_size(start))
-        for note in config.notes:
-            logger.info(note)
+        # Choose the checkpoint before building the model: it may determine the vocabulary size.
+        directory = TrainingDirectory(config.checkpoint, saves_to(config))
+        directory.prepare()
+        checkpoint = directory.choose()
+        tokenizer = agree_on_vocabulary(config, tokenizer, checkpoint)
 
         # Build and load.
-        random_weights = start is None or may_leave_weights(config.checkpoint)
+        random_weights = checkpoint is None or may_leave_weights(config.checkpoint)
         run = build_run(
             config, ps, device, model_provider, forward_step, random_weights=random_weights
         )
@@ -166,26 +145,26 @@ def pretrain(
         run.on_iteration = on_iteration
         run.end_of_document = tokenizer.eod
         check_hf_target(run)
-        start = load_checkpoint(run, start, find)
+        checkpoint = directory.load(checkpoint, partial(load_checkpoint, run))
         if config.checkpoint.ckpt_convert_format is not None:
             save_converted(run)
             return run
-        if save is not None and not config.training.skip_train:
+        if directory.root is not None:
             run.hf_exports = plan_hf_exports(run)
             run.saver.prepare(get_state_to_save(run))  # in the background of building the data
         data = build_data(run, tokenizer, datasets_provider)
 
         # Train, evaluate, save.
-        with reporting(run, model_provider, writers) as record_start, interrupts_explained(run):
-            if save is not None:
-                # As late as possible, because it ends a run that is still saving to the directory.
-                generation = take_directory(save, job, tier)
-                if identify_newest(save) != newest:
-                    # The run that has lost the directory has committed another checkpoint since.
-                    start = load_checkpoint(run, find(), find)
+        with (
+            reporting(run, model_provider, writers) as record_start,
+            interrupts_explained(run, directory),
+        ):
+            if directory.root is not None:
+                if directory.take():
+                    checkpoint = directory.load(directory.choose(), partial(load_checkpoint, run))
                     data.close()
                     data = build_data(run, tokenizer, datasets_provider)
-                own_save_directory(run, generation, tier, start)
+                begin_saving(run, directory, checkpoint)
             run.saver.finish_preparing()
             record_start()
             if not config.training.skip_train:
@@ -198,8 +177,20 @@ def pretrain(
     return run
 
 
+def agree_on_vocabulary(
+    config: Config, tokenizer: Tokenizer, checkpoint: ChosenCheckpoint[Source] | None
+) -> Tokenizer:
+    """Adapt tokenizer and vocabulary size to the checkpoint to load, and return the tokenizer."""
+    if adopt_end_of_document(config, checkpoint):
+        tokenizer = build_tokenizer(config.tokenizer)
+    config.set_vocab_size(tokenizer.vocab_size, stored_vocab_size(checkpoint))
+    for note in config.notes:
+        logger.info(note)
+    return tokenizer
+
+
 @contextmanager
-def interrupts_explained(run: Run) -> Iterator[None]:
+def interrupts_explained(run: Run, directory: TrainingDirectory) -> Iterator[None]:
     """Turn Ctrl-C into an error that names the newest checkpoint and how to resume."""
     try:
         yield
@@ -207,34 +198,29 @@ def interrupts_explained(run: Run) -> Iterator[None]:
         message = f"interrupted after iteration {run.state.iteration}"
         save = run.config.checkpoint.save
         # Only rank 0 looks at the disk.
-        generation = run.saver.generation
         saved = None
-        if generation is not None and run.ps.rank == 0:
-            saved = find_saved(generation.root)
+        if directory.generation is not None and run.ps.rank == 0:
+            saved = directory.find_saved()
         if save is None:
             message += "; without --save no checkpoint is saved"
         elif saved is None:
             message += f"; {save} contains no checkpoint yet"
         elif is_restart_idiom(run.config.checkpoint):
-            message += f"; start the same command again to continue from {saved.directory}"
+            message += f"; start the same command again to continue from {saved}"
         else:
-            message += f"; continue from {saved.directory} with --load {save} --save {save}"
+            message += f"; continue from {saved} with --load {save} --save {save}"
         raise TrainingInterrupted(message) from interrupt
 
 
-def own_save_directory(
-    run: Run, generation: Generation, tier: Tier | None, start: Start | None
+def begin_saving(
+    run: Run, directory: TrainingDirectory, loaded: ChosenCheckpoint[Source] | None
 ) -> None:
-    """Let checkpoints be saved to the directory of `generation`, as descendants of `start`."""
+    """Let checkpoints be saved to the directory that was taken, as descendants of `loaded`."""
     if run.hf_exports is not None and run.ps.rank == 0:
         remove_unfinished_exports(run)
-        if start is not None:
-            report_missing_export(run, start.directory)
-    if start is None:
-        run.saver.own(generation, tier)
-        return
-    loaded_locally = None if start.local is None else start.directory.name
-    run.saver.own(generation, tier, start.lineage, loaded_locally)
+        if loaded is not None:
+            report_missing_export(run, loaded.directory)
+    directory.let_save(run.saver, loaded)
 
 
 def train(run: Run, data: Data) -> None:
@@ -248,13 +234,13 @@ def train(run: Run, data: Data) -> None:
     first = run.state.iteration + 1
     leave = None
     with (
-        exit_signals(training.exit_signal_handler) as signals,
+        record_exit_signals(training.exit_signal_handler) as signals,
         _saver_closed(run.saver),
         _garbage_collection(training.manual_gc),
         _profiling(run) as before_iteration,
     ):
-        policy = SaveAndExitPolicy(
-            signals, training, config.checkpoint, run.saver, run.device, run.started, run.clock
+        policy = make_save_policy(
+            config.checkpoint, training, run.saver, signals, run.device, run.started, run.clock
         )
         while leave is None and not run.is_complete:
             # One optimizer step. The host does not wait for the device.
@@ -263,7 +249,8 @@ def train(run: Run, data: Data) -> None:
             iterate(run, data.train.batches, log, nan_check)
             run.on_iteration()
             iteration = run.state.iteration
-            save, save_locally, leave = policy.after(iteration, run.clock() - began)
+            decision = policy.after(iteration, run.clock() - began)
+            leave = find_exit(training, decision, iteration)
             is_last = leave is not None or run.is_complete
 
             # Report first, so that the line is not lost if evaluation or saving fails.
@@ -278,9 +265,9 @@ def train(run: Run, data: Data) -> None:
             if is_multiple(iteration, training.eval_interval) and not (leave and leave.urgent):
                 with log.paused():
                     evaluate_split(run, data.valid, "validation")
-            if save or is_last:
+            if decision.save or is_last:
                 save_if_finite(run, log, nan_check, last=is_last)
-            elif save_locally:
+            elif decision.save_locally:
                 save_if_finite(run, log, nan_check, locally=True)
             run.saver.after_iteration()
             report_saves(run)

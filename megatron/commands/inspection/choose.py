@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.tiers.local_tier import LocalTier, Replica
 from megatron.core.flags import raise_problems
 from megatron.core.object_path import path_of
 from megatron.core.terminal import print_text
-from megatron.training.checkpoint.start import check_random_weights, describe_launch
+from megatron.training.checkpoint.launch import check_random_weights, describe_launch
 from megatron.training.config.arguments import build
 from megatron.training.config.options import CheckpointConfig
 from megatron.training.config.parsing import make_flag_parser

@@ -39,6 +39,7 @@ from megatron.core.dist_checkpointing.files import (
 from megatron.core.dist_checkpointing.format.checksums import CHECKSUMS, find_checksums
 from megatron.core.dist_checkpointing.generation import find_interrupted_commit
 from megatron.core.dist_checkpointing.lineage import on_branch
+from megatron.core.dist_checkpointing.policy import CheckpointRef
 from megatron.core.object_path import ObjectPath, path_of
 from megatron.core.run_checkpoint.file_names import (
     CONSOLIDATED,
@@ -66,15 +67,6 @@ _MAX_LISTED = 3  # damaged files in a message
 
 class NoCheckpointError(ValueError):
     """A path does not name exactly one checkpoint in a known format."""
-
-
-class CheckpointRef(NamedTuple):
-    """A checkpoint that can be opened."""
-
-    directory: Path
-    format: str
-    note: str | None = None  # why it is not the checkpoint that the tracker names
-    damaged: tuple[tuple[Path, str], ...] = ()  # newer ones that cannot be used, and why
 
 
 # ---- Formats ----

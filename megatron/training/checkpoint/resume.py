@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
 
-from megatron.core.dist_checkpointing import CheckpointError, ShardedObject
+from megatron.core.dist_checkpointing import ShardedObject
 from megatron.core.dist_checkpointing.loading.load import RAISE, STRICTNESS
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.policy import ChosenCheckpoint
 from megatron.core.optimizer import AVERAGE_PREFIX, OptimizerConfig, get_update_rule
 from megatron.core.run_checkpoint.extra_states import is_extra_state
 from megatron.core.run_checkpoint.loading import load_from_source
@@ -25,7 +26,6 @@ from megatron.training.checkpoint.contents import get_model_state
 from megatron.training.checkpoint.damage import damage_explained
 from megatron.training.checkpoint.fp8_state import fp8_state_to_load, restore_fp8_state
 from megatron.training.checkpoint.rng_state import find_rng_key, set_rng_state, unpack_own_state
-from megatron.training.checkpoint.start import Start
 from megatron.training.config.options import CheckpointConfig
 from megatron.training.config.stored_args import normalize_stored_args, unpack_single
 from megatron.training.initialize import seed_everything
@@ -84,83 +84,34 @@ def may_leave_weights(config: CheckpointConfig) -> bool:
     return unexpected != RAISE
 
 
-def load_checkpoint(
-    run: Run, start: Start | None, find_again: Callable[[frozenset[str]], Start | None]
-) -> Start | None:
-    """Load the checkpoint `start`, of any layout and program, and return it. Collective.
+class _Selection(NamedTuple):
+    """The parts of a checkpoint that a run loads, besides the weights."""
+
+    training: TrainingState | None
+    with_optimizer: bool
+    with_average: bool  # of the weights
+    generators: str | None  # key of the states of this rank
+
+
+def load_checkpoint(run: Run, checkpoint: ChosenCheckpoint[Source]) -> None:
+    """Load a checkpoint of any layout and program. Collective.
 
     Every rank reads the boxes that it needs. From a checkpoint without training state (Hugging
-    Face) a run takes the weights and starts at iteration 0. If a checkpoint on the disks of the
-    nodes turns out to be damaged, `find_again` returns an older one to load instead.
+    Face) a run takes the weights and starts at iteration 0.
     """
-    # The run itself has chosen a checkpoint on the disks of the nodes, so it may skip damaged ones.
-    # Damage of a checkpoint that the user names is an error.
-    while start is not None and start.local is not None:
-        try:
-            _load(run, start)
-            return start
-        except CheckpointError as error:
-            logger.warning(f"{error}\n   taking an older checkpoint")
-            damaged = start.damaged | {start.directory.name}
-        finally:
-            start.local.close()
-        start = find_again(damaged)
-    if start is not None:
-        _load(run, start)
-    return start
-
-
-def _load(run: Run, start: Start) -> None:
     config = run.config.checkpoint
-    source = start.source
+    source = checkpoint.source
     began = time.perf_counter()
-
     # Select the parts to load, and check that they fit before anything changes.
-    # Other programs and versions spell some arguments differently.
-    stored_args = normalize_stored_args(source.args)
-    for warning in check_same_model(run.config.flags(), stored_args, source.description):
-        logger.warning(warning)
-    training = None if start.weights_only else source.training
-    # --no-load-optim applies to the checkpoint that the flags name. A run that continues its own
-    # checkpoint needs its optimizer, unless it never saves one.
-    skips_optimizer = config.no_load_optim and (not start.continues or config.no_save_optim)
-    with_optimizer = training is not None and not skips_optimizer
-    if with_optimizer:
-        _check_optimizer(run.config.optimizer, source)
-        values = run.config.flags() | {"end_of_document": run.end_of_document}
-        differences = list_training_differences(values, stored_args)
-        if differences:
-            logger.warning(
-                f"{source.description} was trained with other flags: {'; '.join(differences)}. The "
-                "run continues with the flags of this launch"
-            )
+    selection = _select_parts(run, checkpoint)
+    training = selection.training
+    with_optimizer = selection.with_optimizer
 
-    # Read into the live tensors. With an optimizer the weights follow from its main parameters,
-    # which are more precise.
+    # Read into the live tensors.
     model = get_model_state(run)
-    requested_state = (
-        run.optimizer.state_to_load(model)
-        if with_optimizer
-        else run.optimizer.weights(model, live=True)
-    )
-    # The average of the weights (--ema-decay) continues only with the training state of its run.
-    has_stored_average = any(key.startswith(AVERAGE_PREFIX) for key in source.tensors)
-    continues_average = run.optimizer.has_average and has_stored_average and training is not None
-    if continues_average:
-        requested_state |= run.optimizer.average_state(model)
-    # Request objects only where the checkpoint has them: other layouts and programs do not.
-    generators = None
-    if training is not None and not config.no_load_rng:
-        generators = find_rng_key(run.ps, run.config.parallel, training.rng)
-    if generators is not None:
-        requested_state[generators] = ShardedObject(generators, None)
-    has_fp8 = run.config.model.fp8 is not None
-    if has_fp8 and training is not None and isinstance(source, RunCheckpoint):
-        stored_objects = source.reader.metadata.objects
-        requested_state |= fp8_state_to_load(run.chunks, run.ps.ep, model, stored_objects)
-    with damage_explained(start.directory):
+    with damage_explained(checkpoint.directory):
         report = load_from_source(
-            requested_state,
+            _request_state(run, model, source, selection),
             source,
             strictness=config.dist_ckpt_strictness,
             skip=lambda key: _is_skipped(key, with_optimizer, source.tensors),
@@ -169,30 +120,14 @@ def _load(run: Run, start: Start) -> None:
         )
 
     # Restore everything that is not a tensor.
-    if with_optimizer:
-        assert training is not None
-        state = {
-            "optimizer": {"param_groups": training.param_groups},
-            "grad_scaler": training.grad_scaler or {},
-        }
-        # Casts the main parameters that were just read to the dtype of the weights.
-        run.optimizer.load_state_dict(state, model)
-    else:
-        # The reverse: main parameters start as copies of the weights.
-        run.optimizer.reload_model_params(model)
-    # Without a stored average, the loaded weights are the first ones to average.
-    if run.optimizer.has_average and not continues_average:
-        run.optimizer.reset_average()
-        logger.info("the average of --ema-decay starts from the loaded weights")
-    elif has_stored_average and not continues_average:
-        logger.warning(
-            f"the average of the weights in {source.description} is not used, and later "
-            "checkpoints will not contain one: give --ema-decay to continue it"
-        )
+    _restore_optimizer(run, model, selection)
+    _restore_average(run, source, selection)
     if training is not None:
         fingerprint = source.args.get("train_data_fingerprint")
         _restore_position(run, training, fingerprint, with_optimizer)
-        stored_state = None if generators is None else report.objects.get(generators)
+        stored_state = None
+        if selection.generators is not None:
+            stored_state = report.objects.get(selection.generators)
         _restore_generators(run, unpack_own_state(stored_state, run.ps))
         _restore_fp8(run, model, report.objects, had_fp8=bool(source.args.get("fp8")))
 
@@ -205,6 +140,93 @@ def _load(run: Run, start: Start) -> None:
         f"loaded {loaded} of {source.description} at iteration {run.state.iteration} in "
         f"{run.loading_seconds:.2f} s"
     )
+
+
+def _select_parts(run: Run, checkpoint: ChosenCheckpoint[Source]) -> _Selection:
+    """Return the parts to load; check that they fit, and log how the runs differ."""
+    config = run.config.checkpoint
+    source = checkpoint.source
+    choice = checkpoint.choice
+    # Other programs and versions spell some arguments differently.
+    stored_args = normalize_stored_args(source.args)
+    for warning in check_same_model(run.config.flags(), stored_args, source.description):
+        logger.warning(warning)
+    training = None if choice.weights_only else source.training
+    # --no-load-optim applies to the checkpoint that the flags name. A run that continues its own
+    # checkpoint needs its optimizer, unless it never saves one.
+    skips_optimizer = config.no_load_optim and (not choice.continues or config.no_save_optim)
+    with_optimizer = training is not None and not skips_optimizer
+    if with_optimizer:
+        _check_optimizer(run.config.optimizer, source)
+        values = run.config.flags() | {"end_of_document": run.end_of_document}
+        differences = list_training_differences(values, stored_args)
+        if differences:
+            logger.warning(
+                f"{source.description} was trained with other flags: {'; '.join(differences)}. The "
+                "run continues with the flags of this launch"
+            )
+    # The average of the weights (--ema-decay) continues only with the training state of its run.
+    with_average = run.optimizer.has_average and _has_average(source) and training is not None
+    generators = None
+    if training is not None and not config.no_load_rng:
+        generators = find_rng_key(run.ps, run.config.parallel, training.rng)
+    return _Selection(training, with_optimizer, with_average, generators)
+
+
+def _has_average(source: Source) -> bool:
+    return any(key.startswith(AVERAGE_PREFIX) for key in source.tensors)
+
+
+def _request_state(
+    run: Run, model: ShardedStateDict, source: Source, selection: _Selection
+) -> ShardedStateDict:
+    """Return the live tensors to fill, and the objects to read, by key."""
+    # With an optimizer the weights follow from its main parameters, which are more precise.
+    if selection.with_optimizer:
+        requested_state = run.optimizer.state_to_load(model)
+    else:
+        requested_state = run.optimizer.weights(model, live=True)
+    if selection.with_average:
+        requested_state |= run.optimizer.average_state(model)
+    # Request objects only where the checkpoint has them: other layouts and programs do not.
+    generators = selection.generators
+    if generators is not None:
+        requested_state[generators] = ShardedObject(generators, None)
+    has_fp8 = run.config.model.fp8 is not None
+    if has_fp8 and selection.training is not None and isinstance(source, RunCheckpoint):
+        stored_objects = source.reader.metadata.objects
+        requested_state |= fp8_state_to_load(run.chunks, run.ps.ep, model, stored_objects)
+    return requested_state
+
+
+def _restore_optimizer(run: Run, model: ShardedStateDict, selection: _Selection) -> None:
+    """Restore parameter groups and loss scale, and make weights and main parameters agree."""
+    training = selection.training
+    if not selection.with_optimizer or training is None:
+        # Main parameters start as copies of the weights.
+        run.optimizer.reload_model_params(model)
+        return
+    state = {
+        "optimizer": {"param_groups": training.param_groups},
+        "grad_scaler": training.grad_scaler or {},
+    }
+    # Casts the main parameters that were just read to the dtype of the weights.
+    run.optimizer.load_state_dict(state, model)
+
+
+def _restore_average(run: Run, source: Source, selection: _Selection) -> None:
+    """Begin the average of the weights where none is loaded, or log that one is not used."""
+    if selection.with_average:
+        return
+    # Without a stored average, the loaded weights are the first ones to average.
+    if run.optimizer.has_average:
+        run.optimizer.reset_average()
+        logger.info("the average of --ema-decay starts from the loaded weights")
+    elif _has_average(source):
+        logger.warning(
+            f"the average of the weights in {source.description} is not used, and later "
+            "checkpoints will not contain one: give --ema-decay to continue it"
+        )
 
 
 def check_same_model(

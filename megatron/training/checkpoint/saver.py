@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing import SaveReport, is_complete, iteration_in_name
+from megatron.core.dist_checkpointing.policy import CheckpointOptions
 from megatron.core.dist_checkpointing.saving.retention import RetentionRules
-from megatron.core.dist_checkpointing.saving.run_saver import RunSaver, SaveOptions
+from megatron.core.dist_checkpointing.saving.run_saver import RunSaver
 from megatron.core.run_checkpoint.formats import FORMATS
 from megatron.core.run_checkpoint.tokenizer_files import read_tokenizer_files
 from megatron.training.config.options import CheckpointConfig
@@ -61,9 +63,14 @@ def make_saver(
 
     Checkpoints contain the files of the `tokenizer`, whose arguments are given.
     """
-    files: Mapping[str, bytes] = {}
+    options = make_options(config)
     if tokenizer is not None and config.save_tokenizer_assets:
-        files = read_tokenizer_files(tokenizer)
+        options = replace(options, files=read_tokenizer_files(tokenizer))
+    return RunSaver(options, (log or SaveLog()).add)
+
+
+def make_options(config: CheckpointConfig) -> CheckpointOptions:
+    """Return the options for the checkpoints of a run from its flags."""
     # The flag is in GiB.
     staging_mem_limit = None
     if config.ckpt_staging_mem_limit is not None:
@@ -74,20 +81,26 @@ def make_saver(
         keep_best=config.keep_best_n,
     )
     # A conversion consists of one save, whose failure must end the program with an error.
-    options = SaveOptions(
+    must_succeed = config.exit_on_save_failure or config.ckpt_convert_save is not None
+    saves_locally = config.non_persistent_ckpt_type is not None
+    return CheckpointOptions(
         async_save=config.async_save,
         fully_parallel=config.ckpt_fully_parallel_save,
         workers=config.dist_ckpt_workers,
         staging_mem_limit=staging_mem_limit,
         timeout=60 * config.ckpt_save_timeout_minutes,
         assume_constant_structure=config.ckpt_assume_constant_structure,
-        must_succeed=config.exit_on_save_failure or config.ckpt_convert_save is not None,
+        must_succeed=must_succeed,
         retention=retention,
         is_checkpoint=is_native_checkpoint,
-        files=files,
         replication_interval=config.replication_interval,
+        save_interval=config.save_interval,
+        save_seconds=config.save_interval_secs,
+        local_directory=config.non_persistent_local_ckpt_dir if saves_locally else None,
+        local_interval=config.non_persistent_save_interval,
+        local_replicas=config.replication_factor if config.replication else 1,
+        local_replica_distance=config.replication_jump,
     )
-    return RunSaver(options, (log or SaveLog()).add)
 
 
 def is_native_checkpoint(directory: Path) -> bool:

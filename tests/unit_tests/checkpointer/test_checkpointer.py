@@ -1,11 +1,11 @@
 """`Checkpointer` in training loops of plain PyTorch: resume, policy, ownership, other programs."""
 
-import inspect
 import os
 import random
 import re
 import shutil
 import signal
+import time
 
 import numpy as np
 import pytest
@@ -681,11 +681,20 @@ def test_stored_object_is_read_without_loading(tmp_path):
             ckpt.read_object("other")
 
 
-def test_options_are_those_of_the_constructor():
-    parameters = inspect.signature(Checkpointer).parameters.values()
-    options = {each.name for each in parameters if each.kind == each.KEYWORD_ONLY}
-    objects = {"scheduler", "dataloader", "objects"}
-    assert options - objects == CheckpointerOptions.__annotations__.keys()
+def test_every_option_has_an_effect_and_others_are_refused(tmp_path):
+    defaults: CheckpointerOptions = {
+        "async_save": True, "save_interval": None, "save_seconds": None, "exit_signals": (),
+        "keep_last": None, "keep_every": None, "local_directory": None, "local_interval": None,
+        "local_replicas": 1, "local_replication_interval": 1, "workers": 2,
+        "staging_mem_limit": None, "timeout": 600.0, "must_succeed": False,
+        "override_existing_run": False, "on_saved": lambda report: None, "clock": time.monotonic,
+    }  # fmt: skip
+    assert defaults.keys() == CheckpointerOptions.__annotations__.keys()
+    model = nn.Linear(2, 2)
+    with Checkpointer(tmp_path, model) as plain, Checkpointer(tmp_path, model, **defaults) as ckpt:
+        assert plain._options == ckpt._options
+    with pytest.raises(TypeError, match="unexpected keyword argument 'keep_first'"):
+        Checkpointer(tmp_path, model, keep_first=1)
 
 
 def test_unsupported_programs_are_refused(tmp_path):

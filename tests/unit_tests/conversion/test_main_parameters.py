@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing import (
 from megatron.core.dist_checkpointing.source import read_whole
 from megatron.core.run_checkpoint.loading import load_from_source
 from megatron.core.run_checkpoint.source import Source
-from megatron.training.checkpoint.start import find_start
+from megatron.training.checkpoint.launch import TrainingDirectory
 from megatron.training.config.options import CheckpointConfig
 from tests.support.memory_source import LLAMA_ARGS, MemorySource, random_source
 
@@ -56,8 +56,8 @@ def test_run_refuses_shifted_optimizer_and_loads_weights_only(tmp_path: Path) ->
     write_legacy(defective(slice(None)), tmp_path / "iter_0000007", Layout.of(2, 2, 1))
     write_tracker(tmp_path, 7)
     with pytest.raises(CheckpointError, match="--no-load-optim of a run"):
-        find_start(CheckpointConfig(load=str(tmp_path)))
-    start = find_start(CheckpointConfig(load=str(tmp_path), no_load_optim=True))
+        TrainingDirectory(CheckpointConfig(load=str(tmp_path))).choose()
+    start = TrainingDirectory(CheckpointConfig(load=str(tmp_path), no_load_optim=True)).choose()
     assert start is not None and start.source is not None and KEY in start.source.tensors
     assert not any(key.startswith("optimizer.") for key in start.source.tensors)
 

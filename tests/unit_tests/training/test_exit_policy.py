@@ -9,7 +9,7 @@ import torch
 from megatron.core.dist_checkpointing.saving.run_saver import SaveFailedError
 from megatron.training.checkpoint.saver import make_saver
 from megatron.training.config.options import CheckpointConfig, TrainingConfig
-from megatron.training.exit import Exit, SaveAndExitPolicy, exit_signals
+from megatron.training.exit import Exit, find_exit, make_save_policy, record_exit_signals
 
 
 class Clock:
@@ -25,39 +25,47 @@ class Clock:
         self.seconds += seconds
 
 
-def decisions(training=None, checkpoint=None, signals=None, saver=None, clock=None):
-    clock = clock or Clock()
-    checkpoint = checkpoint or CheckpointConfig()
-    return SaveAndExitPolicy(
-        [] if signals is None else signals,
-        training or TrainingConfig(),
-        checkpoint,
-        saver or make_saver(checkpoint),
-        torch.device("cpu"),
-        clock(),
-        clock,
-    )
+class Run:
+    """The loop of a run without training: decides after each iteration."""
+
+    def __init__(self, training=None, checkpoint=None, signals=None, saver=None, clock=None):
+        clock = clock or Clock()
+        checkpoint = checkpoint or CheckpointConfig()
+        self.training = training or TrainingConfig()
+        saver = saver or make_saver(checkpoint)
+        signals = signals or record_exit_signals(False)
+        self.policy = make_save_policy(
+            checkpoint, self.training, saver, signals, torch.device("cpu"), clock(), clock
+        )
+
+    def after(self, iteration, seconds=0.0):
+        """Return whether to save after an iteration, and why to exit, if so."""
+        decision = self.policy.after(iteration, seconds)
+        return decision.save, find_exit(self.training, decision, iteration)
+
+    def exits(self, *iterations, seconds=0.0):
+        return [self.after(iteration, seconds)[1] for iteration in iterations]
 
 
 def one_rank_is_signalled(rank, world_size):
-    with exit_signals(True) as signals:
-        decide = decisions(TrainingConfig(exit_signal_handler=True), signals=signals)
-        before = decide.after(1)
+    with record_exit_signals(True) as signals:
+        run = Run(TrainingConfig(exit_signal_handler=True), signals=signals)
+        before = run.exits(1)
         if rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        return before.leave, decide.after(2).leave, decide.after(3).leave
+        return before + run.exits(2, 3)
 
 
 def test_signal_on_one_rank_ends_all_at_the_same_iteration(pool):
     signalled = Exit("SIGTERM was received", urgent=True)
-    assert pool.run(one_rank_is_signalled, 2) == [(None, None, signalled)] * 2
+    assert pool.run(one_rank_is_signalled, 2) == [[None, None, signalled]] * 2
 
 
 def time_is_up_on_one_rank(rank, world_size):
     clock = Clock()
-    decide = decisions(TrainingConfig(exit_duration_in_mins=1.0), clock=clock)
+    run = Run(TrainingConfig(exit_duration_in_mins=1.0), clock=clock)
     clock.move(60.1 if rank == 0 else 59.0)
-    return decide.after(1).leave, decide.after(2).leave
+    return run.exits(1, 2)
 
 
 def test_time_limit_on_one_rank_ends_all(pool):
@@ -68,15 +76,13 @@ def test_time_limit_on_one_rank_ends_all(pool):
 
 def the_save_takes_long(rank, world_size):
     saver = make_saver(CheckpointConfig())
-    decide = decisions(TrainingConfig(exit_duration_in_mins=1.0), saver=saver)
-    left = [decide.after(1).leave, decide.after(2).leave]
+    run = Run(TrainingConfig(exit_duration_in_mins=1.0), saver=saver)
+    exits = run.exits(1, 2)
     saver.expected_seconds = 59.5 if rank == 1 else 0.0  # as it measured the last one
-    left += [
-        decide.after(3, seconds=0.2).leave,
-        decide.after(4, seconds=0.3).leave,
-        decide.after(5).leave,
-    ]
-    return [leave is not None for leave in left]
+    exits += run.exits(3, seconds=0.2)
+    exits += run.exits(4, seconds=0.3)
+    exits += run.exits(5)
+    return [reason is not None for reason in exits]
 
 
 def test_time_limit_includes_the_last_save(pool):
@@ -86,15 +92,15 @@ def test_time_limit_includes_the_last_save(pool):
 
 def clocks_that_differ(rank, world_size):
     clock = Clock()
-    decide = decisions(
+    run = Run(
         checkpoint=CheckpointConfig(save="x", save_interval_secs=0.5 if rank == 0 else 1000),
         clock=clock,
     )
     saved = []
     for iteration in range(1, 19):
-        saved.append(decide.after(iteration).save)
+        saved.append(run.after(iteration)[0])
         clock.move(0.125)
-    decide.finish()
+    run.policy.finish()
     return saved
 
 
@@ -113,7 +119,7 @@ def test_save_by_iteration_resets_the_clock(pool):
 
 def both_rules(rank, world_size):
     clock = Clock()
-    decide = decisions(
+    run = Run(
         checkpoint=CheckpointConfig(save="x", save_interval=2, save_interval_secs=0.25), clock=clock
     )
     saved = []
@@ -124,36 +130,35 @@ def both_rules(rank, world_size):
         (5, 0.0),
         (7, 0.0),
     ):  # due at 5, seen at 7
-        saved.append(decide.after(iteration).save)
+        saved.append(run.after(iteration)[0])
         clock.move(pause)
-    decide.finish()
+    run.policy.finish()
     return saved
 
 
 def a_save_fails_behind_training(rank, world_size):
     checkpoint = CheckpointConfig(save="x", async_save=True, exit_on_save_failure=True)
     saver = make_saver(checkpoint)
-    decide = decisions(checkpoint=checkpoint, saver=saver)
-    first = decide.after(1).leave
+    run = Run(checkpoint=checkpoint, saver=saver)
+    exits = run.exits(1)
     if rank == 1:
         saver.failure = "the disk is full"
-    decide.after(2)
+    run.after(2)
     with pytest.raises(SaveFailedError) as error:
-        decide.after(3)
-    return first, str(error.value)
+        run.after(3)
+    return exits, str(error.value)
 
 
 def test_all_ranks_stop_when_one_reports_a_failed_save(pool):
     (first, other_rank), (second, own) = pool.run(a_save_fails_behind_training, 2)
-    assert first is second is None and own == "the disk is full" and "another rank" in other_rank
+    assert first == second == [None] and own == "the disk is full" and "another rank" in other_rank
 
 
 @pytest.mark.parametrize("interval", [1, 4])
 def test_intervals_do_not_communicate(interval):
     assert not torch.distributed.is_initialized()
-    decide = decisions(
-        TrainingConfig(exit_interval=interval), CheckpointConfig(save="x", save_interval=3)
-    )
-    verdicts = [decide.after(i) for i in range(1, 13)]
-    assert [v.leave is not None for v in verdicts] == [i % interval == 0 for i in range(1, 13)]
-    assert [v.save for v in verdicts] == [i % 3 == 0 for i in range(1, 13)]
+    run = Run(TrainingConfig(exit_interval=interval), CheckpointConfig(save="x", save_interval=3))
+    iterations = range(1, 13)
+    decisions = [run.after(i) for i in iterations]
+    assert [leave is not None for _, leave in decisions] == [i % interval == 0 for i in iterations]
+    assert [save for save, _ in decisions] == [i % 3 == 0 for i in iterations]

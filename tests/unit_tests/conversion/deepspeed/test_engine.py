@@ -9,7 +9,7 @@ from megatron.conversion.deepspeed.universal import write_universal
 from megatron.conversion.opening import open_checkpoint
 from megatron.core.run_checkpoint.formats import NoCheckpointError, find_checkpoint
 from megatron.core.safe_files import CheckpointError
-from megatron.training.checkpoint.start import find_start
+from megatron.training.checkpoint.launch import TrainingDirectory
 from megatron.training.config.options import CheckpointConfig
 from tests.support.memory_source import GPT_ARGS, random_source
 
@@ -71,7 +71,9 @@ def test_training_does_not_start_from_random_weights(tmp_path: Path) -> None:
     """With the same --load and --save, an empty directory is the first launch of a run."""
     save(tmp_path, STAGES["stage 2, bf16"])
     with pytest.raises(CheckpointError, match="ds_to_universal"):
-        find_start(CheckpointConfig(load=str(tmp_path), save=str(tmp_path)), tmp_path)
+        TrainingDirectory(
+            CheckpointConfig(load=str(tmp_path), save=str(tmp_path)), tmp_path
+        ).choose()
 
 
 def test_newer_checkpoint_that_is_not_converted_is_reported(

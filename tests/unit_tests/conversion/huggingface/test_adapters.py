@@ -13,7 +13,7 @@ from megatron.conversion.huggingface.directory import write_huggingface
 from megatron.conversion.opening import open_checkpoint
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.run_checkpoint.formats import NoCheckpointError, find_checkpoint
-from megatron.training.checkpoint.start import find_start
+from megatron.training.checkpoint.launch import TrainingDirectory
 from megatron.training.config.options import CheckpointConfig
 from tests.support.memory_source import LLAMA_ARGS, random_source
 from tests.unit_tests.conversion.convert_tool import run_convert
@@ -62,7 +62,7 @@ def test_adapter_alone_is_refused_with_its_base_model(tmp_path: Path) -> None:
         find_checkpoint(tmp_path / "adapter")
     flags = CheckpointConfig(load=str(tmp_path / "adapter"), save=str(tmp_path / "adapter"))
     with pytest.raises(CheckpointError, match="adapter of PEFT"):
-        find_start(flags, tmp_path / "adapter")
+        TrainingDirectory(flags, tmp_path / "adapter").choose()
 
 
 def test_adapter_of_a_local_model_is_refused_with_the_command_that_merges_it(

@@ -18,8 +18,8 @@ from megatron.core.dist_checkpointing.source import read_whole
 from megatron.core.run_checkpoint.formats import is_huggingface
 from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS
 from megatron.core.transformer.transformer_config import select_architecture_fields
+from megatron.training.checkpoint.launch import TrainingDirectory
 from megatron.training.checkpoint.resume import check_same_model
-from megatron.training.checkpoint.start import find_start
 from megatron.training.config.options import CheckpointConfig
 from megatron.training.config.stored_args import normalize_stored_args
 from tests.support.memory_source import GPT_ARGS, LLAMA_ARGS, random_source
@@ -344,10 +344,10 @@ def test_unused_tensors_are_reported_to_a_run(
 ) -> None:
     config = CheckpointConfig(load=str(llama))
     with caplog.at_level("WARNING"):
-        find_start(config)
+        TrainingDirectory(config).choose()
         assert not caplog.records
         edit_weights(llama, **{"vision.patch.weight": torch.ones(2)})
-        find_start(config)
+        TrainingDirectory(config).choose()
     assert "1 unused parts: vision.patch.weight" in caplog.text
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.training.checkpoint.start import find_start
+from megatron.training.checkpoint.launch import TrainingDirectory
 from megatron.training.config.options import CheckpointConfig
 
 
@@ -14,7 +14,7 @@ def test_flag_that_requires_a_checkpoint_is_an_error_in_an_empty_directory(tmp_p
         root.mkdir()
     config = CheckpointConfig(load=str(root), save=str(root), **{flag: True})
     with pytest.raises(ValueError, match=f"holds no checkpoint.*--{flag.replace('_', '-')}"):
-        find_start(config, root)
+        TrainingDirectory(config, root).choose()
 
 
 def test_link_that_leads_nowhere_is_an_error(tmp_path):
@@ -22,11 +22,11 @@ def test_link_that_leads_nowhere_is_an_error(tmp_path):
     (tmp_path / "run").symlink_to(tmp_path / "unmounted")
     config = CheckpointConfig(load=str(tmp_path / "run"), save=str(tmp_path / "other"))
     with pytest.raises(ValueError, match=r"is a link to .*/unmounted, which does not exist"):
-        find_start(config, tmp_path / "other")
+        TrainingDirectory(config, tmp_path / "other").choose()
 
 
 def test_first_start_of_a_run_needs_no_checkpoint(tmp_path, caplog):
     config = CheckpointConfig(load=str(tmp_path), save=str(tmp_path), use_checkpoint_args=True)
     with caplog.at_level("INFO"):
-        assert find_start(config, tmp_path) is None
+        assert TrainingDirectory(config, tmp_path).choose() is None
     assert "starting from scratch" in caplog.text
