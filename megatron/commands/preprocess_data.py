@@ -8,7 +8,8 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 
-from megatron.core.datasets import IndexedDatasetBuilder, token_dtype
+from megatron.core.datasets import token_dtype
+from megatron.core.datasets.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.core.progress import ProgressBar
 from megatron.core.terminal import print_line
 from megatron.training.data.document_encoder import DocumentEncoder, WorkerLimits, encode_chunks

@@ -16,7 +16,7 @@ from megatron.core.transformer.attention.multi_head import Attention
 # Functions that exchange data between ranks and overlap that with the kernels of attention, or that
 # call kernels directly.
 _UNCOMPILED = (
-    (core_attention, "blockwise_attention"),
+    (core_attention, "attend_over_ranks"),
     (core_attention, "local_attention"),
     (placement, "exchange_sequence_for_heads"),
     (placement, "exchange_heads_for_sequence"),

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.core.datasets import IndexedDatasetBuilder
+from megatron.core.datasets.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.core.dist_checkpointing import CheckpointDirectory, visibility
 from megatron.training.config.parsing import parse_args
 from megatron.training.run import Loss

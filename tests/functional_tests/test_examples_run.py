@@ -15,7 +15,7 @@ import sentencepiece
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatron.core.datasets import IndexedDatasetBuilder
+from megatron.core.datasets.indexed_dataset_builder import IndexedDatasetBuilder
 from tests import ROOT
 
 TOKENIZER = ROOT / "tests/golden/hf/llama"

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron.core.datasets import IndexedDatasetBuilder
+from megatron.core.datasets.indexed_dataset_builder import IndexedDatasetBuilder
 from tests.support.training_harness import LLAMA, train
 
 FIM = (

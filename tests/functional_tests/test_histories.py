@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron.core.datasets import IndexedDatasetBuilder
+from megatron.core.datasets.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.core.dist_checkpointing.verification import verify
 from tests.support.training_harness import COMMON, LLAMA
 

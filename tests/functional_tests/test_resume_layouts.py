@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.core.datasets import IndexedDatasetBuilder
+from megatron.core.datasets.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.core.dist_checkpointing import Reader
 from megatron.core.dist_checkpointing.files import COMMON_STATE
 from megatron.core.run_checkpoint.extra_states import is_extra_state

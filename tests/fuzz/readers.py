@@ -23,8 +23,9 @@ from megatron.conversion.convert import convert
 from megatron.conversion.huggingface.directory import write_huggingface
 from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
 from megatron.conversion.options import WriteOptions
-from megatron.core.datasets import IndexedDataset, IndexedDatasetBuilder
+from megatron.core.datasets import IndexedDataset
 from megatron.core.datasets.index_cache import load_or_build
+from megatron.core.datasets.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.core.dist_checkpointing.format.checksums import (
     compute_checksums,
     encode_checksum_records,

@@ -222,7 +222,7 @@ def find_ranks(job: str) -> list[int]:
 
 
 def write_corpus(prefix: Path) -> None:
-    from megatron.core.datasets import IndexedDatasetBuilder
+    from megatron.core.datasets.indexed_dataset_builder import IndexedDatasetBuilder
 
     random = np.random.RandomState(0)
     with IndexedDatasetBuilder(prefix, np.uint16) as builder:

@@ -4,11 +4,7 @@ from megatron.core.datasets.blend import BlendedDataset
 from megatron.core.datasets.builder import build_datasets
 from megatron.core.datasets.config import GPTDatasetConfig
 from megatron.core.datasets.gpt_dataset import GPTDataset
-from megatron.core.datasets.indexed_dataset import (
-    IndexedDataset,
-    IndexedDatasetBuilder,
-    token_dtype,
-)
+from megatron.core.datasets.indexed_dataset import IndexedDataset, token_dtype
 from megatron.core.datasets.mock import MockGPTDataset
 from megatron.core.datasets.sample import Dataset, Sample
 
@@ -18,7 +14,6 @@ __all__ = [
     "GPTDataset",
     "GPTDatasetConfig",
     "IndexedDataset",
-    "IndexedDatasetBuilder",
     "MockGPTDataset",
     "Sample",
     "build_datasets",

@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.files import (
     write_tracker,
 )
 from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata, StoredTensor
-from megatron.core.dist_checkpointing.format.metadata_file import read_metadata
+from megatron.core.dist_checkpointing.format.metadata_codec import read_metadata
 from megatron.core.dist_checkpointing.format.verified_file import load_common
 from megatron.core.dist_checkpointing.generation import Generation, SupersededError, take_generation
 from megatron.core.dist_checkpointing.lineage import (

@@ -9,7 +9,7 @@ import xxhash
 
 from megatron.core.dist_checkpointing.files import METADATA_JSON, read_commit
 from megatron.core.dist_checkpointing.format import checksums
-from megatron.core.dist_checkpointing.format.metadata_file import read_metadata
+from megatron.core.dist_checkpointing.format.metadata_codec import read_metadata
 from megatron.core.dist_checkpointing.lineage import find_lineage_problem
 from megatron.core.object_path import ObjectPath, path_of
 from megatron.core.safe_files.reading import open_file

@@ -13,17 +13,14 @@ from torch import Tensor, nn
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.module import MegatronModule, child_sharded_state_dict
 from megatron.core.tensor_parallel import recompute_intermediate
-from megatron.core.transformer.attention.multi_head import (
-    Attention,
-    MultiLatentAttention,
-    SelfAttention,
-)
+from megatron.core.transformer.attention.multi_head import Attention, SelfAttention
 from megatron.core.transformer.backends import select_layer_spec
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.placement import Placement
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.wings import resolve
 
+_LATENT_ATTENTION = "megatron.core.transformer.attention.latent:MultiLatentAttention"
 _MOE_LAYER = "megatron.core.transformer.moe:MoELayer"  # imported if a layer has experts
 
 
@@ -61,7 +58,7 @@ class TransformerLayer(MegatronModule):
         if config.multi_latent_attention:
             if config.has_input_norms:
                 self.input_layernorm = spec.make_hidden_norm(config, placement)
-            self.self_attention = MultiLatentAttention(config, placement, layer_number=like)
+            self.self_attention = resolve(_LATENT_ATTENTION)(config, placement, layer_number=like)
         else:
             self.self_attention = SelfAttention(config, placement, layer_number=like)
 

@@ -30,7 +30,8 @@ from megatron.core.datasets.ordered_workers import OrderedWorkers
 from megatron.core.safe_files.schema import format_value
 from megatron.core.terminal import format_error
 from megatron.training.data.documents import BadLine, Chunk
-from megatron.training.data.tokenizer import Tokenizer, is_rust_panic
+from megatron.training.data.tokenizer import Tokenizer
+from megatron.training.data.tokenizer_libraries import is_rust_panic
 
 CHUNKS_AHEAD = 4  # per worker: bounds the memory and keeps all workers busy
 WORKER_MEMORY = 4 << 30  # bytes that tokenizing a small document may add to a worker

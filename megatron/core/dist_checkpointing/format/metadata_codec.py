@@ -12,7 +12,7 @@ module buys (processor time on one core):
 
 `MetadataEncoder.encode` writes the file and `open_index` reads it; nothing else knows the format.
 The plain fallback is `pickle.dumps` of DCP's `Metadata`, and `open_index` that returns None: then
-`metadata_file.py` unpickles the whole file, as it does with those of other writers.
+`dcp_metadata.py` unpickles the whole file, as it does with those of other writers.
 
 All entries of a tensor have the same length: the same opcodes with different numbers in fixed
 positions, written and read as one array (`metadata_opcodes.py`). The index follows after the end of
@@ -25,16 +25,20 @@ write, so that DCP cannot find anything in the file that this reader does not.
 from __future__ import annotations
 
 import json
+import os
 import struct
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import xxhash
 
 from megatron.core.dist_checkpointing.box_table import BoxTable, Location
+from megatron.core.dist_checkpointing.files import METADATA
 from megatron.core.dist_checkpointing.format.checksums import split_into_blocks
 from megatron.core.dist_checkpointing.format.metadata import (
     CheckpointMetadata,
@@ -66,13 +70,16 @@ from megatron.core.dist_checkpointing.format.metadata_opcodes import (
     make_box_template,
     make_location_template,
 )
+from megatron.core.object_path import path_of
 from megatron.core.safe_files import schema
 from megatron.core.safe_files.errors import CheckpointError
-from megatron.core.safe_files.reading import MAX_JSON, parse_json
+from megatron.core.safe_files.reading import MAX_JSON, OpenFile, open_file, parse_json
 from megatron.core.safe_files.safe_globals import DTYPE_NAME
+from megatron.core.wings import resolve
 
 _FOOTER = struct.Struct("<QQQ8s")  # position, length and hash of the index, magic number
 _MAGIC = b"MGTNIDX1"
+_DECODE_DCP = "megatron.core.dist_checkpointing.format.dcp_metadata:decode_dcp"
 
 # ---- Encoding ----
 
@@ -527,3 +534,51 @@ class _Index:
         if data[:1] != b"(" or data[-1:] != end:
             raise ValueError("entries that begin or end elsewhere")
         return template.decode(data[1:-1])
+
+
+def open_metadata(read: Read, size: int, location: str) -> CheckpointMetadata:
+    """Open a `.metadata` of `size` bytes via `read`, which tensors may call later.
+
+    Raises CheckpointError that names `location`.
+    """
+    metadata = open_index(read, size, location)
+    if metadata is not None:
+        return metadata
+    # A file of another writer has no index: it is decoded as a whole.
+    decoded: CheckpointMetadata = resolve(_DECODE_DCP)(read(0, size), location)
+    return decoded
+
+
+def read_metadata(
+    directory: str | os.PathLike[str], open_path: Callable[[Path], OpenFile] = open_file
+) -> CheckpointMetadata:
+    """Return the tensors and objects of a checkpoint and their places in its files.
+
+    `open_path` opens the file, e.g. with verification. A rank reads the index and the entries of
+    its own tensors only. Raises CheckpointError that names the file if it is missing or damaged.
+    """
+    path = path_of(directory) / METADATA
+    try:
+        file = open_path(path)
+        file.check_size()
+        # Read an object as a whole: one request instead of two for every tensor.
+        if file.descriptor is None:
+            return decode_metadata(file.read(0, file.size), str(path))
+        # Keep a file open as long as a tensor may read its entries.
+        weakref.finalize(file, os.close, file.descriptor)
+        return open_metadata(file.read, file.size, str(path))
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{path}: missing, so {path.parent} is not a complete checkpoint"
+        ) from error
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def decode_metadata(data: bytes, location: str) -> CheckpointMetadata:
+    """Decode the content of a `.metadata`."""
+
+    def read(position: int, length: int) -> bytes:
+        return data[position : position + length]
+
+    return open_metadata(read, len(data), location)

@@ -18,7 +18,7 @@ from numpy.lib.stride_tricks import as_strided
 from megatron.core.dist_checkpointing.background import same_cuda_device
 from megatron.core.dist_checkpointing.box_table import Location, StoredChunk
 from megatron.core.dist_checkpointing.files import METADATA
-from megatron.core.dist_checkpointing.format.metadata_file import read_metadata
+from megatron.core.dist_checkpointing.format.metadata_codec import read_metadata
 from megatron.core.dist_checkpointing.format.verified_file import ChecksumVerifier, VerifiedFile
 from megatron.core.dist_checkpointing.mapping import (
     Runs,

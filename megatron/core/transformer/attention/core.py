@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,12 +11,14 @@ from torch import Tensor
 from megatron.core.module import MegatronModule, Normal, ParamInfo, make_parameter
 from megatron.core.sharding import Sharding
 from megatron.core.tensor_parallel import checkpoint
-from megatron.core.transformer.attention.blockwise import blockwise_attention
 from megatron.core.transformer.attention.kernels import CpuAttention, Scoring
 from megatron.core.transformer.attention.local import has_flash_window, local_attention
 from megatron.core.transformer.attention.masks import AttentionMask
 from megatron.core.transformer.placement import Placement
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.wings import resolve
+
+_BLOCKWISE = "megatron.core.transformer.attention.blockwise:blockwise_attention"
 
 
 class CoreAttention(MegatronModule):
@@ -87,7 +91,7 @@ class CoreAttention(MegatronModule):
         scoring = Scoring(self.scale, self.config.attn_logit_softcapping)
         if self.cp.attention_axis.size > 1:
             assert dropout == 0.0, "kernels that return a log-sum-exp do not support dropout"
-            context = blockwise_attention(
+            context = attend_over_ranks(
                 q,
                 k,
                 v,
@@ -169,6 +173,12 @@ class CoreAttention(MegatronModule):
             scale=self.scale,
             enable_gqa=is_grouped,
         )
+
+
+def attend_over_ranks(*arguments: Any) -> Tensor:
+    """Return `blockwise_attention(*arguments)`: attention over CP ranks, imported on demand."""
+    context: Tensor = resolve(_BLOCKWISE)(*arguments)
+    return context
 
 
 def supports_grouped_heads(device_type: str, dtype: torch.dtype, is_masked: bool) -> bool:

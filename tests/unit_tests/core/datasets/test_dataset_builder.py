@@ -5,14 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from megatron.core.datasets import (
-    BlendedDataset,
-    GPTDataset,
-    GPTDatasetConfig,
-    IndexedDatasetBuilder,
-    build_datasets,
-)
+from megatron.core.datasets import BlendedDataset, GPTDataset, GPTDatasetConfig, build_datasets
 from megatron.core.datasets.config import Blend, compute_sequence_range, parse_blend, parse_split
+from megatron.core.datasets.indexed_dataset_builder import IndexedDatasetBuilder
 
 EOD = 0
 VOCAB_SIZE = 100

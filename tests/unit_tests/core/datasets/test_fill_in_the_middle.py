@@ -9,14 +9,9 @@ import numpy as np
 import pytest
 from tokenizers import pre_tokenizers
 
-from megatron.core.datasets import (
-    GPTDataset,
-    GPTDatasetConfig,
-    IndexedDataset,
-    IndexedDatasetBuilder,
-    build_datasets,
-)
+from megatron.core.datasets import GPTDataset, GPTDatasetConfig, IndexedDataset, build_datasets
 from megatron.core.datasets.fill_in_the_middle import FillInTheMiddle
+from megatron.core.datasets.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.core.datasets.sample import make_generator
 from megatron.training.data.tokenizer import build_tokenizer
 from megatron.training.data.tokenizer_config import TokenizerConfig

@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.core.datasets import IndexedDataset, IndexedDatasetBuilder, token_dtype
+from megatron.core.datasets import IndexedDataset, token_dtype
+from megatron.core.datasets.indexed_dataset_builder import IndexedDatasetBuilder
 from tests import ROOT
 
 GOLDEN = ROOT / "tests/golden" / "megatron_lm" / "data"

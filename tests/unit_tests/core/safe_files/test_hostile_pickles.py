@@ -13,7 +13,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.format.metadata_file import decode_metadata
+from megatron.core.dist_checkpointing.format.metadata_codec import decode_metadata
 from megatron.core.safe_files.errors import CheckpointError
 from megatron.core.safe_files.torch_load import safe_load
 from megatron.core.safe_files.unpickler import unpickle

@@ -19,13 +19,13 @@ from torch.distributed.checkpoint import metadata as dcp
 from megatron.core.dist_checkpointing import read_metadata
 from megatron.core.dist_checkpointing.box_table import BoxTable, Location
 from megatron.core.dist_checkpointing.format.checksums import BLOCK_SIZE, compute_checksums
+from megatron.core.dist_checkpointing.format.dcp_metadata import decode_dcp
 from megatron.core.dist_checkpointing.format.metadata import (
     CheckpointMetadata,
     StoredTensor,
 )
-from megatron.core.dist_checkpointing.format.metadata_codec import MetadataEncoder
-from megatron.core.dist_checkpointing.format.metadata_file import (
-    decode_dcp,
+from megatron.core.dist_checkpointing.format.metadata_codec import (
+    MetadataEncoder,
     decode_metadata,
     open_metadata,
 )

@@ -1,28 +1,21 @@
-"""Reads the `.metadata` of a checkpoint, with our index or as written by any version of DCP."""
+"""Decodes the `.metadata` of other writers: the pickle of any version of DCP."""
 
 from __future__ import annotations
 
-import os
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatron.core.dist_checkpointing.box_table import BoxTable, Location
-from megatron.core.dist_checkpointing.files import METADATA
 from megatron.core.dist_checkpointing.format.metadata import (
     CheckpointMetadata,
     StoredTensor,
     check_inside,
 )
-from megatron.core.dist_checkpointing.format.metadata_codec import Read, open_index
 from megatron.core.dist_checkpointing.mapping import Shape
-from megatron.core.object_path import path_of
 from megatron.core.safe_files.errors import CheckpointError
-from megatron.core.safe_files.reading import OpenFile, open_file
 from megatron.core.safe_files.safe_globals import DtypeName, Placeholder
 from megatron.core.safe_files.schema import (
     MAX_COUNT,
@@ -35,54 +28,6 @@ from megatron.core.safe_files.schema import (
 from megatron.core.safe_files.schema import key as key_name
 from megatron.core.safe_files.unpickler import check_bounded, unpickle
 from megatron.core.terminal import escape_control_chars
-
-
-def open_metadata(read: Read, size: int, location: str) -> CheckpointMetadata:
-    """Open a `.metadata` of `size` bytes via `read`, which tensors may call later.
-
-    Raises CheckpointError that names `location`.
-    """
-    metadata = open_index(read, size, location)
-    if metadata is not None:
-        return metadata
-    # A file of another writer has no index: it is decoded as a whole.
-    return decode_dcp(read(0, size), location)
-
-
-def read_metadata(
-    directory: str | os.PathLike[str], open_path: Callable[[Path], OpenFile] = open_file
-) -> CheckpointMetadata:
-    """Return the tensors and objects of a checkpoint and their places in its files.
-
-    `open_path` opens the file, e.g. with verification. A rank reads the index and the entries of
-    its own tensors only. Raises CheckpointError that names the file if it is missing or damaged.
-    """
-    path = path_of(directory) / METADATA
-    try:
-        file = open_path(path)
-        file.check_size()
-        # Read an object as a whole: one request instead of two for every tensor.
-        if file.descriptor is None:
-            return decode_metadata(file.read(0, file.size), str(path))
-        # Keep a file open as long as a tensor may read its entries.
-        weakref.finalize(file, os.close, file.descriptor)
-        return open_metadata(file.read, file.size, str(path))
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{path}: missing, so {path.parent} is not a complete checkpoint"
-        ) from error
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-
-
-def decode_metadata(data: bytes, location: str) -> CheckpointMetadata:
-    """Decode the content of a `.metadata`."""
-
-    def read(position: int, length: int) -> bytes:
-        return data[position : position + length]
-
-    return open_metadata(read, len(data), location)
-
 
 # Fields of DCP's Metadata.
 _KNOWN_FIELDS = (
@@ -110,6 +55,8 @@ def decode_dcp(data: bytes, location: str) -> CheckpointMetadata:
 
 
 _Place = tuple[int, int, int]  # (number of the file, position, length) of a stored item
+
+
 _Places = dict[tuple[str, Shape | None], _Place]  # by key and offset; None for an object
 
 
