@@ -24,11 +24,11 @@ with program_imports():
     from megatron.core.terminal import print_text
     from megatron.core.transformer.placement import ContextParallel
     from megatron.core.wings import resolve
-    from megatron.training.config.checkpoint_args import read_checkpoint_args
     from megatron.training.config.parsing import (
         find_run_directory,
         parse_args,
         read_restart_config,
+        read_stored_args,
     )
     from megatron.training.config.run_config import Config
     from megatron.training.data.tokenizer import Tokenizer
@@ -118,7 +118,7 @@ def main() -> None:
 def train(argv: Sequence[str], on_iteration: Callable[[], None]) -> None:
     """Train as one rank; `on_iteration` is called after every iteration."""
     world_size = environment_world_size()
-    config = parse_args(argv, world_size, read_checkpoint_args(argv, world_size))
+    config = parse_args(argv, world_size, read_stored_args(argv, world_size))
     pretrain(config, model_provider, datasets_provider, forward_step, on_iteration=on_iteration)
     # Without torchrun rank 0 hosts the store, from which other ranks may still read the outcome of
     # the last save.

@@ -26,7 +26,6 @@ from megatron.core.transformer.backends import select_layer_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.wings import resolve
 from megatron.training.checkpoint.saver import SaveLog, make_saver
-from megatron.training.compilation import check_compiler, compile_layers
 from megatron.training.config.batch_schedule import BatchSchedule
 from megatron.training.config.run_config import Config, ModelProvider
 from megatron.training.data.tokenizer import Tokenizer
@@ -36,6 +35,9 @@ from megatron.training.reporting.measurements import compute_flops_per_token
 from megatron.training.reporting.timers import Timers
 from megatron.training.reporting.writers import Writer
 
+# Imported for --compile
+_CHECK_COMPILER = "megatron.training.compilation:check_compiler"
+_COMPILE_LAYERS = "megatron.training.compilation:compile_layers"
 # Imported if the model has experts
 _START_EXPERTS = "megatron.core.transformer.moe.router:start_step"
 _MEASURE_EXPERTS = "megatron.core.transformer.moe.router:measure_step"
@@ -235,7 +237,7 @@ def build_chunks(
     Weights are initialized from `seed`, and are zero if it is None.
     """
     if config.distributed.compile:
-        check_compiler(rng.device)
+        resolve(_CHECK_COMPILER)(rng.device)
     chunks = []
     for chunk_spec in make_chunk_specs(config.layer_ranges(), ps, rng, rng.device):
         chunk = model_provider(config, chunk_spec)
@@ -244,7 +246,7 @@ def build_chunks(
         wrapped = DistributedDataParallel(chunk, config.ddp, ps.dp_cp, ps.edp, keep_values=False)
         chunk.initialize(seed)
         if config.distributed.compile:
-            compile_layers(wrapped, config.data.seq_length)
+            resolve(_COMPILE_LAYERS)(wrapped, config.data.seq_length)
         chunks.append(wrapped)
     return chunks
 

@@ -20,9 +20,11 @@ from megatron.core.run_checkpoint.common_state import build_common_state as mega
 from megatron.core.run_checkpoint.extra_states import build_extra_states
 from megatron.core.run_checkpoint.megatron_rng_states import rng_key as megatron_rng_key
 from megatron.core.tensor_parallel import compute_padded_vocab_size
-from megatron.training.checkpoint.fp8_state import get_fp8_state
+from megatron.core.wings import resolve
 from megatron.training.checkpoint.rng_state import get_rng_state, megatron_rng_state, rng_key
 from megatron.training.run import KnownState, Run
+
+_GET_FP8_STATE = "megatron.training.checkpoint.fp8_state:get_fp8_state"
 
 CommonState = Callable[[], dict[str, Any]]
 
@@ -41,7 +43,8 @@ def get_state_to_save(run: Run, common: CommonState = dict) -> ShardedStateDict:
         # Kept, because a background save must begin within milliseconds.
         run.known_state = known_state = _describe_tensors(run)
     state: ShardedStateDict = dict(known_state.entries)
-    state |= get_fp8_state(run.chunks, run.ps.ep, known_state.model)
+    if run.config.model.low_precision is not None:
+        state |= resolve(_GET_FP8_STATE)(run.chunks, run.ps.ep, known_state.model)
     if not run.config.checkpoint.no_save_rng:
         state |= _get_generators(run)
     state[COMMON_STATE] = ShardedObject(COMMON_STATE, common, is_constant=True, is_deferred=True)

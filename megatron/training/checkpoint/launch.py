@@ -6,11 +6,18 @@ This module describes the flags and the existing checkpoints; the rules are in
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 
-from megatron.core.dist_checkpointing import CheckpointDirectory, Lineage, read_lineage
+from megatron.core.dist_checkpointing import (
+    CheckpointDirectory,
+    DamagedError,
+    Lineage,
+    read_lineage,
+)
 from megatron.core.dist_checkpointing.choice import (
     Candidate,
     Choice,
@@ -36,13 +43,35 @@ from megatron.core.run_checkpoint.formats import (
 )
 from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS
 from megatron.core.run_checkpoint.source import Source
-from megatron.training.checkpoint.damage import damage_explained
+from megatron.core.wings import resolve
 from megatron.training.checkpoint.saver import make_options
 from megatron.training.config.options import CheckpointConfig
 from megatron.training.config.run_config import Config
 from megatron.training.config.stored_args import normalize_stored_args
 
 logger = logging.getLogger(__name__)
+
+_FIND_OLDER_INTACT = "megatron.training.checkpoint.damage:find_older_intact"
+
+
+@contextlib.contextmanager
+def damage_explained(directory: Path) -> Iterator[None]:
+    """Add the fix to a DamagedError of the block, which all ranks raise together.
+
+    The fix is the newest older checkpoint of the same run whose checksums match. All ranks share
+    the reading of it, so that this takes about as long as a load.
+    """
+    try:
+        yield
+    except DamagedError as error:
+        root = directory.parent
+        intact: Path | None = resolve(_FIND_OLDER_INTACT)(directory)
+        if intact is None:
+            raise
+        raise DamagedError(
+            f"{error}\n{intact.name} is intact: continue from it with --load {root} --ckpt-step "
+            f"{int(intact.name.removeprefix('iter_'))}"
+        ) from error
 
 
 def saves_to(config: Config) -> Path | None:

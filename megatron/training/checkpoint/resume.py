@@ -22,9 +22,9 @@ from megatron.core.transformer.transformer_config import (
     is_used,
     select_architecture_fields,
 )
+from megatron.core.wings import resolve
 from megatron.training.checkpoint.contents import get_model_state
-from megatron.training.checkpoint.damage import damage_explained
-from megatron.training.checkpoint.fp8_state import fp8_state_to_load, restore_fp8_state
+from megatron.training.checkpoint.launch import damage_explained
 from megatron.training.checkpoint.rng_state import find_rng_key, set_rng_state, unpack_own_state
 from megatron.training.config.options import CheckpointConfig
 from megatron.training.config.stored_args import normalize_stored_args, unpack_single
@@ -32,6 +32,9 @@ from megatron.training.initialize import seed_everything
 from megatron.training.run import Run, TrainState
 
 logger = logging.getLogger(__name__)
+
+_FP8_STATE_TO_LOAD = "megatron.training.checkpoint.fp8_state:fp8_state_to_load"
+_RESTORE_FP8_STATE = "megatron.training.checkpoint.fp8_state:restore_fp8_state"
 
 # Flags whose effect depends on the token at the end of a document.
 _DOCUMENT_FLAGS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
@@ -195,7 +198,7 @@ def _request_state(
     has_fp8 = run.config.model.fp8 is not None
     if has_fp8 and selection.training is not None and isinstance(source, RunCheckpoint):
         stored_objects = source.reader.metadata.objects
-        requested_state |= fp8_state_to_load(run.chunks, run.ps.ep, model, stored_objects)
+        requested_state |= resolve(_FP8_STATE_TO_LOAD)(run.chunks, run.ps.ep, model, stored_objects)
     return requested_state
 
 
@@ -378,7 +381,10 @@ def _restore_fp8(
     """Restore the fp8 scales that fit, and log if the checkpoint has scales of which none fits."""
     config = run.config.model
     # Loading has quantized the fp8 parameters with fresh scales.
-    if restore_fp8_state(run.chunks, run.ps.ep, model, objects, config):
+    is_restored = False
+    if config.low_precision is not None:
+        is_restored = resolve(_RESTORE_FP8_STATE)(run.chunks, run.ps.ep, model, objects, config)
+    if is_restored:
         run.optimizer.requantize()
     elif had_fp8:
         now = f"of --fp8-recipe {config.fp8_recipe}"

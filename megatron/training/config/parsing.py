@@ -19,12 +19,16 @@ from megatron.core.flags import (
 )
 from megatron.core.object_path import ObjectPath, path_of
 from megatron.core.pipeline_parallel import parse_layout
+from megatron.core.wings import resolve
 from megatron.training.config import run_rules
 from megatron.training.config.arguments import FlagParser, FlagValues, build, flag_fields
 from megatron.training.config.options import DistributedConfig, RestartConfig
 from megatron.training.config.run_config import SECTIONS, Config
-from megatron.training.config.stored_args import merge_stored_args
 from megatron.training.rendezvous import environment_rank
+
+# Imported for --use-checkpoint-args
+_READ_ARGS = "megatron.training.config.checkpoint_args:read_checkpoint_args"
+_MERGE_ARGS = "megatron.training.config.checkpoint_args:merge_stored_args"
 
 
 def make_flag_parser() -> FlagParser:
@@ -75,6 +79,17 @@ def read_restart_config(argv: Sequence[str]) -> tuple[RestartConfig, timedelta]:
     )
 
 
+def read_stored_args(argv: Sequence[str], world_size: int) -> dict[str, Any] | None:
+    """Return the arguments that --use-checkpoint-args requests, None without that flag.
+
+    See `checkpoint_args.read_checkpoint_args`.
+    """
+    if not make_flag_parser().parse(argv).flag_values.get("use_checkpoint_args"):
+        return None
+    stored_args: dict[str, Any] | None = resolve(_READ_ARGS)(argv, world_size)
+    return stored_args
+
+
 def parse_args(
     argv: Sequence[str], world_size: int, stored_args: Mapping[str, Any] | None = None
 ) -> Config:
@@ -123,7 +138,8 @@ def use_stored_args(
     `stored_args` are empty if there is no checkpoint yet.
     """
     if stored_args:
-        return merge_stored_args(flag_values, stored_args)
+        merged: tuple[FlagValues, list[str]] = resolve(_MERGE_ARGS)(flag_values, stored_args)
+        return merged
     note = (
         f"--use-checkpoint-args: --load {flag_values['load']} contains no checkpoint yet, "
         "so the flags on the command line are used"

@@ -19,8 +19,9 @@ from megatron.conversion.huggingface.expert_families import DEEPSEEK_V3
 from megatron.conversion.huggingface.families import FAMILIES, find_family
 from megatron.conversion.model_space.model import model_config
 from megatron.conversion.opening import open_checkpoint
+from megatron.training.config.checkpoint_args import merge_stored_args
 from megatron.training.config.parsing import parse_args
-from megatron.training.config.stored_args import merge_stored_args, normalize_stored_args
+from megatron.training.config.stored_args import normalize_stored_args
 from tests.support.memory_source import GPT_ARGS, LLAMA_ARGS, random_source
 from tests.unit_tests.conversion.huggingface.test_random_configs import (
     TOKENS,

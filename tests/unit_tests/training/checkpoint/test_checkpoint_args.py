@@ -7,8 +7,9 @@ import torch
 
 from megatron.training.checkpoint.contents import make_namespace
 from megatron.training.checkpoint.resume import check_same_model, list_training_differences
+from megatron.training.config.checkpoint_args import merge_stored_args
 from megatron.training.config.parsing import make_config, parse_args
-from megatron.training.config.stored_args import merge_stored_args, normalize_stored_args
+from megatron.training.config.stored_args import normalize_stored_args
 from megatron.training.data.tokenizer import build_tokenizer
 from megatron.training.data.tokenizer_config import TokenizerConfig
 from tests import ROOT

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from megatron.core.flags import flag
-from megatron.training.config.arguments import FlagParser, build, field_docs, parse_flags
+from megatron.training.config.arguments import FlagParser, build, parse_flags
+from megatron.training.config.flag_help import field_docs, format_help
 
 
 @dataclass
@@ -172,7 +173,7 @@ def test_every_spelling_of_a_switch():
 
 
 def test_help_shows_every_flag_once_with_its_docstring_and_default():
-    text = FlagParser({"Example": Example, "Other": Other}).format_help()
+    text = format_help({"Example": Example, "Other": Other})
     assert text.count("--num-layers") == 1
     assert "Layers, 100 % of them. (default: 2)" in text
     assert "First line." in text and "Not shown." not in text

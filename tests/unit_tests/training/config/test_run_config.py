@@ -8,13 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron.core.flags import explain_error, list_rules
-from megatron.training.config.arguments import (
-    field_docs,
-    flag_fields,
-    flag_type,
-    get_word_type,
-    option_names,
-)
+from megatron.training.config.arguments import flag_fields, flag_type, get_word_type, option_names
+from megatron.training.config.flag_help import field_docs, format_help
 from megatron.training.config.parsing import make_flag_parser, parse_args
 from megatron.training.config.run_config import SECTIONS
 from megatron.training.config.run_rules import RULES
@@ -452,14 +447,14 @@ def test_every_flag_has_help_and_shared_ones_agree():
                 flag.type,
                 flag.default,
             ), flag.name
-    assert len(make_flag_parser().format_help().splitlines()) > len(seen)
+    assert len(format_help(make_flag_parser().sections).splitlines()) > len(seen)
 
 
 def test_help_describes_flags_as_spelled():
     """The docstring of a field that is on by default describes it when on; --help lists the flag
     that turns it off.
     """
-    help_text = " ".join(make_flag_parser().format_help().split())
+    help_text = " ".join(format_help(make_flag_parser().sections).split())
     on = [
         (section, flag)
         for _, section in SECTIONS.values()

@@ -10,7 +10,7 @@ import sentencepiece
 from tokenizers import Tokenizer as Pipeline
 from tokenizers import decoders, models, pre_tokenizers
 
-from megatron.training.config.stored_args import TOKENIZER_FIELDS
+from megatron.training.config.checkpoint_args import TOKENIZER_FIELDS
 from megatron.training.data import tokenizer as tokenizer_module
 from megatron.training.data.tokenizer import build_tokenizer
 from megatron.training.data.tokenizer_config import TokenizerConfig

@@ -1,0 +1,107 @@
+"""The text of --help, from the fields of the flags and their docstrings."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import functools
+import inspect
+import itertools
+import sys
+import typing
+from typing import Any
+
+from megatron.training.config.arguments import (
+    FlagField,
+    flag_fields,
+    flag_type,
+    get_word_type,
+    option_names,
+)
+
+
+@functools.cache
+def format_help(sections: dict[str, type]) -> str:
+    """Return the help of all flags by section; a flag of several sections is in the first."""
+    parser = argparse.ArgumentParser(
+        add_help=False,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=44, width=118),
+        usage="%(prog)s [flags]",
+    )
+    seen: set[str] = set()
+    # The docstring of a section's class is its description.
+    for title, section in sections.items():
+        summary = inspect.cleandoc(section.__doc__ or "").split("\n")[0]
+        group = parser.add_argument_group(title, summary)
+        for flag_field in flag_fields(section):
+            if flag_field.name not in seen:
+                _add_help(group, section, flag_field)
+                seen.add(flag_field.name)
+    return parser.format_help()
+
+
+def field_docs(section: type) -> dict[str, str]:
+    """Return the docstring under each field, from the source of the class and its bases."""
+    docs = {}
+    for base in filter(dataclasses.is_dataclass, section.__mro__):
+        body = _parse_classes(base.__module__)[base.__qualname__].body
+        for statement, following in itertools.pairwise(body):
+            if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr):
+                assert isinstance(statement.target, ast.Name)
+                text = ast.literal_eval(following.value)
+                docs[statement.target.id] = " ".join(text.split())
+    return docs
+
+
+@functools.cache
+def _parse_classes(module: str) -> dict[str, ast.ClassDef]:
+    # A whole module at once: `inspect.getsource` would parse it again for each class.
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    classes = {}
+    for statement in tree.body:
+        if isinstance(statement, ast.ClassDef):
+            classes[statement.name] = statement
+    return classes
+
+
+def get_metavariable(hint: Any) -> str:
+    """Return the name of a word of this type in --help."""
+    if typing.get_origin(hint) is tuple:
+        return ",".join(map(get_metavariable, typing.get_args(hint)))
+    return {int: "N", float: "X", str: "STR"}[hint]
+
+
+def _add_help(group: argparse._ArgumentGroup, section: type, field: FlagField) -> None:
+    """Add a flag to the help. Its text describes the flag as spelled, e.g. --no-x."""
+    hint = flag_type(field, section)
+    options: dict[str, Any] = {"dest": field.name}
+    if hint is bool:
+        # argparse formats the help only; it never parses.
+        options["action"] = "store_const"
+        options["const"] = not field.default
+    else:
+        options["metavar"] = get_metavariable(get_word_type(hint))
+        if typing.get_origin(hint) is list:
+            options["nargs"] = "+"
+    text = _make_help_text(section, field)
+    group.add_argument(option_names(field)[0], help=text.replace("%", "%%"), **options)
+
+
+def _make_help_text(section: type, field: FlagField) -> str:
+    text = field_docs(section)[field.name]
+    if field.default is True:
+        first_word = text.split()[0]
+        if first_word.istitle():  # not a name such as YaRN
+            text = text[0].lower() + text[1:]
+        text = f"Disable this default: {text}"
+    if field.metadata["choices"]:
+        text += f" One of {', '.join(field.metadata['choices'])}."
+    default = field.default
+    if isinstance(default, tuple):
+        default = " ".join(map(str, default))
+    if default is not None and not isinstance(default, bool):
+        text += f" (default: {default})"
+    for other_name in option_names(field)[1:]:
+        text += f" Also {other_name}."
+    return text
