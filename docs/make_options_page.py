@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.training.config.megatron_options import MEGATRON_OPTIONS, OTHER_NAMES, base_name
+from megatron.training.config.megatron_lm_options import MEGATRON_OPTIONS, base_name
+from megatron.training.config.megatron_options import OTHER_NAMES
 from megatron.training.config.parsing import make_flag_parser
 
 HEAD = """# Megatron-LM's options

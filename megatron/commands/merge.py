@@ -22,10 +22,9 @@ from megatron.conversion.merge import (
     resolve_weights,
 )
 from megatron.conversion.model_space.views import AveragedWeights
-from megatron.conversion.opening import open_found
+from megatron.conversion.opening import open_found, require_checkpoint
 from megatron.core.object_path import path_of
 from megatron.core.progress import ProgressBar
-from megatron.core.run_checkpoint.formats import require_checkpoint
 from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS, average_key
 from megatron.core.safe_files.links import allow_links
 

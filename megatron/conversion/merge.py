@@ -11,7 +11,11 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.conversion.model_space.foreign import list_foreign
-from megatron.conversion.model_space.model import model_config, read_vocabulary_rows
+from megatron.conversion.model_space.model import (
+    compute_model_signature,
+    model_config,
+    read_vocabulary_rows,
+)
 from megatron.conversion.model_space.optimizer_states import full_precision_key, optimizer_states
 from megatron.conversion.model_space.pieces import is_bitwise_equal
 from megatron.conversion.model_space.views import SourceView
@@ -26,7 +30,7 @@ from megatron.core.run_checkpoint.formats import (
 )
 from megatron.core.run_checkpoint.keys import foreign_name, split_key
 from megatron.core.run_checkpoint.source import Source
-from megatron.core.transformer.transformer_config import compute_model_signature, flag_name
+from megatron.core.transformer.transformer_config import flag_name
 
 _SUM_TOLERANCE = 1e-6
 SCHEDULES = ("uniform", "linear", "one_minus_sqrt", "ema:DECAY")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from megatron.conversion.model_space.foreign import describe_foreign_mixers
@@ -9,7 +10,8 @@ from megatron.conversion.options import ReadOptions
 from megatron.core.dist_checkpointing.policy import CheckpointRef
 from megatron.core.run_checkpoint.formats import (
     FORMATS,
-    require_checkpoint,
+    NoCheckpointError,
+    find_checkpoint,
     require_checksums,
 )
 from megatron.core.run_checkpoint.source import Source
@@ -65,3 +67,26 @@ def open_for_run(
         checkpoint_ref,
         ReadOptions(optimizer=optimizer, verify=verify, waits_for_shards=waits_for_shards),
     )
+
+
+logger = logging.getLogger(__name__)
+
+
+def require_checkpoint(root: Path, step: int | None = None, loader: str = "auto") -> CheckpointRef:
+    """Like `find_checkpoint`, but raise NoCheckpointError if there is none, and log the note."""
+    checkpoint = find_checkpoint(root, step, loader)
+    if checkpoint is None:
+        if not root.exists():
+            raise NoCheckpointError(f"{root}: no such directory")
+        if not root.is_dir():
+            raise NoCheckpointError(f"{root} is a file: give the directory of a checkpoint")
+        names = sorted(path.name for path in root.iterdir())
+        contents = "it is empty"
+        if names:
+            contents = f"it holds: {', '.join(names[:8])}"
+        raise NoCheckpointError(
+            f"{root} holds no checkpoint in a known format ({', '.join(FORMATS)}); {contents}"
+        )
+    if checkpoint.note is not None:
+        logger.warning(checkpoint.note)
+    return checkpoint

@@ -79,7 +79,6 @@ from megatron.training.reporting.measurements import (
     measure_memory,
 )
 from megatron.training.reporting.run_record import (
-    RECORDS,
     RUN_FILE,
     RunRecord,
     to_json_value,
@@ -98,7 +97,7 @@ from megatron.training.run import (
 
 logger = logging.getLogger(__name__)
 
-MEASURE_GOODPUT = "megatron.training.reporting.recorded_launches:measure_goodput"
+REPORT_GOODPUT = "megatron.training.reporting.goodput_line:report_goodput"
 STEP_PROFILER = "megatron.training.reporting.profiling:StepProfiler"
 START_SUMMARY = "megatron.planning.summary:summarize_start"
 
@@ -587,34 +586,9 @@ def reporting(
         if record is not None:
             record.write("end", iteration=run.state.iteration, **ended)
             if config.logging.goodput and directory is not None:
-                _report_goodput(run, Path(directory))
+                resolve(REPORT_GOODPUT)(Path(directory), run.writers, run.state.iteration)
         for writer in run.writers:
             writer.close()
-
-
-def _report_goodput(run: Run, save: Path) -> None:
-    """Report how the time of all launches was spent (--goodput)."""
-    try:
-        spent = resolve(MEASURE_GOODPUT)(save)
-    except (OSError, ValueError, LookupError) as error:
-        # A gap in the record must not end the run.
-        logger.warning(
-            f"--goodput: the record in {save / RECORDS} cannot be read ({type(error).__name__}: "
-            f"{error})"
-        )
-        return
-    total = sum(spent.values()) or 1.0
-    shares = [f"{name} {seconds:.1f} s" for name, seconds in spent.items()]
-    message = (
-        f"goodput {spent['training'] / total:.1%} of {total:.1f} s since the first launch: "
-        f"{', '.join(shares)}"
-    )
-    report_line(f" > {message}", event="goodput", seconds=spent)
-    points = {}
-    for name, seconds in spent.items():
-        points[f"goodput/{name.replace(' ', '-')}"] = seconds
-    for writer in run.writers:
-        writer.scalars(points, run.state.iteration)
 
 
 def _record_start(run: Run, record: RunRecord | None, topics: dict[str, str]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.training.config.megatron_options import arity_of
+from megatron.training.config.megatron_lm_options import arity_of
 
 MOST = {  # the largest value that is left
     "--tensor-model-parallel-size": 2,

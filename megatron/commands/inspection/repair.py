@@ -9,9 +9,8 @@ from megatron.commands.inspection.view import READ_EVERYTHING
 from megatron.conversion.convert import write_checkpoint
 from megatron.conversion.megatron_lm.shifted_optimizer import RepairedOptimizer
 from megatron.conversion.megatron_lm.torch_dist import TorchDistSource
-from megatron.conversion.opening import open_checkpoint
+from megatron.conversion.opening import open_checkpoint, require_checkpoint
 from megatron.core.progress import ProgressBar
-from megatron.core.run_checkpoint.formats import require_checkpoint
 from megatron.core.terminal import print_json, print_line
 
 

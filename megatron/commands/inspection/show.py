@@ -9,8 +9,8 @@ from typing import Any
 from megatron.commands.inspection.contents import collect_contents, compute_file_shares
 from megatron.commands.inspection.view import format_shape
 from megatron.conversion.model_space.foreign import describe_foreign_mixers
+from megatron.conversion.opening import require_checkpoint
 from megatron.core.run_checkpoint.extra_states import is_extra_state
-from megatron.core.run_checkpoint.formats import require_checkpoint
 from megatron.core.safe_files.schema import format_value
 from megatron.core.terminal import format_size, print_json, print_line
 from megatron.planning.pictures import draw_shares

@@ -6,6 +6,7 @@ import argparse
 from dataclasses import asdict
 from pathlib import Path
 
+from megatron.conversion.opening import require_checkpoint
 from megatron.core.dist_checkpointing.verification import (
     VerifyReport,
     compute_verify_size,
@@ -13,12 +14,7 @@ from megatron.core.dist_checkpointing.verification import (
     write_integrity,
 )
 from megatron.core.progress import ProgressBar
-from megatron.core.run_checkpoint.formats import (
-    FORMATS,
-    detect_format,
-    find_named_checkpoint,
-    require_checkpoint,
-)
+from megatron.core.run_checkpoint.formats import FORMATS, detect_format, find_named_checkpoint
 from megatron.core.terminal import format_size, print_json, print_line
 
 

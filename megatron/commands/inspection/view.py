@@ -9,12 +9,11 @@ from typing import NamedTuple
 
 import torch
 
-from megatron.conversion.opening import open_checkpoint
+from megatron.conversion.opening import open_checkpoint, require_checkpoint
 from megatron.conversion.options import ReadOptions
 from megatron.core.dist_checkpointing import Reader, StoredTensor
 from megatron.core.dist_checkpointing.mapping import Shape, cut_rows
 from megatron.core.dist_checkpointing.source import TensorInfo
-from megatron.core.run_checkpoint.formats import require_checkpoint
 
 # Includes tensors that the model does not have.
 READ_EVERYTHING = ReadOptions(keep_foreign=True)

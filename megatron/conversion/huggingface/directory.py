@@ -62,6 +62,7 @@ from megatron.conversion.model_space.foreign import format_layers
 from megatron.conversion.model_space.model import (
     check_optimizer_complete,
     check_parameters,
+    compute_model_signature,
     make_export_config,
     model_config,
     model_tensors,
@@ -90,7 +91,7 @@ from megatron.core.run_checkpoint.keys import (
 from megatron.core.run_checkpoint.source import Source, TrainingState
 from megatron.core.safe_files import schema
 from megatron.core.safe_files.reading import read_json
-from megatron.core.transformer.transformer_config import TransformerConfig, compute_model_signature
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 CONFIG = "config.json"
 _QUANTIZATION = "quantization_config"

@@ -49,7 +49,9 @@ from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.core.transformer.transformer_config import (
     LOCAL_BACKEND_FIELDS,
     TransformerConfig,
+    find_conditions,
     flag_name,
+    is_used,
     select_architecture_fields,
 )
 
@@ -715,3 +717,26 @@ def name_model_part(key: str) -> str:
         if name.startswith(prefix):
             return module
     return name.split(".")[0]
+
+
+def compute_model_signature(config: TransformerConfig) -> dict[str, Any]:
+    """Return a description of the computed function.
+
+    Two configurations of the same model have the same signature even if their flags differ.
+    """
+    signature: dict[str, Any] = {"vocab_size": config.vocab_size}
+    conditions = find_conditions(vars(config))
+    for field in dataclasses.fields(config):
+        if not field.metadata["decides"]:
+            continue
+        # A derived property states the meaning of fields that have several spellings.
+        name = field.metadata["meaning"] or field.name
+        if not is_used(field, conditions):
+            # Another field may have stated the same property.
+            signature.setdefault(name, None)
+            continue
+        value = getattr(config, name)
+        if isinstance(value, list):
+            value = tuple(value)
+        signature[name] = value
+    return signature

@@ -474,26 +474,6 @@ def _find_in_object_storage(root: ObjectPath, loader: str) -> CheckpointRef | No
     raise NoCheckpointError(f"{root}: there is no tracker file; {_describe_contents(root)}")
 
 
-def require_checkpoint(root: Path, step: int | None = None, loader: str = "auto") -> CheckpointRef:
-    """Like `find_checkpoint`, but raise NoCheckpointError if there is none, and log the note."""
-    checkpoint = find_checkpoint(root, step, loader)
-    if checkpoint is None:
-        if not root.exists():
-            raise NoCheckpointError(f"{root}: no such directory")
-        if not root.is_dir():
-            raise NoCheckpointError(f"{root} is a file: give the directory of a checkpoint")
-        names = sorted(path.name for path in root.iterdir())
-        contents = "it is empty"
-        if names:
-            contents = f"it holds: {', '.join(names[:8])}"
-        raise NoCheckpointError(
-            f"{root} holds no checkpoint in a known format ({', '.join(FORMATS)}); {contents}"
-        )
-    if checkpoint.note is not None:
-        logger.warning(checkpoint.note)
-    return checkpoint
-
-
 def _describe_contents(root: Path) -> str:
     """Return a list of the complete or damaged checkpoints in `root`, for messages."""
     if not root.is_dir():

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron.core.flags import flag
-from megatron.core.transformer.layer_pattern import parse_layer_pattern
+from megatron.core.wings import resolve
 
 if TYPE_CHECKING:
     import torch
@@ -17,6 +17,15 @@ _DROPPING = _MOE | {"drops_tokens": True}
 _SHARED = _MOE | {"has_shared_experts": True}
 _GROUPS = _MOE | {"has_groups": True}
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "mla_up_proj")
+
+
+_PARSE_LAYER_PATTERN = "megatron.core.transformer.layer_pattern:parse_layer_pattern"
+
+
+def parse_layer_pattern(text: str) -> int | list[int]:
+    """Parse a pattern of layers, see `layer_pattern.parse_layer_pattern`."""
+    pattern: int | list[int] = resolve(_PARSE_LAYER_PATTERN)(text)
+    return pattern
 
 
 @dataclass(kw_only=True)

@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.core.flags import flag
-from megatron.core.transformer.config_parts import ComputeOptions, ExpertOptions
-from megatron.core.transformer.layer_pattern import parse_layer_pattern
+from megatron.core.transformer.config_parts import (
+    ComputeOptions,
+    ExpertOptions,
+    parse_layer_pattern,
+)
 
 ACTIVATIONS = ("swiglu", "quick_geglu", "geglu", "squared_relu", "relu", "xielu")
 """Flags that select another activation function than GELU; they are mutually exclusive."""

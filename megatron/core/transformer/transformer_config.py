@@ -574,26 +574,3 @@ def spell_out_mup(config: TransformerConfig) -> TransformerConfig:
         logits_scaling=config.logits_divisor,
         softmax_scale=config.chosen_score_scale,
     )
-
-
-def compute_model_signature(config: TransformerConfig) -> dict[str, Any]:
-    """Return a description of the computed function.
-
-    Two configurations of the same model have the same signature even if their flags differ.
-    """
-    signature: dict[str, Any] = {"vocab_size": config.vocab_size}
-    conditions = find_conditions(vars(config))
-    for field in dataclasses.fields(config):
-        if not field.metadata["decides"]:
-            continue
-        # A derived property states the meaning of fields that have several spellings.
-        name = field.metadata["meaning"] or field.name
-        if not is_used(field, conditions):
-            # Another field may have stated the same property.
-            signature.setdefault(name, None)
-            continue
-        value = getattr(config, name)
-        if isinstance(value, list):
-            value = tuple(value)
-        signature[name] = value
-    return signature

@@ -26,19 +26,20 @@ from megatron.core.flags import (
 from megatron.core.terminal import print_text
 from megatron.core.wings import resolve
 from megatron.training.config.megatron_options import (
-    MEGATRON_OPTIONS,
     NOTES_OF_OLD_VALUES,
     OLD_VALUES,
     OTHER_NAMES,
     CommandLine,
     FlagValues,
     OtherName,
-    arity_of,
-    judge_options,
 )
 
 FlagField = dataclasses.Field[Any]
 
+# Imported for words that are not flags here
+_GET_OPTION_NAMES = "megatron.training.config.megatron_lm_options:get_option_names"
+_ARITY_OF = "megatron.training.config.megatron_lm_options:arity_of"
+_JUDGE_OPTIONS = "megatron.training.config.megatron_lm_options:judge_options"
 _FORMAT_HELP = "megatron.training.config.flag_help:format_help"
 
 
@@ -226,12 +227,13 @@ class FlagParser:
             name = self._find_spelling(name)
 
             # Take the values of the flag.
-            dest = name
-            arity = arity_of(name)
             spelling = self.spellings.get(name)
             if spelling is not None:
                 dest = spelling.dest
                 arity = spelling.words
+            else:
+                dest = name
+                arity = resolve(_ARITY_OF)(name)
             values = [attached] if equals else _take_values(words, arity)
 
             # Store them.
@@ -246,15 +248,18 @@ class FlagParser:
                 _store_value(command_line, name, spelling, values)
         self._resolve_other_names(argv, command_line)
         # Judged together: an option may be harmless unless another one enables its feature.
-        unknown = judge_options(foreign, command_line)
-        command_line.problems += [self._explain_unknown(name) for name in unknown]
+        if foreign:
+            unknown = resolve(_JUDGE_OPTIONS)(foreign, command_line)
+            command_line.problems += [self._explain_unknown(name) for name in unknown]
         return command_line
 
     def _find_spelling(self, name: str) -> str:
         """Return a flag in the spelling of Megatron-LM: e.g. --num_layers in some forks."""
         hyphenated = name.replace("_", "-")
-        is_known = name in self.spellings or name in MEGATRON_OPTIONS
-        if is_known or (hyphenated not in self.spellings and hyphenated not in MEGATRON_OPTIONS):
+        if name == hyphenated or name in self.spellings:
+            return name
+        options = resolve(_GET_OPTION_NAMES)()
+        if name in options or (hyphenated not in self.spellings and hyphenated not in options):
             return name
         return hyphenated
 
@@ -283,7 +288,7 @@ class FlagParser:
                     command_line.flag_values.setdefault(target, command_line.flag_values[source])
 
     def _explain_unknown(self, name: str) -> str:
-        candidates = dict.fromkeys([*self.spellings, *MEGATRON_OPTIONS])
+        candidates = dict.fromkeys([*self.spellings, *resolve(_GET_OPTION_NAMES)()])
         near = difflib.get_close_matches(name.replace("_", "-"), candidates, n=3, cutoff=0.75)
         if not near:
             return f"unknown flag {name}: --help lists all flags"
@@ -323,7 +328,8 @@ def _store_value(
 ) -> None:
     if spelling.words == "*" and not words:
         # Lists of Megatron-LM may be empty, which means that they are not given.
-        may_be_empty = name in MEGATRON_OPTIONS and arity_of(name) == "*"
+        is_option = name in resolve(_GET_OPTION_NAMES)()
+        may_be_empty = is_option and resolve(_ARITY_OF)(name) == "*"
         if not may_be_empty:
             command_line.problems.append(f"{name} needs at least one value")
             command_line.malformed.add(spelling.dest)

@@ -15,10 +15,9 @@ from megatron.conversion.huggingface.weight_files import (
     check_weight_files,
     write_weight_files,
 )
-from megatron.conversion.opening import open_checkpoint
+from megatron.conversion.opening import open_checkpoint, require_checkpoint
 from megatron.conversion.options import ReadOptions, WriteOptions
 from megatron.core.dist_checkpointing.saving.commit import no_progress
-from megatron.core.run_checkpoint.formats import require_checkpoint
 from tests.support.memory_source import LLAMA_ARGS, random_source
 from tests.unit_tests.conversion.convert_tool import run_convert
 

@@ -7,8 +7,11 @@ import pytest
 
 from megatron.conversion.huggingface.families import find_family
 from megatron.conversion.huggingface.stored_parameters import stored_parameters
-from megatron.conversion.model_space.model import model_config, model_tensors
-from megatron.core.transformer.transformer_config import compute_model_signature
+from megatron.conversion.model_space.model import (
+    compute_model_signature,
+    model_config,
+    model_tensors,
+)
 
 LLAMA3_ROPE = {
     "factor": 32.0,

@@ -7,10 +7,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from megatron.conversion.convert import compare, convert
-from megatron.conversion.opening import open_checkpoint
+from megatron.conversion.opening import open_checkpoint, require_checkpoint
 from megatron.conversion.options import ReadOptions
 from megatron.core.dist_checkpointing import CheckpointError, write_tracker
-from megatron.core.run_checkpoint.formats import find_problem, require_checkpoint
+from megatron.core.run_checkpoint.formats import find_problem
 from megatron.core.run_checkpoint.keys import split_key
 from tests.support.compare import assert_same, read_all
 from tests.support.memory_source import LLAMA_ARGS, random_source

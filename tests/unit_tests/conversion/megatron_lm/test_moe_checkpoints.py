@@ -11,7 +11,7 @@ from megatron.conversion.convert import compare, convert
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
 from megatron.conversion.megatron_lm.torch_dist import StackedLayers, write_torch_dist
 from megatron.conversion.model_space.model import Layout, model_config, plan_load, rank_parameters
-from megatron.conversion.opening import open_checkpoint
+from megatron.conversion.opening import open_checkpoint, require_checkpoint
 from megatron.conversion.options import ReadOptions, WriteOptions
 from megatron.core.dist_checkpointing import (
     CheckpointError,
@@ -21,12 +21,7 @@ from megatron.core.dist_checkpointing import (
     save,
 )
 from megatron.core.run_checkpoint.extra_states import is_extra_state
-from megatron.core.run_checkpoint.formats import (
-    find_checkpoint,
-    find_problem,
-    open_found,
-    require_checkpoint,
-)
+from megatron.core.run_checkpoint.formats import find_checkpoint, find_problem, open_found
 from megatron.core.run_checkpoint.native_reader import RunCheckpoint
 from megatron.core.safe_files import safe_load
 from tests.support.compare import assert_same, read_all

@@ -7,6 +7,7 @@ import pytest
 from megatron.conversion.deepspeed.training_state import list_unsupported_parts
 from megatron.conversion.model_space.model import (
     Layout,
+    compute_model_signature,
     model_config,
     model_parameters,
     model_tensors,
@@ -14,7 +15,6 @@ from megatron.conversion.model_space.model import (
 from megatron.core.models import GPTModel
 from megatron.core.transformer.transformer_config import (
     TransformerConfig,
-    compute_model_signature,
     select_architecture_fields,
 )
 from tests.support.memory_source import BLOOM_ARGS, GPT_ARGS, LLAMA_ARGS

@@ -9,7 +9,7 @@ from megatron.training.config.arguments import (
     flag_type,
     option_names,
 )
-from megatron.training.config.megatron_options import MEGATRON_OPTIONS
+from megatron.training.config.megatron_lm_options import MEGATRON_OPTIONS
 from megatron.training.config.parsing import make_flag_parser
 from megatron.training.config.run_config import SECTIONS
 from tests import GOLDEN
