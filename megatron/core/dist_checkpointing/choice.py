@@ -14,7 +14,8 @@ checkpoint that it passes over. The rules, in this order:
    directory needs none.
 
 The newest checkpoint of a run is the one with the highest launch, then the highest iteration, in
-any tier. A tracker that was edited to name an earlier checkpoint overrides that.
+any tier. A tracker that was edited to name an earlier checkpoint overrides that, unless
+--override-existing-run has begun another run since.
 """
 
 from __future__ import annotations
@@ -206,7 +207,7 @@ def find_newest(inventory: Inventory) -> Candidate | None:
     saved = _first_usable(inventory.shared)
     local = _list_usable(inventory.local)
     # The user has edited the tracker to return to `saved`: only checkpoints that were trained from
-    # it since then continue it.
+    # it since then continue it, or those of a run that has replaced all of them.
     if saved is not None and inventory.newer:
         local = [candidate for candidate in local if _follows_return(candidate, saved, inventory)]
     return _find_latest([*local, saved])
@@ -227,12 +228,22 @@ def _find_branch(
 
 
 def _follows_return(candidate: Candidate, saved: Candidate, inventory: Inventory) -> bool:
-    """Return whether `candidate` was trained from `saved` after the tracker was edited."""
+    """Return whether `candidate` was saved after the tracker was edited to return to `saved`."""
     for left_behind in inventory.newer:
         is_earlier = candidate.order < left_behind.order
         if is_earlier or candidate.lineage.includes(left_behind.lineage):
             return False
-    return candidate.lineage.includes(saved.lineage)
+    return candidate.lineage.includes(saved.lineage) or _replaces(candidate, saved)
+
+
+def _replaces(candidate: Candidate, saved: Candidate) -> bool:
+    """Return whether `candidate` is of a later run, which --override-existing-run has begun.
+
+    The tracker may have been edited after that as well. The later run is continued nevertheless:
+    --ckpt-step can name `saved` at any time, but no flag names a checkpoint on the nodes.
+    """
+    is_same_run = candidate.lineage.branch[0][::2] == saved.lineage.branch[0][::2]
+    return candidate.order > saved.order and not is_same_run
 
 
 def _list_usable(candidates: Iterable[Candidate]) -> list[Candidate]:
@@ -292,6 +303,15 @@ def _explain_passed_over(launch: Launch, inventory: Inventory, choice: Choice) -
             continue
         reason = candidate.problem or _explain_newer(launch, inventory, choice, candidate)
         passed_over.append(PassedOver(candidate, reason))
+    tracked = None
+    if inventory.newer and is_in_run:
+        tracked = _first_usable(inventory.shared)
+    if chosen is not None and tracked is not None and _replaces(chosen, tracked):
+        reason = (
+            f"the tracker names it, but {chosen.name} is of a run that has replaced it since "
+            f"(--override-existing-run). To return to it, add {tracked.step_flag}"
+        )
+        passed_over.append(PassedOver(tracked, reason))
     for candidate in inventory.stray:
         if chosen is not None and _is_later_in_run(candidate, chosen):
             reason = (

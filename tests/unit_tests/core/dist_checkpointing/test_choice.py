@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from megatron.core.dist_checkpointing import CheckpointError, Lineage, Segment
-from megatron.core.dist_checkpointing.choice import Candidate, Inventory, Launch, choose
+from megatron.core.dist_checkpointing.choice import Candidate, Choice, Inventory, Launch, choose
 from megatron.core.dist_checkpointing.lineage import Origin
 
 A = Origin("a@4", False)  # `--load A`, whose newest checkpoint is iteration 4
@@ -128,6 +128,20 @@ CASES = {
         Inventory((shared(10),), newer=(shared(15),), local=(after_return(12), local(18))),
         after_return(12),
         {},
+    ),
+    # --override-existing-run began again after the tracker was edited, and was killed before its
+    # first save to the shared directory
+    "a run that replaces one with an edited tracker is continued": (
+        IN_PLACE,
+        Inventory((shared(10),), newer=(shared(15),), local=(local(6, 2, origin=A), local(18))),
+        local(6, 2, origin=A),
+        {shared(10): "To return to it, add --ckpt-step 10"},
+    ),
+    "a run that was replaced before the tracker was edited": (
+        IN_PLACE,
+        Inventory((shared(10, 3),), newer=(shared(15, 3),), local=(local(6, 2, origin=A),)),
+        shared(10, 3),
+        {shared(15, 3): "the tracker has been edited"},
     ),
     # The directory was moved
     "local checkpoints of a moved directory are reported": (
@@ -281,14 +295,16 @@ class History:
         by_age = sorted(self.on_nodes, key=lambda candidate: candidate.order, reverse=True)
         return Inventory(tuple(in_order), tuple(newer), tuple(by_age))
 
-    def launch(self, start, origin, iterations):
-        """Train `iterations` from `start`; save each locally and every fourth to the directory."""
+    def launch(self, choice, iterations):
+        """Train `iterations` from the choice; save each locally, every fourth to the directory."""
         self.launches += 1
         self.was_edited = False
-        base = Lineage((), origin) if start is None else start.lineage
-        if origin is not None:
-            base = base._replace(origin=origin)
-        first = base.iteration if base.branch else 0
+        # A new branch has no ancestors.
+        base = Lineage((), choice.origin)
+        if choice.extends_branch:
+            base = choice.candidate.lineage
+            base = base._replace(origin=choice.origin or base.origin)
+        first = 0 if choice.candidate is None else choice.candidate.lineage.iteration
         for iteration in range(first + 1, first + 1 + iterations):
             segment = Segment(self.launches, iteration, f"t{self.launches}")
             lineage = base.descend(segment, "job")
@@ -321,7 +337,7 @@ def test_no_launch_loses_progress_without_a_reason(seed):
     """A launch starts from the newest usable state, unless the user has requested an older one."""
     rng = random.Random(seed)
     history = History(rng)
-    history.launch(None, None, rng.randrange(1, 10))
+    history.launch(Choice(None, "the first launch"), rng.randrange(1, 10))
     for _ in range(8):
         history.disturb()
         inventory = history.describe()
@@ -357,11 +373,8 @@ def test_no_launch_loses_progress_without_a_reason(seed):
             assert candidate.problem is not None or is_requested or inventory.newer
         if choice.candidate is not None:
             assert choice.candidate.problem is None
-        # An edited tracker counts until the first shared save, also after a replacement.
-        if request == "replace" and inventory.newer:
-            return
         # The same command again continues from what this launch saves.
-        history.launch(choice.candidate, choice.origin, rng.randrange(1, 10))
+        history.launch(choice, rng.randrange(1, 10))
         again = choose(
             launch._replace(override=False), history.describe()._replace(named=inventory.named)
         )
