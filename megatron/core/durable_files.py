@@ -237,7 +237,38 @@ def check_free_space(directory: Path, needed: int) -> None:
     free = usage.f_bavail * usage.f_frsize
     if usage.f_blocks and free < needed:
         reason = (
-            f"No space left: the checkpoint needs {format_size(needed)}, {format_size(free)} are "
-            "free"
+            f"{os.strerror(errno.ENOSPC)}: the checkpoint needs {format_size(needed)}, "
+            f"{format_size(free)} are free"
         )
         raise OSError(errno.ENOSPC, reason, str(directory))
+
+
+def describe_shortage(pending: Path, example: Path) -> str | None:
+    """Return what must be freed for a directory as large as `example`, after `pending` is removed.
+
+    None if that is not known, e.g. because a quota is exhausted and not the file system.
+    """
+    usage = os.statvfs(pending.parent)
+    written_bytes, written_files = _measure_tree(pending)
+    needed_bytes, needed_files = _measure_tree(example)
+    # The tracker, which is replaced as a whole, and its block.
+    missing_bytes = needed_bytes + usage.f_frsize - written_bytes - usage.f_bavail * usage.f_frsize
+    missing_files = needed_files + 1 - written_files - usage.f_favail
+    if usage.f_blocks and missing_bytes > 0:
+        return f"free at least {missing_bytes:,} bytes in the file system"
+    if usage.f_files and missing_files > 0:
+        return (
+            f"remove at least {missing_files} files from the file system, which limits their number"
+        )
+    return None
+
+
+def _measure_tree(directory: Path) -> tuple[int, int]:
+    """Return the bytes that a directory with its content uses on the disk, and the files."""
+    num_bytes = 0
+    num_files = 0
+    for folder, _, names in os.walk(directory):
+        for path in (folder, *(os.path.join(folder, name) for name in names)):
+            num_bytes += os.lstat(path).st_blocks * 512
+            num_files += 1
+    return num_bytes, num_files

@@ -7,7 +7,9 @@ ranks, and gives it its name by one rename.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -26,6 +28,7 @@ from megatron.core.dist_checkpointing.saving.shard import Shard, ShardFile
 from megatron.core.durable_files import (
     DISCARDED,
     check_free_space,
+    describe_shortage,
     discard,
     fsync_directory,
     put_in_place,
@@ -33,6 +36,7 @@ from megatron.core.durable_files import (
     write_flushed,
 )
 from megatron.core.object_path import ObjectPath
+from megatron.core.safe_files.errors import CheckpointError
 from megatron.core.wings import resolve
 
 _OBJECT_CHECKPOINT = "megatron.core.dist_checkpointing.saving.object_commit:ObjectCheckpoint"
@@ -171,15 +175,36 @@ class PendingCheckpoint:
         return not self.pending.exists() and files.is_complete(self.directory)
 
     def explain(self, failure: BaseException) -> BaseException:
-        """Return the cause of `failure`: SupersededError after a takeover of the directory."""
+        """Return the cause of `failure`: SupersededError after a takeover of the directory.
+
+        If the disk is full, the result names what must be freed for the next save.
+        """
         try:
             if self.generation is not None:
                 self.generation.check(failure)
+            is_full = os.strerror(errno.ENOSPC) in str(failure)
+            if is_full and not isinstance(self.directory, ObjectPath):
+                return self._explain_full_disk(failure)
         except SupersededError as superseded:
             return superseded
         except OSError:  # the storage that failed cannot be read, either
             pass
         return failure
+
+    def _explain_full_disk(self, failure: BaseException) -> BaseException:
+        """Compare the free space with the newest checkpoint in the directory."""
+        siblings = self.directory.parent.glob("iter_*")
+        for sibling in sorted(siblings, key=iteration_in_name, reverse=True):
+            if files.is_complete(sibling):
+                shortage = describe_shortage(self.pending, sibling)
+                break
+        else:
+            return failure
+        if shortage is None:
+            return failure
+        return CheckpointError(
+            f"{failure}. For a checkpoint as large as {sibling.name}, {shortage}"
+        )
 
     def abandon(self) -> None:
         """Remove everything, as far as possible."""

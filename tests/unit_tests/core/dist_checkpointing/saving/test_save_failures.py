@@ -276,6 +276,50 @@ def test_a_full_disk(tmp_path):
         assert sorted(os.listdir(disk)) == ["1", "3"]
 
 
+PAGE = 4096
+
+
+@pytest.mark.parametrize("missing_pages", [1, 2, 3, 5, 12])
+def test_full_disk_names_the_bytes_to_free(disk, missing_pages):
+    """Every save fails until so much is freed; one page less is not enough.
+
+    The missing pages are those of the tracker, of another small file, or of tensors.
+    """
+    disk.mount("size=1m")
+    state = {"w": ShardedTensor.replicated("w", torch.ones(10_000))}
+    generation = Generation.take(disk.path, {})
+    filler = disk.path / "filler"
+
+    def count_free_pages():
+        return os.statvfs(disk.path).f_bavail
+
+    with AsyncSaver() as saver:
+
+        def save_iteration(iteration):
+            directory = disk.path / f"iter_{iteration:07d}"
+            handle = saver.save(
+                state,
+                directory,
+                common={},
+                generation=generation,
+                on_commit=lambda: generation.move_tracker(iteration),
+            )
+            return handle.wait().error
+
+        pages_before = count_free_pages()
+        assert save_iteration(1) is None
+        checkpoint_pages = pages_before - count_free_pages()  # including the tracker
+        filler_pages = count_free_pages() - checkpoint_pages + missing_pages
+        filler.write_bytes(bytes(filler_pages * PAGE))
+        error = save_iteration(2)
+        assert "No space left on device" in error
+        assert f"as iter_0000001, free at least {missing_pages * PAGE:,} bytes" in error
+        os.truncate(filler, (filler_pages - missing_pages + 1) * PAGE)
+        assert "No space left on device" in save_iteration(3)
+        os.truncate(filler, (filler_pages - missing_pages) * PAGE)
+        assert save_iteration(4) is None
+
+
 def failing_rank(rank, size, root, broken):
     with AsyncSaver() as saver:
         results = []
