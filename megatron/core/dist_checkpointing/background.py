@@ -199,4 +199,5 @@ class StagingBuffer:
     def close(self) -> None:
         if self._registered is not None:
             torch.cuda.cudart().cudaHostUnregister(self._registered)
+            self._registered = None
         self.slots = []

@@ -196,8 +196,10 @@ class SaveThread:
         return self.poll()
 
     def close(self) -> None:
-        """Finish, and end the threads."""
+        """Finish, and end the threads; a second call has no effect."""
         self.finish()
+        if self._is_closed:
+            return
         self._is_closed = True
         self._thread.submit(self._remove_leftover).result()
         self._thread.close()

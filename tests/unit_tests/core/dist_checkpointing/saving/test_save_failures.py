@@ -27,6 +27,7 @@ from megatron.core.dist_checkpointing import (
 )
 from megatron.core.dist_checkpointing.background import SLOT_SIZE
 from megatron.core.dist_checkpointing.format import metadata_codec
+from megatron.core.dist_checkpointing.saving import save_thread
 from megatron.core.dist_checkpointing.saving import shard as shard_module
 from tests.support.processes import wait_until
 from tests.unit_tests.core.dist_checkpointing.saved_state import (
@@ -343,6 +344,53 @@ def test_one_failing_rank_fails_the_save_everywhere(pool, tmp_path, broken):
     assert sorted(os.listdir(tmp_path)) == ["0", "2"]
     assert_sharded(tmp_path / "0", 3, 0)
     assert_sharded(tmp_path / "2", 3, 2)
+
+
+def test_a_saver_can_be_closed_twice(tmp_path):
+    with AsyncSaver() as saver:
+        handle = saver.save(Training(0).state(), tmp_path / "c", common={})
+        saver.close()
+    saver.close()
+    assert handle.wait().error is None
+
+
+def end_alone_while_rank_1_writes(rank, size, root, wait):
+    """Rank 0 ends its program; rank 1 writes until rank 0 has stopped waiting, or until it waits."""
+    released = threading.Event()
+    with AsyncSaver() as saver, pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(save_thread, "_LONGEST_WAIT_ALONE", wait)
+        if rank == 1:
+            write = os.pwrite
+
+            def wait_and_write(*args):
+                released.wait()
+                return write(*args)
+
+            monkeypatch.setattr(shard_module.os, "pwrite", wait_and_write)
+        handle = saver.save(sharded(rank, size, 0), f"{root}/checkpoint", common={})
+        outcome = "saved"
+        if rank == 0 and wait < 1:
+            try:
+                saver.end_alone()
+            except TimeoutError as error:
+                outcome = str(error)
+        dist.barrier()
+        released.set()
+        if rank == 0 and wait > 1:
+            saver.end_alone()
+        assert handle.wait(300).error is None
+        dist.barrier()
+        return outcome
+
+
+@pytest.mark.parametrize("wait", [0.05, 300.0])
+def test_wait_at_exit_for_other_ranks_is_bounded(pool, tmp_path, wait):
+    """A rank that ends without `close` waits for slow ranks, but not for ever for lost ones."""
+    outcome, _ = pool.run(end_alone_while_rank_1_writes, 2, str(tmp_path), wait)
+    path = tmp_path / "checkpoint"
+    expected = f"{path}: still being saved after {wait} s" if wait < 1 else "saved"
+    assert outcome == expected
+    assert_sharded(path, 2, 0)
 
 
 def silent_rank(rank, size, root, victim):
