@@ -252,19 +252,13 @@ def build_chunks(
 
 
 class MicrobatchFeed:
-    """The micro-batches of one iteration on the device.
-
-    Each is fetched once and kept until its last chunk has used it. `documents` stay on the host:
-    the kernels that attention launches depend on their boundaries, and reading these back from the
-    device would wait for all of its queued work.
+    """The micro-batches of one iteration: each is fetched once and kept until its last chunk has
+    used it.
     """
 
-    def __init__(
-        self, batches: Iterator[Batch] | None, device: torch.device, users: Sequence[int]
-    ) -> None:
+    def __init__(self, batches: Iterator[Batch] | None, users: Sequence[int]) -> None:
         """`users` are the chunks that need data of a micro-batch, in order."""
         self._batches = batches
-        self._device = device
         self._users = users
         self._held: dict[int, Batch] = {}
 
@@ -274,20 +268,10 @@ class MicrobatchFeed:
         # All chunks process micro-batches in the same order, the first chunk before the others.
         if chunk == self._users[0]:
             assert self._batches is not None
-            batch = next(self._batches)
-            self._held[microbatch] = self._move_to_device(batch)
+            self._held[microbatch] = next(self._batches)
         if chunk == self._users[-1]:
             return self._held.pop(microbatch)
         return self._held[microbatch]
-
-    def _move_to_device(self, batch: Batch) -> Batch:
-        moved = {}
-        for key, values in batch.items():
-            if key == "documents":
-                moved[key] = values
-            else:
-                moved[key] = values.to(self._device, non_blocking=True)
-        return moved
 
 
 def forward_backward(
@@ -306,7 +290,7 @@ def forward_backward(
     num_losses = 1 + run.config.model.num_mtp_layers
     totals = torch.zeros(num_losses, 2, dtype=torch.float32, device=run.device)
     users = [chunk for chunk in range(len(run.chunks)) if run.needs_batch(chunk)]
-    feed = MicrobatchFeed(batches, run.device, users)
+    feed = MicrobatchFeed(batches, users)
     forward_step = _make_forward_step(run, feed, num_microbatches, totals)
     # Gradients accumulate locally; only the last backward pass of each chunk starts their
     # reduction.

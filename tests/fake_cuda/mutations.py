@@ -34,6 +34,7 @@ EVENTS = ("copied", "events[0]", "events[1]")  # variables whose `record` is tha
 # Files whose waits concern CUDA streams, and the runs and operations that reach them.
 REACHED_BY: dict[str, tuple[str, ...]] = {
     "megatron/core/deferred.py": ("copy_to_host",),
+    "megatron/training/data/loaders.py": ("move_batches",),
     "megatron/core/pipeline_parallel/executor.py": ("pp2_interleaved", "pp2"),
     "megatron/core/transformer/attention/exchange.py": ("cp2_p2p", "cp2_all_gather"),
     "megatron/core/transformer/placement.py": ("cp2_multi_token_prediction",),

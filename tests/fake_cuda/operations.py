@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -19,6 +20,8 @@ from megatron.core.dist_checkpointing.background import SLOT_SIZE
 from megatron.core.dist_checkpointing.loading.reader import Reader, Request
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_parallel
+from megatron.training.config.options import DataLoaderConfig
+from megatron.training.data.loaders import DataIterator
 from tests.fake_cuda.forks import run_ranks
 from tests.fake_cuda.staging import is_snapshot_intact, make_state
 
@@ -40,6 +43,49 @@ def copy_to_host(rank: int, num_devices: int) -> list[float]:
     wait_for_copy = start_copy(torch.ones(4, device="cuda"))
     values: list[float] = wait_for_copy().tolist()
     return values
+
+
+class _Samples:
+    """Sample i consists of arrays of the number i, of two dtypes and odd lengths."""
+
+    fingerprint = "samples"
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        return {
+            "tokens": np.full(33, index),
+            "loss_mask": np.full(7, index, dtype=np.float32),
+            "documents": np.full(33, index),
+        }
+
+
+def move_batches(rank: int, num_devices: int) -> list[Any]:
+    """Copy micro-batches to the device faster than it processes them, and slower."""
+    config = DataLoaderConfig(num_workers=0)
+    on_host = DataIterator(_Samples(), 0, 2, config)
+    on_device = DataIterator(_Samples(), 0, 2, config, device=torch.device("cuda"))
+    torch.ones(1).pin_memory()  # the first pinned block initializes the allocator
+    torch.cuda.set_sync_debug_mode("error")
+    batches = []
+    pinned = []  # blocks of pinned memory after each batch
+    for step in range(12):
+        batches.append(next(on_device))
+        if step >= 6:
+            torch.cuda.current_stream().record_event().synchronize()
+        pinned.append(torch.cuda.host_memory_stats()["allocations.allocated"])
+    torch.cuda.set_sync_debug_mode("default")
+    # Buffers are used again as soon as their copies have ended.
+    assert pinned[6] == pinned[-1] <= pinned[0] + 6, pinned
+    sums = []
+    for batch in batches:
+        expected = next(on_host)
+        assert batch["documents"].device.type == "cpu"
+        for key, values in expected.items():
+            assert torch.equal(batch[key].cpu(), values), key
+        sums.append(int(batch["tokens"].sum()))
+    return sums
 
 
 def gather_logits(rank: int, num_devices: int) -> list[float]:
@@ -79,6 +125,7 @@ OPERATIONS: dict[str, tuple[int, Callable[[int, int], Any]]] = {  # name -> (dev
     "save_with_few_buffers": (1, save_with_few_buffers),
     "copy_to_host": (1, copy_to_host),
     "load_to_device": (1, load_to_device),
+    "move_batches": (1, move_batches),
     "gather_logits": (2, gather_logits),
 }
 

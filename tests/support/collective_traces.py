@@ -127,12 +127,13 @@ def _make_batches(run: Run) -> Iterator[Batch]:
     generator = torch.Generator().manual_seed(run.ps.rank)
     while True:
         tokens = torch.randint(run.vocab_size, shape, generator=generator)
-        yield {
+        batch = {
             "tokens": tokens,
             "labels": tokens.roll(-1, dims=1),
             "position_ids": torch.arange(shape[1]).expand(shape),
             "loss_mask": torch.ones(shape),
         }
+        yield {key: tensor.to(run.device) for key, tensor in batch.items()}
 
 
 def find_disagreements(traces: Sequence[Trace]) -> list[str]:

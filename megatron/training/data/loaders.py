@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 import socket
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -199,7 +200,7 @@ def _make_iterator(run: Run, dataset: Dataset | None, consumed: int) -> DataIter
         run.ps.dp.rank,
         run.ps.dp.size,
         ContextParallel.from_parallel_state(run.ps),
-        pin_memory=run.device.type == "cuda",
+        run.device,
     )
 
 
@@ -266,12 +267,68 @@ def _read_samples(dataset: Dataset, indices: list[int]) -> dict[str, np.ndarray]
     return arrays
 
 
-class DataIterator:
-    """Iterator over the micro-batches of one replica, on the CPU.
+_ALIGNMENT = 256  # bytes between the tensors of a batch, as torch's allocator aligns them
+_ON_HOST = "documents"
+"""Stays on the host: the kernels that attention launches depend on the boundaries of documents, and
+reading these back from the device would wait for all of its queued work.
+"""
 
-    A batch has tokens, labels, position_ids (int64) and loss_mask (fp32) [mbs, s], and documents
-    (int64) [mbs, s] with --reset-attention-mask. Context-parallel ranks get their parts, but all of
-    documents.
+
+class _BatchCopies:
+    """Copies of micro-batches to a device, each in one transfer from a pinned buffer.
+
+    A buffer is used again once its transfer has ended, so that there are as many as transfers in
+    flight. Pinning each batch instead calls the driver several times, which takes milliseconds
+    while a save is being staged.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # Buffers, and the events after their last transfers; the oldest transfer first.
+        self._buffers: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
+
+    def copy(self, batch: Batch) -> Batch:
+        """Return the batch on the device. Does not wait for the device."""
+        # 1. Assign a range of bytes to each tensor.
+        ranges = {}
+        size = 0
+        for key, tensor in batch.items():
+            if key != _ON_HOST:
+                ranges[key] = slice(size, size + tensor.nbytes)
+                size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        # 2. Fill a free buffer, and transfer it.
+        buffer, copied = self._take_buffer(size)
+        for key, taken in ranges.items():
+            _view_as(batch[key], buffer[taken]).copy_(batch[key])
+        on_device = buffer[:size].to(self._device, non_blocking=True)
+        copied.record()
+        self._buffers.append((buffer, copied))
+        # 3. Return views of the transferred bytes.
+        copies = dict(batch)
+        for key, taken in ranges.items():
+            copies[key] = _view_as(batch[key], on_device[taken])
+        return copies
+
+    def _take_buffer(self, size: int) -> tuple[torch.Tensor, torch.cuda.Event]:
+        """Return a buffer of at least `size` bytes that no transfer uses, and its event."""
+        if self._buffers and self._buffers[0][1].query():
+            buffer, copied = self._buffers.popleft()
+            if buffer.numel() >= size:
+                return buffer, copied
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()
+
+
+def _view_as(tensor: torch.Tensor, content: torch.Tensor) -> torch.Tensor:
+    """Return bytes as a tensor of the dtype and shape of `tensor`."""
+    return content.view(tensor.dtype).view(tensor.shape)
+
+
+class DataIterator:
+    """Iterator over the micro-batches of one replica, on `device`.
+
+    A batch has tokens, labels, position_ids (int64) and loss_mask (fp32) [mbs, s], and with
+    --reset-attention-mask documents (int64) [mbs, s], which stay on the host. Context-parallel
+    ranks get their parts, but all of documents.
 
     Worker processes start with the first batch and end with `close`, with the iterator, or with the
     process. Raises ValueError when the data is exhausted.
@@ -286,13 +343,15 @@ class DataIterator:
         dp_rank: int = 0,
         dp_size: int = 1,
         cp: ContextParallel = WHOLE_SEQUENCES,
-        pin_memory: bool = False,
+        device: torch.device | None = None,  # default: the CPU
     ) -> None:
         assert 0 <= dp_rank < dp_size and micro_batch_size > 0 and consumed_samples >= 0
         self._position = (consumed_samples, micro_batch_size, dp_rank, dp_size)
         self.dataset = dataset
         self.cp = cp
-        self.pin_memory = pin_memory
+        self._copies = None
+        if device is not None and device.type == "cuda":
+            self._copies = _BatchCopies(device)
 
         # The samples of each micro-batch, in the order of the dataset or endlessly reshuffled.
         stream: Stream = _read_in_order
@@ -317,9 +376,7 @@ class DataIterator:
         batch = {key: torch.from_numpy(array) for key, array in arrays.items()}
         # [mbs, s] -> [mbs, s / cp], except for documents
         batch = self.cp.select_local(batch)
-        if self.pin_memory:  # for asynchronous copies to the device
-            batch = {key: tensor.pin_memory() for key, tensor in batch.items()}
-        return batch
+        return batch if self._copies is None else self._copies.copy(batch)
 
     def close(self) -> None:
         """End the worker processes."""
