@@ -18,6 +18,7 @@ from megatron.core.distributed.param_and_grad_buffer import Bucket, ParamAndGrad
 from megatron.core.flags import FlagSection, flag
 from megatron.core.module import MegatronModule, param_info
 from megatron.core.parallel_state import Axis, ParallelState
+from megatron.core.tensor_parallel.layers import mark_main_grad_as_stale, take_stale_mark
 
 
 @dataclass
@@ -58,6 +59,11 @@ class DistributedDataParallelConfig(FlagSection):
     """Elements after which a bucket is closed. Default: max(40e6, 1e6 * DP)."""
     ddp_num_buckets: int | None = flag(None, positive=True, excludes={"ddp_bucket_size": True})
     """Approximate number of buckets per model chunk, instead of --ddp-bucket-size."""
+
+    gradient_accumulation_fusion: bool = flag(True, "--no-gradient-accumulation-fusion")
+    """Overwrite gradients in the first micro-batch of an iteration, instead of zeroing them before
+    and adding to them.
+    """
 
     @property
     def reduces_in_bf16(self) -> bool:
@@ -104,7 +110,8 @@ class DistributedDataParallel(MegatronModule):
     With `run_schedule`, its `before_last_backward` sets `require_sync` instead of `no_sync`.
 
     The optimizer divides the sum by `grad_divisor` when it reads the gradients, at no extra cost. A
-    backward pass may add a parameter's gradient to `main_grad` itself; it then returns None.
+    backward pass may add a parameter's gradient to `main_grad` itself, which it gets from
+    `tensor_parallel.layers.open_main_grad`; it then returns None.
     """
 
     def __init__(
@@ -151,11 +158,20 @@ class DistributedDataParallel(MegatronModule):
         return self.module.sharded_state_dict(prefix)
 
     def zero_grad_buffer(self) -> None:
-        """Zero all gradients at the start of an iteration."""
-        for buffer in self.flat_buffers:
-            buffer.grad_data.zero_()
+        """Discard all gradients at the start of an iteration.
+
+        With --no-gradient-accumulation-fusion they become zero. Otherwise the first gradient of a
+        parameter overwrites that of the last iteration, and `start_grad_reduce` zeroes those of
+        parameters without one. Gaps between parameters are never written.
+        """
         for bucket in self.buckets:
             bucket.missing = set(bucket.params)
+            if self.config.gradient_accumulation_fusion:
+                for param in bucket.params:
+                    mark_main_grad_as_stale(param)
+        if not self.config.gradient_accumulation_fusion:
+            for buffer in self.flat_buffers:
+                buffer.grad_data.zero_()
         self._next_bucket = 0
         self.grad_divisor = float(self.dp.size)
 
@@ -230,7 +246,10 @@ class DistributedDataParallel(MegatronModule):
         )
         # Accumulate in `main_grad`, in fp32 by default, and free autograd's tensor at once.
         if param.grad is not None:
-            param.main_grad.add_(param.grad)  # type: ignore[attr-defined]
+            if take_stale_mark(param):
+                param.main_grad.copy_(param.grad)  # type: ignore[attr-defined]
+            else:
+                param.main_grad.add_(param.grad)  # type: ignore[attr-defined]
             param.grad = None
         # In the last backward pass, start the reduction of each bucket that is now complete.
         if self.require_sync and self.config.overlap_grad_reduce:

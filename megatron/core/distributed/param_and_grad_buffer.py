@@ -19,6 +19,7 @@ from megatron.core.arithmetic import even_range, round_up
 from megatron.core.dist_checkpointing.mapping import Shape
 from megatron.core.module import ParamInfo, param_info
 from megatron.core.parallel_state import Axis, group_of
+from megatron.core.tensor_parallel.layers import open_main_grad
 from megatron.core.tensor_parallel.mappings import all_gather_into_tensor, reduce_scatter_tensor
 
 # Each parameter and each shard starts at a multiple of this number of elements (128 bytes in bf16).
@@ -263,6 +264,8 @@ class Bucket:
 
     def start_grad_reduce(self) -> None:
         """Start summing the gradients over DP; afterwards only `grad_shard` is valid."""
+        for param in self.params:
+            open_main_grad(param)  # zeros if no micro-batch has used the parameter
         if self._dp.size == 1:
             return
         assert self._dp.group is not None and not self._grad_works

@@ -11,7 +11,8 @@ embedding is scattered along it.
 Data parallelism may give a parameter a `main_grad`, a view into its gradient buffer (fp32, or bf16
 with --grad-reduce-in-bf16). The backward pass of a layer then adds to it and returns None, while
 autograd still runs the hooks of the parameter, so a gradient tensor is never allocated. Without
-`main_grad` the gradient is returned as usual.
+`main_grad` the gradient is returned as usual. A `main_grad` is stale until the first gradient of an
+iteration overwrites it: all code that adds to one calls `take_stale_mark` or `open_main_grad`.
 """
 
 from __future__ import annotations
@@ -36,6 +37,27 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.tensor_parallel.products import multiply_by_weight
 
 
+def mark_main_grad_as_stale(param: Tensor) -> None:
+    """Let the next gradient overwrite `main_grad`, which has that of the previous iteration."""
+    param.has_stale_main_grad = True  # type: ignore[attr-defined]
+
+
+def take_stale_mark(param: Tensor) -> bool:
+    """Return whether `main_grad` is stale. If so, the caller must overwrite it."""
+    is_stale = getattr(param, "has_stale_main_grad", False)
+    if is_stale:
+        param.has_stale_main_grad = False  # type: ignore[attr-defined]
+    return is_stale
+
+
+def open_main_grad(param: Tensor) -> Tensor:
+    """Return `main_grad`, which the caller adds to: zeros if it was stale."""
+    main_grad: Tensor = param.main_grad  # type: ignore[attr-defined]
+    if take_stale_mark(param):
+        main_grad.zero_()
+    return main_grad
+
+
 def compute_linear_weight_grad(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
     """Compute `dW = dy^T x` for `dy [n, out]` and `x [n, in]`.
 
@@ -44,12 +66,17 @@ def compute_linear_weight_grad(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor 
     if not hasattr(weight, "main_grad"):
         return dy.t() @ x
     main_grad = weight.main_grad
+    is_stale = take_stale_mark(weight)
+    # With beta 0 the kernel does not read `main_grad`, whose NaN therefore do not matter.
+    beta = 0 if is_stale else 1
     if main_grad.dtype == x.dtype:
         # Product and sum in one kernel, which requires the same dtype.
-        main_grad.addmm_(dy.t(), x)
+        main_grad.addmm_(dy.t(), x, beta=beta)
     elif x.is_cuda and HAS_MIXED_ADDMM and not torch.compiler.is_compiling():
         # The same for an fp32 sum of products of half precision, which are not rounded.
-        torch.addmm(main_grad, dy.t(), x, out_dtype=main_grad.dtype, out=main_grad)
+        torch.addmm(main_grad, dy.t(), x, out_dtype=main_grad.dtype, beta=beta, out=main_grad)
+    elif is_stale:
+        main_grad.copy_(dy.t() @ x)
     else:
         main_grad.add_(dy.t() @ x)
     return None
@@ -62,7 +89,7 @@ def compute_embedding_weight_grad(weight: Tensor, rows: Tensor, dy: Tensor) -> T
     """
     if not hasattr(weight, "main_grad"):
         return sum_embedding_gradient(dy, rows, weight.shape[0])
-    main_grad = weight.main_grad
+    main_grad = open_main_grad(weight)
     # index_put_ is deterministic on GPUs, index_add_ is not.
     main_grad.index_put_((rows,), dy.to(main_grad.dtype), accumulate=True)
     return None

@@ -12,6 +12,7 @@ from megatron.core.module import Constant, Init, MegatronModule, ParamInfo, make
 from megatron.core.parallel_state import ExpertAxes
 from megatron.core.private_operators import multiply_groups
 from megatron.core.sharding import Sharding
+from megatron.core.tensor_parallel.layers import open_main_grad
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -155,7 +156,7 @@ def _compute_weight_grad(weight: Tensor, dy: Tensor, x: Tensor, counts: Tensor) 
     result is None.
     """
     if hasattr(weight, "main_grad"):
-        _add_weight_grad(weight.main_grad, dy, x, counts)
+        _add_weight_grad(open_main_grad(weight), dy, x, counts)
         return None
     grad = torch.zeros_like(weight)
     _add_weight_grad(grad, dy, x, counts)

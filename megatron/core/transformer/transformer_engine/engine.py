@@ -17,6 +17,7 @@ from transformer_engine.pytorch.tensor import cast_master_weights_to_fp8, replac
 
 from megatron.core.module import param_info, set_param_info
 from megatron.core.parallel_state import group_of
+from megatron.core.tensor_parallel.layers import open_main_grad
 from megatron.core.transformer.layer_spec import FP8StateMixin, Precision
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -70,7 +71,11 @@ class Engine:
     def __call__(self, owner: nn.Module, x: Tensor, *inputs: Any) -> Tensor:
         """Apply a linear layer of any kind."""
         self.module.training = owner.training
-        self.module.fuse_wgrad_accumulation = hasattr(owner.weight, "main_grad")
+        has_main_grad = hasattr(owner.weight, "main_grad")
+        if has_main_grad:
+            # Zeros, because the module adds to it except in the first micro-batch of a step.
+            open_main_grad(owner.weight)
+        self.module.fuse_wgrad_accumulation = has_main_grad
         # Quantized weights are kept for the micro-batches of a step. None means that they are
         # quantized in every call, as outside of training.
         is_first_microbatch = None

@@ -16,6 +16,7 @@ from megatron.core.models import GPTModel
 from megatron.core.module import Constant, MegatronModule, ParamInfo, make_parameter
 from megatron.core.parallel_config import ParallelConfig
 from megatron.core.parallel_state import Axis, ParallelState
+from megatron.core.tensor_parallel.layers import open_main_grad
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.support.tiny_ddp_model import VOCAB, TinyModel, backward_pass, batch, build, microbatches
 
@@ -70,6 +71,37 @@ def test_grad_reduce_in_bf16_returns_fp32_gradients(overlap):
         assert torch.equal(bucket.grad_shard, bucket.grad_data.float())
 
 
+class UnusedParameter(TinyModel):
+    """A parameter of odd size that no micro-batch uses, after a gap."""
+
+    def __init__(self, dtype):
+        super().__init__(dtype)
+        self.unused = make_parameter((3, 5), dtype, None, ParamInfo(Constant(1.0)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("in_bf16", [False, True])
+def test_stale_gradients_do_not_change_a_bit(dtype, in_bf16):
+    if in_bf16 and dtype == torch.float32:
+        pytest.skip("gradients of an fp32 model are fp32")
+    buffers = []
+    for fusion in (True, False):
+        model = UnusedParameter(dtype)
+        model.initialize(seed=7)
+        config = DistributedDataParallelConfig(
+            gradient_accumulation_fusion=fusion, grad_reduce_in_bf16=in_bf16
+        )
+        chunk = DistributedDataParallel(model, config, Axis())
+        for step in range(2):
+            for param in chunk.parameters():
+                param.main_grad.fill_(torch.nan)
+            backward_pass(chunk, step, count=3 if step else 1)
+            chunk.finish_grad_sync()
+        buffers.append(chunk.flat_buffers[0].grad_data)
+        assert not model.unused.main_grad.any()
+    assert torch.equal(*buffers)
+
+
 def test_parameters_and_gradients_are_views_of_the_buffers():
     chunk, _ = build(ONE, DistributedDataParallelConfig(ddp_bucket_size=600), tied=False)
     (buffer,) = chunk.flat_buffers
@@ -95,7 +127,7 @@ class FusedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         (x,) = ctx.saved_tensors
-        ctx.weight.main_grad.addmm_(grad.t(), x)
+        open_main_grad(ctx.weight).addmm_(grad.t(), x)
         return grad @ ctx.weight, None
 
 
