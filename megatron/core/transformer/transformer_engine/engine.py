@@ -71,10 +71,12 @@ class Engine:
     def __call__(self, owner: nn.Module, x: Tensor, *inputs: Any) -> Tensor:
         """Apply a linear layer of any kind."""
         self.module.training = owner.training
-        has_main_grad = hasattr(owner.weight, "main_grad")
+        weight = owner.weight
+        assert isinstance(weight, Tensor)
+        has_main_grad = hasattr(weight, "main_grad")
         if has_main_grad:
             # Zeros, because the module adds to it except in the first micro-batch of a step.
-            open_main_grad(owner.weight)
+            open_main_grad(weight)
         self.module.fuse_wgrad_accumulation = has_main_grad
         # Quantized weights are kept for the micro-batches of a step. None means that they are
         # quantized in every call, as outside of training.
