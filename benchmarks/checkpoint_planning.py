@@ -34,12 +34,8 @@ from megatron.core.dist_checkpointing.mapping import (  # noqa: E402
     ShardedStateDict,
     ShardedTensor,
 )
+from megatron.core.dist_checkpointing.planning.collection import PackedSpec, describe, pack
 from megatron.core.dist_checkpointing.planning.save_plan import make_plan  # noqa: E402
-from megatron.core.dist_checkpointing.planning.structure import (  # noqa: E402
-    PackedSpec,
-    describe,
-    pack,
-)
 from megatron.core.distributed.param_and_grad_buffer import intersect  # noqa: E402
 from megatron.core.parallel_state import ParallelState  # noqa: E402
 from megatron.planning.meta_model import MetaChunk, build_meta_chunks  # noqa: E402

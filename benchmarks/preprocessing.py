@@ -32,7 +32,7 @@ ALONE = "tokenizer alone"
 TOKENIZER_ALONE = """
 import json, sys
 from megatron.training.data.tokenizer import build_tokenizer
-from megatron.training.data.tokenizer_config import TokenizerConfig
+from megatron.training.data.tokenizer import TokenizerConfig
 tokenizer = build_tokenizer(TokenizerConfig(**json.loads(sys.argv[1])))
 texts = [json.loads(line)["text"] for line in open(sys.argv[2], encoding="utf-8")]
 if len(sys.argv) > 3:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.core.safe_files.links import FOLLOW_LINKS
+from megatron.core.safe_files.reading import FOLLOW_LINKS
 from tests.support.distributed import DistributedPool
 
 

@@ -22,7 +22,7 @@ from megatron.core.imports import program_imports
 from megatron.core.terminal import INTERRUPTED, format_error, print_line
 from megatron.training.config.arguments import FlagParser, build, parse_flags
 from megatron.training.data.preprocess_config import PreprocessConfig
-from megatron.training.data.tokenizer_config import TokenizerConfig
+from megatron.training.data.tokenizer import TokenizerConfig
 
 
 def main(argv: list[str] | None = None) -> None:

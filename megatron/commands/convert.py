@@ -10,7 +10,7 @@ from typing import Any
 from megatron.commands.conversion_options import make_read_options, make_write_options
 from megatron.conversion.convert import ConversionReport, convert
 from megatron.core.progress import ProgressBar
-from megatron.core.safe_files.links import allow_links
+from megatron.core.safe_files.reading import allow_links
 
 
 def run(

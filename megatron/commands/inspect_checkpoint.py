@@ -12,7 +12,7 @@ from megatron.commands.inspection.plan import run_plan
 from megatron.commands.inspection.repair import run_repair
 from megatron.commands.inspection.show import run_show
 from megatron.commands.inspection.verify import run_verify
-from megatron.core.safe_files.links import allow_links
+from megatron.core.safe_files.reading import allow_links
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "show": run_show,

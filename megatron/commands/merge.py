@@ -26,7 +26,7 @@ from megatron.conversion.opening import open_found, require_checkpoint
 from megatron.core.object_path import path_of
 from megatron.core.progress import ProgressBar
 from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS, average_key
-from megatron.core.safe_files.links import allow_links
+from megatron.core.safe_files.reading import allow_links
 
 
 def choose_inputs(args: argparse.Namespace) -> tuple[list[Path], list[float]]:

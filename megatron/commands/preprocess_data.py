@@ -15,8 +15,7 @@ from megatron.core.terminal import print_line
 from megatron.training.data.document_encoder import DocumentEncoder, WorkerLimits, encode_chunks
 from megatron.training.data.documents import BadLine, Chunk, count_bytes, find_files, read_chunks
 from megatron.training.data.preprocess_config import PreprocessConfig
-from megatron.training.data.tokenizer import build_tokenizer
-from megatron.training.data.tokenizer_config import TokenizerConfig
+from megatron.training.data.tokenizer import TokenizerConfig, build_tokenizer
 
 MAX_BAD_LINES_PRINTED = 10
 

@@ -41,9 +41,8 @@ from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import ReadOptions, WriteOptions
 from megatron.conversion.output_directory import exclusive_output_dir, pending_name
 from megatron.core.dist_checkpointing import CheckpointDirectory, write_tracker
-from megatron.core.dist_checkpointing.mapping import Shape, cut_rows
+from megatron.core.dist_checkpointing.mapping import Shape, TensorInfo, cut_rows
 from megatron.core.dist_checkpointing.saving.commit import Progress, no_progress
-from megatron.core.dist_checkpointing.source import TensorInfo
 from megatron.core.durable_files import fsync_tree, put_in_place
 from megatron.core.object_path import ObjectPath
 from megatron.core.run_checkpoint.keys import (

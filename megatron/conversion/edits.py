@@ -21,8 +21,7 @@ from megatron.conversion.model_space.model import (
 from megatron.conversion.model_space.optimizer_states import full_precision_key, optimizer_states
 from megatron.conversion.model_space.views import SourceView
 from megatron.conversion.options import EditOptions, WriteOptions
-from megatron.core.dist_checkpointing.mapping import Box, Shape, cut_rows
-from megatron.core.dist_checkpointing.source import TensorInfo
+from megatron.core.dist_checkpointing.mapping import Box, Shape, TensorInfo, cut_rows
 from megatron.core.distributed.param_and_grad_buffer import ParamSpec
 from megatron.core.run_checkpoint.keys import (
     AVERAGE,

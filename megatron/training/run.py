@@ -31,8 +31,7 @@ from megatron.training.config.run_config import Config, ModelProvider
 from megatron.training.data.tokenizer import Tokenizer
 from megatron.training.initialize import seed_everything
 from megatron.training.reporting.intervals import reduce_losses
-from megatron.training.reporting.measurements import compute_flops_per_token
-from megatron.training.reporting.timers import Timers
+from megatron.training.reporting.measurements import Timers, compute_flops_per_token
 from megatron.training.reporting.writers import Writer
 
 # Imported for --compile

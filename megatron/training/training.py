@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from megatron.core.datasets.index_helpers import require_compiled_helpers
+from megatron.core.datasets.index_cache import require_compiled_helpers
 from megatron.core.dist_checkpointing.policy import ChosenCheckpoint, is_multiple
 from megatron.core.dist_checkpointing.saving.pending_export import ExportTarget
 from megatron.core.dist_checkpointing.saving.run_saver import RunSaver, SaveFailedError

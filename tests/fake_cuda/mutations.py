@@ -76,7 +76,7 @@ NOT_REMOVED = {
     "megatron/core/dist_checkpointing/saving/save_barrier.py": "another thread, the store",
     "megatron/core/dist_checkpointing/saving/save_thread.py": "another thread, a timer of the device",
     "megatron/training/reporting/intervals.py": "the device, to measure time",
-    "megatron/training/reporting/timers.py": "the device, to measure time",
+    "megatron/training/reporting/measurements.py": "the device, to measure time",
     "megatron/training/restart/attempts.py": "the store",
     "megatron/training/restart/interruption.py": "another thread",
     "megatron/training/restart/worker.py": "the device, between attempts: see test_restart.py",

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from megatron.core.datasets.indexed_dataset_builder import IndexedDatasetBuilder
-from megatron.core.dist_checkpointing import CheckpointDirectory, visibility
+from megatron.core.dist_checkpointing import CheckpointDirectory
+from megatron.core.dist_checkpointing.planning import coordination
 from megatron.training.config.parsing import parse_args
 from megatron.training.run import Loss
 from megatron.training.training import pretrain
@@ -267,7 +268,7 @@ def train_elsewhere(rank, world_size, root, flags):
     """Every rank has its own disk under the same name."""
     os.chdir(root / str(rank))
     try:
-        with mock.patch.object(visibility, "VISIBLE_WITHIN", 0.0):
+        with mock.patch.object(coordination, "VISIBLE_WITHIN", 0.0):
             return train(rank, world_size, flags)
     finally:
         os.chdir(ROOT)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.checkpointer.checkpointer import Checkpointer
-from megatron.core.dist_checkpointing import visibility
+from megatron.core.dist_checkpointing.planning import coordination
 from tests.support.late_files import late_files
 from tests.support.training_harness import COMMON, DISTRIBUTED_OPTIMIZER, LLAMA, get_losses, train
 
@@ -56,7 +56,7 @@ def test_late_checksums_are_verified(pool, run, tmp_path):
 
 
 def resume_blind(rank, world_size, flags, names):
-    impatient = mock.patch.object(visibility, "VISIBLE_WITHIN", 0.0)
+    impatient = mock.patch.object(coordination, "VISIBLE_WITHIN", 0.0)
     with impatient, pytest.raises(ValueError) as error:
         resume_late(rank, world_size, flags, names, looks=1_000_000)
     return str(error.value)

@@ -7,7 +7,7 @@ import torch
 
 from megatron.conversion.convert import compare
 from megatron.conversion.opening import open_checkpoint
-from megatron.core.dist_checkpointing.source import read_whole
+from megatron.core.dist_checkpointing.mapping import read_whole
 from megatron.training.config.parsing import parse_args
 from megatron.training.training import pretrain
 from tests import ROOT

@@ -12,7 +12,7 @@ import pytest
 
 from megatron.conversion.opening import open_checkpoint
 from megatron.core.dist_checkpointing import load_common
-from megatron.core.dist_checkpointing.source import read_whole
+from megatron.core.dist_checkpointing.mapping import read_whole
 from megatron.core.optimizer import get_update_rule
 from megatron.core.run_checkpoint.common_state import find_param_groups
 from tests import ROOT

@@ -9,7 +9,7 @@ import torch
 from megatron.core.datasets.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.core.dist_checkpointing import Reader
 from megatron.core.dist_checkpointing.files import COMMON_STATE
-from megatron.core.run_checkpoint.extra_states import is_extra_state
+from megatron.core.run_checkpoint.keys import is_extra_state
 from megatron.training.config.parsing import parse_args
 from megatron.training.training import pretrain
 from pretrain_gpt import datasets_provider, forward_step, model_provider

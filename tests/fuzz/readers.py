@@ -40,8 +40,7 @@ from megatron.core.dist_checkpointing.lineage import (
     read_parent,
 )
 from megatron.core.dist_checkpointing.tiers.local_tier import LocalTier, Replication, marker_name
-from megatron.training.data.tokenizer import build_tokenizer
-from megatron.training.data.tokenizer_config import TokenizerConfig
+from megatron.training.data.tokenizer import TokenizerConfig, build_tokenizer
 from tests import ROOT
 from tests.fuzz.harness import Case, Reader, load_tool, run_main
 from tests.fuzz.mutations import (

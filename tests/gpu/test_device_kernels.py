@@ -17,9 +17,8 @@ from megatron.core.tensor_parallel import (
 from megatron.core.tensor_parallel.layers import compute_linear_weight_grad
 from megatron.core.transformer.attention import blockwise
 from megatron.core.transformer.attention import core as attention_module
-from megatron.core.transformer.attention.core import supports_grouped_heads
+from megatron.core.transformer.attention.core import local_attention, supports_grouped_heads
 from megatron.core.transformer.attention.kernels import Scoring
-from megatron.core.transformer.attention.local import local_attention
 from megatron.core.transformer.attention.masks import AttentionMask
 from megatron.core.transformer.attention.multi_head import SelfAttention
 from megatron.core.transformer.grouped_linear import GroupedLinear

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron.core.dist_checkpointing.source import read_whole
+from megatron.core.dist_checkpointing.mapping import read_whole
 from megatron.core.run_checkpoint.source import Source
 
 

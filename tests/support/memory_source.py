@@ -7,8 +7,7 @@ import torch
 
 from megatron.conversion.model_space.model import model_config, model_tensors
 from megatron.conversion.model_space.optimizer_states import ADAM, SGD, optimizer_key
-from megatron.core.dist_checkpointing.mapping import Shape
-from megatron.core.dist_checkpointing.source import TensorInfo
+from megatron.core.dist_checkpointing.mapping import Shape, TensorInfo
 from megatron.core.run_checkpoint.source import TrainingState
 
 

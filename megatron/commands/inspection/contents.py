@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing import (
     read_metadata,
 )
 from megatron.core.dist_checkpointing.format.checksums import find_checksums
-from megatron.core.dist_checkpointing.source import TensorInfo
+from megatron.core.dist_checkpointing.mapping import TensorInfo
 from megatron.core.run_checkpoint.native_reader import read_common
 from megatron.planning.pictures import Shares
 

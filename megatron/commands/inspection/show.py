@@ -10,7 +10,7 @@ from megatron.commands.inspection.contents import collect_contents, compute_file
 from megatron.commands.inspection.view import format_shape
 from megatron.conversion.model_space.foreign import describe_foreign_mixers
 from megatron.conversion.opening import require_checkpoint
-from megatron.core.run_checkpoint.extra_states import is_extra_state
+from megatron.core.run_checkpoint.keys import is_extra_state
 from megatron.core.safe_files.schema import format_value
 from megatron.core.terminal import format_size, print_json, print_line
 from megatron.planning.pictures import draw_shares

@@ -12,8 +12,7 @@ import torch
 from megatron.conversion.opening import open_checkpoint, require_checkpoint
 from megatron.conversion.options import ReadOptions
 from megatron.core.dist_checkpointing import Reader, StoredTensor
-from megatron.core.dist_checkpointing.mapping import Shape, cut_rows
-from megatron.core.dist_checkpointing.source import TensorInfo
+from megatron.core.dist_checkpointing.mapping import Shape, TensorInfo, cut_rows
 
 # Includes tensors that the model does not have.
 READ_EVERYTHING = ReadOptions(keep_foreign=True)

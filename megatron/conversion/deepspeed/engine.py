@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron.core.run_checkpoint.file_names import ENGINE_LATEST, ENGINE_MODEL_FILES, ZERO
 from megatron.core.run_checkpoint.formats import read_tag
+from megatron.core.run_checkpoint.keys import ENGINE_LATEST, ENGINE_MODEL_FILES, ZERO
 
 _OPTIMIZER_FILES = "*_optim_states.pt"
 

@@ -31,8 +31,7 @@ from megatron.core.run_checkpoint.checks import (
     check_scalar,
     check_scheduler,
 )
-from megatron.core.run_checkpoint.file_names import ZERO
-from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS
+from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS, ZERO
 from megatron.core.safe_files import safe_load
 from megatron.core.safe_files.schema import (
     COUNT,

@@ -14,8 +14,7 @@ from megatron.conversion.huggingface.safetensors_files import Stored, open_safet
 from megatron.conversion.huggingface.weight_files import open_torch_file
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.safe_files import schema
-from megatron.core.safe_files.links import confine_links
-from megatron.core.safe_files.reading import read_json
+from megatron.core.safe_files.reading import confine_links, read_json
 from megatron.core.safe_files.schema import (
     anything,
     boolean,

@@ -73,9 +73,8 @@ from megatron.conversion.model_space.pieces import is_bitwise_equal, make_empty_
 from megatron.conversion.options import ReadOptions, WriteOptions, rename_tensors
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.dist_checkpointing.files import CLAIM
-from megatron.core.dist_checkpointing.mapping import Shape
+from megatron.core.dist_checkpointing.mapping import Shape, TensorInfo, read_whole
 from megatron.core.dist_checkpointing.saving.commit import Progress, no_progress
-from megatron.core.dist_checkpointing.source import TensorInfo, read_whole
 from megatron.core.durable_files import discard, fsync_tree, write_json
 from megatron.core.object_path import ObjectPath
 from megatron.core.object_storage import ConflictError

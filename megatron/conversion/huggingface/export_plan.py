@@ -29,13 +29,13 @@ from megatron.conversion.huggingface.stored_parameters import (
 from megatron.conversion.huggingface.weight_files import lay_out_weight_files, write_index
 from megatron.conversion.model_space.model import model_config, model_tensors
 from megatron.conversion.options import WriteOptions
+from megatron.core.dist_checkpointing.mapping import TensorInfo
 from megatron.core.dist_checkpointing.saving.model_export import (
     ExportedTensor,
     ExportFile,
     ExportPlan,
     TensorPlace,
 )
-from megatron.core.dist_checkpointing.source import TensorInfo
 from megatron.core.run_checkpoint.keys import is_trained
 
 _STEM = "model"

@@ -26,7 +26,7 @@ from megatron.conversion.model_space.pieces import (
 )
 from megatron.core.dist_checkpointing import CheckpointError, Reader
 from megatron.core.dist_checkpointing.mapping import Shape
-from megatron.core.run_checkpoint.file_names import PARAMS
+from megatron.core.run_checkpoint.keys import PARAMS
 from megatron.core.safe_files import schema
 from megatron.core.safe_files.reading import read_json
 

@@ -21,9 +21,8 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.conversion.model_space.pieces import ReadRegion
-from megatron.core.dist_checkpointing.mapping import Shape, narrow
+from megatron.core.dist_checkpointing.mapping import Shape, TensorInfo, narrow
 from megatron.core.dist_checkpointing.saving.placed_file import write_at
-from megatron.core.dist_checkpointing.source import TensorInfo
 from megatron.core.object_files import OrderedUpload
 from megatron.core.object_path import ObjectPath
 from megatron.core.safe_files import FileTensor, schema

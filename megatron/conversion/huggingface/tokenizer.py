@@ -20,7 +20,7 @@ from megatron.conversion.huggingface.sentencepiece_model import (
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.durable_files import committed, write_json
 from megatron.core.object_path import path_of
-from megatron.core.run_checkpoint.file_names import PROCESSOR_FILES
+from megatron.core.run_checkpoint.keys import PROCESSOR_FILES
 from megatron.core.safe_files import schema
 from megatron.core.safe_files.reading import named_file, parse_json, read_json, read_regular
 

@@ -36,13 +36,11 @@ from megatron.conversion.model_space.pieces import (
     run_jobs,
 )
 from megatron.core.dist_checkpointing.files import METADATA
-from megatron.core.dist_checkpointing.mapping import Shape, cut_rows, narrow
+from megatron.core.dist_checkpointing.mapping import Shape, TensorInfo, cut_rows, narrow
 from megatron.core.dist_checkpointing.saving.commit import Progress
-from megatron.core.dist_checkpointing.source import TensorInfo
 from megatron.core.durable_files import committed, encode_json, write_json
 from megatron.core.object_path import ObjectPath
-from megatron.core.run_checkpoint.file_names import CONSOLIDATED
-from megatron.core.run_checkpoint.keys import foreign_name
+from megatron.core.run_checkpoint.keys import CONSOLIDATED, foreign_name
 from megatron.core.run_checkpoint.source import Source
 from megatron.core.safe_files import safe_load, schema
 from megatron.core.safe_files.reading import named_file, read_json

@@ -39,8 +39,7 @@ from megatron.conversion.model_space.optimizer_states import optimizer_key
 from megatron.conversion.model_space.pieces import ReadRegion
 from megatron.conversion.options import ReadOptions, rename_tensors
 from megatron.core.dist_checkpointing import CheckpointError, Reader
-from megatron.core.dist_checkpointing.mapping import Shape
-from megatron.core.dist_checkpointing.source import TensorInfo
+from megatron.core.dist_checkpointing.mapping import Shape, TensorInfo
 from megatron.core.distributed.param_and_grad_buffer import ParamSpec
 from megatron.core.run_checkpoint.checks import plain_numbers
 from megatron.core.run_checkpoint.common_state import find_param_groups, read_training_state

@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.parallel_config import ParallelConfig
 from megatron.core.parallel_state import ParallelState
 from megatron.core.run_checkpoint.checks import COMMON, RANKS
-from megatron.core.run_checkpoint.file_names import MODEL_FILE, OPTIMIZER_FILE
+from megatron.core.run_checkpoint.keys import MODEL_FILE, OPTIMIZER_FILE
 from megatron.core.safe_files import safe_open
 
 # Entry of the first rank's model file: foreign tensors by name, which Megatron-LM does not read.

@@ -50,11 +50,12 @@ from megatron.conversion.model_space.optimizer_states import optimizer_key
 from megatron.conversion.model_space.pieces import ReadFlat
 from megatron.conversion.options import ReadOptions
 from megatron.core.dist_checkpointing import CheckpointError, Shape
-from megatron.core.dist_checkpointing.source import TensorInfo
+from megatron.core.dist_checkpointing.mapping import TensorInfo
 from megatron.core.run_checkpoint.checks import COMMON, check_scalar
 from megatron.core.run_checkpoint.common_state import find_param_groups, read_training_state
-from megatron.core.run_checkpoint.file_names import MODEL_FILE, OPTIMIZER_FILE
 from megatron.core.run_checkpoint.keys import (
+    MODEL_FILE,
+    OPTIMIZER_FILE,
     WORD_EMBEDDINGS,
     find_norm_key,
     foreign_key,

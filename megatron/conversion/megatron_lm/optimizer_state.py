@@ -29,8 +29,7 @@ from megatron.conversion.model_space.pieces import (
 )
 from megatron.core.arithmetic import round_up
 from megatron.core.dist_checkpointing import CheckpointError, Shape
-from megatron.core.dist_checkpointing.mapping import Extent, compute_overlap, narrow
-from megatron.core.dist_checkpointing.source import TensorInfo
+from megatron.core.dist_checkpointing.mapping import Extent, TensorInfo, compute_overlap, narrow
 from megatron.core.optimizer import UPDATE_RULES, get_update_rule
 from megatron.core.run_checkpoint.keys import is_trained, is_weight, split_key
 

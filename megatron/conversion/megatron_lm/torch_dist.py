@@ -73,9 +73,8 @@ from megatron.core.dist_checkpointing import (
     save,
 )
 from megatron.core.dist_checkpointing.files import COMMON_STATE
-from megatron.core.dist_checkpointing.mapping import Shape
+from megatron.core.dist_checkpointing.mapping import Shape, TensorInfo
 from megatron.core.dist_checkpointing.saving.commit import Progress, no_progress
-from megatron.core.dist_checkpointing.source import TensorInfo
 from megatron.core.run_checkpoint.checks import COMMON
 from megatron.core.run_checkpoint.common_state import (
     LOADER_DEFAULTS,
@@ -85,14 +84,15 @@ from megatron.core.run_checkpoint.common_state import (
     read_training_state,
     split_by_expert_optimizer,
 )
-from megatron.core.run_checkpoint.extra_states import build_extra_states, is_extra_state
 from megatron.core.run_checkpoint.keys import (
     AVERAGE,
     WORD_EMBEDDINGS,
     average_key,
+    build_extra_states,
     find_norm_key,
     foreign_key,
     foreign_name,
+    is_extra_state,
     is_foreign,
     is_hybrid,
     split_key,

@@ -22,9 +22,8 @@ from megatron.conversion.model_space.pieces import (
 )
 from megatron.conversion.model_space.views import SourceView
 from megatron.core.dist_checkpointing import Shape
-from megatron.core.dist_checkpointing.mapping import narrow
+from megatron.core.dist_checkpointing.mapping import TensorInfo, narrow
 from megatron.core.dist_checkpointing.saving.commit import Progress
-from megatron.core.dist_checkpointing.source import TensorInfo
 from megatron.core.durable_files import committed
 from megatron.core.run_checkpoint.keys import foreign_key, foreign_name, is_foreign
 from megatron.core.run_checkpoint.source import Source

@@ -27,8 +27,7 @@ from megatron.conversion.model_space.optimizer_states import (
     optimizer_states,
 )
 from megatron.core.dist_checkpointing import CheckpointError, ShardedTensor
-from megatron.core.dist_checkpointing.mapping import Shape
-from megatron.core.dist_checkpointing.source import TensorInfo
+from megatron.core.dist_checkpointing.mapping import Shape, TensorInfo
 from megatron.core.distributed.param_and_grad_buffer import ParamSpec
 from megatron.core.flags import find_value_problems, flag
 from megatron.core.models import GPTModel

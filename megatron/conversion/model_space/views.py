@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron.core.dist_checkpointing.mapping import Shape
-from megatron.core.dist_checkpointing.source import TensorInfo
+from megatron.core.dist_checkpointing.mapping import Shape, TensorInfo
 from megatron.core.optimizer import AVERAGE_PREFIX
 from megatron.core.run_checkpoint.keys import (
     WORD_EMBEDDINGS,

@@ -7,8 +7,13 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.core.datasets.index_cache import Arrays, compute_digest, load_or_build
-from megatron.core.datasets.index_helpers import MAX_BLEND_MEMBERS, build_blend_index
+from megatron.core.datasets.index_cache import (
+    MAX_BLEND_MEMBERS,
+    Arrays,
+    build_blend_index,
+    compute_digest,
+    load_or_build,
+)
 from megatron.core.datasets.sample import Dataset, Sample
 
 

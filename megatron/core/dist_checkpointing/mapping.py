@@ -10,9 +10,9 @@ many boxes at once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -276,3 +276,46 @@ class ShardedObject:
 
 
 ShardedStateDict = dict[str, ShardedTensor | ShardedObject]
+
+
+# ---- Global tensors that can be read by box ----
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Global shape and dtype of one tensor."""
+
+    shape: Shape
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+
+class TensorSource(Protocol):
+    """Global tensors that can be read piece by piece. Only `read` reads more than metadata."""
+
+    description: str  # format and path, for messages
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Global shape and dtype of every tensor by its key."""
+        ...
+
+    def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
+        """Return the box of `key` at `offset` with extent `shape`, on CPU in the stored dtype.
+
+        Raises KeyError for an unknown key, ValueError where the file is damaged.
+        """
+        ...
+
+
+def read_whole(source: TensorSource, key: str) -> torch.Tensor:
+    """Return the whole global tensor `key`."""
+    info = source.tensors[key]
+    return source.read(key, (0,) * len(info.shape), info.shape)

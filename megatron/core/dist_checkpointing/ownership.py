@@ -30,8 +30,7 @@ from megatron.core.dist_checkpointing.generation import (
     take_generation,
 )
 from megatron.core.dist_checkpointing.local_checkpoints import Tier
-from megatron.core.dist_checkpointing.planning.coordination import Coordination
-from megatron.core.dist_checkpointing.visibility import wait_until_visible
+from megatron.core.dist_checkpointing.planning.coordination import Coordination, wait_until_visible
 from megatron.core.object_path import ObjectPath
 from megatron.core.wings import resolve
 

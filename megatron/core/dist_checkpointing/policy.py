@@ -44,9 +44,11 @@ from megatron.core.dist_checkpointing.ownership import (
     prepare_directory,
     take_directory,
 )
-from megatron.core.dist_checkpointing.planning.coordination import Coordination
+from megatron.core.dist_checkpointing.planning.coordination import (
+    Coordination,
+    wait_until_all_ranks_see,
+)
 from megatron.core.dist_checkpointing.saving.run_saver import RunSaver, SaveOptions
-from megatron.core.dist_checkpointing.visibility import wait_until_all_ranks_see
 from megatron.core.safe_files.errors import CheckpointError
 
 logger = logging.getLogger(__name__)

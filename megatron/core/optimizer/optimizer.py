@@ -20,11 +20,11 @@ from megatron.core.optimizer.flat_shard import (
     FlatShard,
     allocate_shard,
     cast_to_fp8,
+    store_with_new_scale,
 )
 from megatron.core.optimizer.grad_norm import GradNorm, compute_clip_coefficient
 from megatron.core.optimizer.grad_scaler import GradScaler
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.rounding import store_with_new_scale
 from megatron.core.optimizer.update_rules import make_update_rule, select_states
 from megatron.core.parallel_state import ParallelState
 

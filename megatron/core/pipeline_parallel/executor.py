@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.messages import bypass_stream_record, start_messages
+from megatron.core.deferred import bypass_stream_record, start_messages
 from megatron.core.parallel_state import Axis
 from megatron.core.pipeline_parallel.schedules import Action, Tick, consumer, schedule
 

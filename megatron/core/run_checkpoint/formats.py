@@ -41,7 +41,7 @@ from megatron.core.dist_checkpointing.generation import find_interrupted_commit
 from megatron.core.dist_checkpointing.lineage import on_branch
 from megatron.core.dist_checkpointing.policy import CheckpointRef
 from megatron.core.object_path import ObjectPath, path_of
-from megatron.core.run_checkpoint.file_names import (
+from megatron.core.run_checkpoint.keys import (
     CONSOLIDATED,
     ENGINE_LATEST,
     ENGINE_MODEL_FILES,
@@ -53,8 +53,7 @@ from megatron.core.run_checkpoint.file_names import (
 )
 from megatron.core.run_checkpoint.native_reader import open_run_checkpoint
 from megatron.core.run_checkpoint.source import Source
-from megatron.core.safe_files.links import confine_links
-from megatron.core.safe_files.reading import read_json, read_regular
+from megatron.core.safe_files.reading import confine_links, read_json, read_regular
 from megatron.core.safe_files.schema import file_name
 from megatron.core.wings import resolve
 

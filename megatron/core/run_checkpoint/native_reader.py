@@ -12,8 +12,7 @@ import torch
 from megatron.core.dist_checkpointing import CheckpointError, Reader, load_common
 from megatron.core.dist_checkpointing.files import COMMON as COMMON_FILE
 from megatron.core.dist_checkpointing.files import COMMON_STATE
-from megatron.core.dist_checkpointing.mapping import Shape
-from megatron.core.dist_checkpointing.source import TensorInfo
+from megatron.core.dist_checkpointing.mapping import Shape, TensorInfo
 from megatron.core.run_checkpoint.checks import COMMON
 from megatron.core.run_checkpoint.common_state import find_param_groups, read_training_state
 from megatron.core.run_checkpoint.keys import find_norm_key, is_hybrid, is_weight

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from megatron.core.dist_checkpointing.source import TensorSource
+from megatron.core.dist_checkpointing.mapping import TensorSource
 from megatron.core.run_checkpoint.checks import TRAINING_STATE
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.core.durable_files import committed
 from megatron.core.object_path import path_of
-from megatron.core.run_checkpoint.file_names import PROCESSOR_FILES
+from megatron.core.run_checkpoint.keys import PROCESSOR_FILES
 from megatron.core.safe_files.reading import MAX_JSON, read_regular
 
 DIRECTORY = "tokenizer"

@@ -4,8 +4,8 @@
 code of the file. Every reader of the project is built from this package; SECURITY.md states the
 promises.
 
-- `reading`: opens regular files of bounded size, JSON among them
-- `links`: refuses links that leave the directory that the user has named
+- `reading`: opens regular files of bounded size, JSON among them, and refuses links that leave the
+  directory that the user has named
 - `schema`: composable checks of values, for clear errors
 - `torch_load`, `torch_zip`, `unpickler`, `safe_globals`: archives of `torch.save`; the unpickler is
   a stack machine with an allow-list

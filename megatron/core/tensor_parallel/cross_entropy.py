@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.parallel_state import Axis
+from megatron.core.private_operators import multiply_by_weight
 from megatron.core.tensor_parallel.layers import compute_linear_weight_grad, find_local_rows
 from megatron.core.tensor_parallel.mappings import (
     start_all_reduce,
     start_input_gather,
     start_output_sum,
 )
-from megatron.core.tensor_parallel.products import multiply_by_weight
 
 # Logits that are converted to fp32 at once, by device. On a CPU the copy stays in the cache. On a
 # GPU it takes 256 MiB, and kernels run much longer than their launch takes: 16 chunks instead of

@@ -26,7 +26,11 @@ from torch import Tensor
 from megatron.core.arithmetic import round_up
 from megatron.core.module import Constant, Init, MegatronModule, ParamInfo, make_parameter
 from megatron.core.parallel_state import Axis
-from megatron.core.private_operators import HAS_MIXED_ADDMM, sum_embedding_gradient
+from megatron.core.private_operators import (
+    HAS_MIXED_ADDMM,
+    multiply_by_weight,
+    sum_embedding_gradient,
+)
 from megatron.core.sharding import REPLICATED, Sharding
 from megatron.core.tensor_parallel.mappings import (
     Pending,
@@ -34,7 +38,6 @@ from megatron.core.tensor_parallel.mappings import (
     start_input_gather,
     start_output_sum,
 )
-from megatron.core.tensor_parallel.products import multiply_by_weight
 
 
 def mark_main_grad_as_stale(param: Tensor) -> None:

@@ -12,7 +12,7 @@ from megatron.core.dist_checkpointing.loading.load import RAISE, STRICTNESS
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.policy import ChosenCheckpoint
 from megatron.core.optimizer import AVERAGE_PREFIX, OptimizerConfig, get_update_rule
-from megatron.core.run_checkpoint.extra_states import is_extra_state
+from megatron.core.run_checkpoint.keys import is_extra_state
 from megatron.core.run_checkpoint.loading import load_from_source
 from megatron.core.run_checkpoint.native_reader import RunCheckpoint
 from megatron.core.run_checkpoint.source import Source, TrainingState
@@ -23,9 +23,13 @@ from megatron.core.transformer.transformer_config import (
     select_architecture_fields,
 )
 from megatron.core.wings import resolve
-from megatron.training.checkpoint.contents import get_model_state
+from megatron.training.checkpoint.contents import (
+    find_rng_key,
+    get_model_state,
+    set_rng_state,
+    unpack_own_state,
+)
 from megatron.training.checkpoint.launch import damage_explained
-from megatron.training.checkpoint.rng_state import find_rng_key, set_rng_state, unpack_own_state
 from megatron.training.config.options import CheckpointConfig
 from megatron.training.config.stored_args import normalize_stored_args, unpack_single
 from megatron.training.initialize import seed_everything

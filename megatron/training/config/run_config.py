@@ -31,7 +31,7 @@ from megatron.training.config.options import (
     RestartConfig,
     TrainingConfig,
 )
-from megatron.training.data.tokenizer_config import TokenizerConfig
+from megatron.training.data.tokenizer import TokenizerConfig
 
 
 def _make_section(title: str) -> Any:

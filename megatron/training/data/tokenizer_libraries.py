@@ -13,8 +13,7 @@ from typing import Any
 from megatron.core.safe_files.reading import parse_json, read_regular
 from megatron.core.safe_files.schema import limit
 from megatron.core.terminal import format_error
-from megatron.training.data.tokenizer import Tokenizer
-from megatron.training.data.tokenizer_config import TokenizerConfig
+from megatron.training.data.tokenizer import Tokenizer, TokenizerConfig
 
 MAX_FILE_BYTES = limit("TOKENIZER_BYTES", 256 << 20)
 END_OF_TEXT = "<|endoftext|>"

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatron.training.config.options import ProfilingConfig
 from megatron.training.reporting.console import EVERY_RANK
-from megatron.training.reporting.timers import Timers
+from megatron.training.reporting.measurements import Timers
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.core.safe_files.links import find_outside_target
-from megatron.core.safe_files.reading import parse_json, read_regular
+from megatron.core.safe_files.reading import find_outside_target, parse_json, read_regular
 from megatron.core.safe_files.schema import (
     COUNT,
     boolean,

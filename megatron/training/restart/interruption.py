@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from megatron.core.messages import queueing_lock
+from megatron.core.deferred import queueing_lock
 from megatron.training.restart.attempts import AttemptBoard
 
 NEW_PROCESS = 75  # exit code with which a worker requests a new process (EX_TEMPFAIL)

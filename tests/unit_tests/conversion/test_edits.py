@@ -18,7 +18,7 @@ from megatron.conversion.model_space.optimizer_states import ADAM, optimizer_key
 from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import EditOptions, WriteOptions, parse_layers
 from megatron.core.dist_checkpointing import Reader, ShardedTensor, load_common, save
-from megatron.core.dist_checkpointing.source import read_whole
+from megatron.core.dist_checkpointing.mapping import read_whole
 from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS
 from tests.support.memory_source import GPT_ARGS, LLAMA_ARGS, MemorySource, random_source
 from tests.unit_tests.conversion.convert_tool import run_convert, run_merge

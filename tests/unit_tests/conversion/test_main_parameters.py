@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing import (
     load_common,
     write_tracker,
 )
-from megatron.core.dist_checkpointing.source import read_whole
+from megatron.core.dist_checkpointing.mapping import read_whole
 from megatron.core.run_checkpoint.loading import load_from_source
 from megatron.core.run_checkpoint.source import Source
 from megatron.training.checkpoint.launch import TrainingDirectory

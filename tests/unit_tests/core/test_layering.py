@@ -13,7 +13,6 @@ LAYERS = [
         "megatron.core.arithmetic",
         "megatron.core.deferred",
         "megatron.core.flags",
-        "megatron.core.messages",
         "megatron.core.progress",
         "megatron.core.durable_files",
         "megatron.core.object_files",

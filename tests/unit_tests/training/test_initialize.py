@@ -14,7 +14,7 @@ from megatron.core.parallel_config import ParallelConfig
 from megatron.core.parallel_state import ParallelState
 from megatron.core.run_checkpoint.megatron_rng_states import rng_key as megatron_rng_key
 from megatron.core.tensor_parallel import TensorParallelRng
-from megatron.training.checkpoint.rng_state import (
+from megatron.training.checkpoint.contents import (
     get_rng_state,
     megatron_rng_state,
     rng_key,

@@ -30,8 +30,8 @@ from megatron.core.dist_checkpointing.mapping import (
     to_absolute,
 )
 from megatron.core.dist_checkpointing.planning.balancing import cut_into_shares, level_loads
+from megatron.core.dist_checkpointing.planning.collection import LocalSpec, describe
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
-from megatron.core.dist_checkpointing.planning.structure import LocalSpec, describe
 from megatron.core.safe_files.errors import CheckpointError
 from megatron.core.safe_files.schema import abbreviate
 

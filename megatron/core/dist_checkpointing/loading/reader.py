@@ -28,7 +28,7 @@ from megatron.core.dist_checkpointing.mapping import (
     narrow,
     to_absolute,
 )
-from megatron.core.dist_checkpointing.visibility import wait_until_visible
+from megatron.core.dist_checkpointing.planning.coordination import wait_until_visible
 from megatron.core.object_path import path_of
 from megatron.core.safe_files.errors import CheckpointError
 from megatron.core.safe_files.reading import OpenFile, open_file

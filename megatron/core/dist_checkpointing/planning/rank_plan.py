@@ -1,4 +1,4 @@
-"""One rank's part of a plan: the items that it writes, and its files cut into chunks.
+"""The plan of a save on one rank: the items that it writes, and its files cut into chunks.
 
 The position of every byte is planned once for all saves of one structure.
 """
@@ -7,20 +7,28 @@ from __future__ import annotations
 
 import itertools
 import math
+import secrets
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from megatron.core.dist_checkpointing.background import SLOT_SIZE
 from megatron.core.dist_checkpointing.box_table import BoxTable
 from megatron.core.dist_checkpointing.format.metadata_codec import MetadataEncoder
-from megatron.core.dist_checkpointing.mapping import Shape
-from megatron.core.dist_checkpointing.planning.save_plan import file_name
-from megatron.core.dist_checkpointing.planning.structure import LocalSpec
+from megatron.core.dist_checkpointing.mapping import Shape, ShardedStateDict
+from megatron.core.dist_checkpointing.planning.collection import (
+    LocalSpec,
+    PackedSpec,
+    describe,
+    pack,
+)
+from megatron.core.dist_checkpointing.planning.coordination import Coordination
+from megatron.core.dist_checkpointing.planning.save_plan import file_name, make_plan
+from megatron.core.safe_files.errors import CheckpointError
 from megatron.core.safe_files.torch_zip import ALIGNMENT, make_tensor_envelope
 
 
@@ -173,3 +181,109 @@ def cut_chunks(files: Sequence[DataFile]) -> list[FileChunk]:
     for chunks_of_round in itertools.zip_longest(*chunks_of_files):
         interleaved += [chunk for chunk in chunks_of_round if chunk is not None]
     return interleaved
+
+
+# ---- Planning by all ranks together, cached while their state is unchanged ----
+
+
+class Planner:
+    """Plans saves, and caches the plan while the structure of the state is unchanged on all ranks.
+
+    This check is an all-reduce of one number per save; `assume_constant_structure` skips it.
+    """
+
+    def __init__(
+        self,
+        coordination: Coordination,
+        fully_parallel: bool,
+        workers: int,
+        assume_constant_structure: bool,
+    ) -> None:
+        self._coordination = coordination
+        self._fully_parallel = fully_parallel
+        self._workers = workers
+        self._assume_constant_structure = assume_constant_structure
+        self._plan: RankPlan | None = None
+
+    def plan_for(self, state: ShardedStateDict) -> RankPlan:
+        """Return the plan for `state`. Collective.
+
+        Raises CheckpointError on every rank if the state of any rank is inconsistent.
+        """
+        spec = _try_describe(state)
+        plan = self._plan
+        if plan is not None and self._assume_constant_structure:
+            if spec != plan.spec:
+                raise _make_structure_error(spec, plan.spec)
+            return plan
+        is_unchanged = plan is not None and spec == plan.spec
+        if not self._coordination.all_true(is_unchanged):
+            plan = self._plan_on_rank0(spec)
+            self._plan = plan
+        assert plan is not None
+        return plan
+
+    def _plan_on_rank0(self, spec: LocalSpec | CheckpointError) -> RankPlan:
+        """Send the spec to rank 0, which plans for all ranks, and receive this rank's part."""
+        metadata: MetadataEncoder | None = None  # on rank 0
+
+        def plan(specs: list[PackedSpec | CheckpointError]) -> list[tuple[Any, ...]]:
+            """Return (items, keys of objects, nonce, bytes of all ranks) for each rank."""
+            nonlocal metadata
+            save_plan = make_plan(_select_valid(specs), self._fully_parallel, self._workers)
+            metadata = MetadataEncoder(save_plan.build_metadata())
+            nonce = secrets.token_hex(4)
+            return [
+                (items, objects, nonce, save_plan.nbytes)
+                for items, objects in zip(save_plan.split_by_rank(), save_plan.objects, strict=True)
+            ]
+
+        # An error of this rank is sent like a spec: rank 0 reports those of all ranks together.
+        sent = spec if isinstance(spec, CheckpointError) else pack(spec)
+        answer = self._coordination.gather_compute_scatter(sent, plan)
+        items, objects, nonce, total_bytes = answer
+
+        # Each rank encodes its own envelopes.
+        assert isinstance(spec, LocalSpec)
+        files = make_data_files(spec, items, self._coordination.rank)
+        return RankPlan(spec, files, objects, nonce, total_bytes, metadata)
+
+
+def _select_valid(specs: Sequence[PackedSpec | CheckpointError]) -> list[PackedSpec]:
+    """Return the specs. Raises CheckpointError if any rank has sent an error instead."""
+    problems = []
+    valid = []
+    for rank, spec in enumerate(specs):
+        if isinstance(spec, CheckpointError):
+            problems.append(f"rank {rank}: {spec}")
+        else:
+            valid.append(spec)
+    if problems:
+        raise CheckpointError("\n".join(problems))
+    return valid
+
+
+def _try_describe(state: ShardedStateDict) -> LocalSpec | CheckpointError:
+    """Return the structure of `state`, or the error if it is inconsistent.
+
+    The error is not raised, because all ranks must take part in the collective.
+    """
+    try:
+        return describe(state)
+    except CheckpointError as error:
+        return error
+
+
+def _make_structure_error(spec: LocalSpec | CheckpointError, before: LocalSpec) -> CheckpointError:
+    """Return an error that names the keys in which two structures differ."""
+    if isinstance(spec, CheckpointError):
+        return spec
+    # Entries that are in one of the structures only
+    changed_tensors = set(spec.tensors) ^ set(before.tensors)
+    changed_keys = set(spec.objects) ^ set(before.objects)
+    for tensor in changed_tensors:
+        changed_keys.add(tensor.key)
+    keys = ", ".join(sorted(changed_keys)[:10])
+    return CheckpointError(
+        f"assume_constant_structure: the structure has changed since the last save: {keys}"
+    )

@@ -29,8 +29,7 @@ from megatron.core.dist_checkpointing.background import SLOT_SIZE, StagingBuffer
 from megatron.core.dist_checkpointing.generation import Generation
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
-from megatron.core.dist_checkpointing.planning.planner import Planner
-from megatron.core.dist_checkpointing.planning.rank_plan import RankPlan
+from megatron.core.dist_checkpointing.planning.rank_plan import Planner, RankPlan
 from megatron.core.dist_checkpointing.saving.commit import (
     PendingCheckpoint,
     Rewrite,

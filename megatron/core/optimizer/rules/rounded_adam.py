@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.optimizer.flat_shard import OPTIMIZER_PREFIX, PARAM_PREFIX, FlatShard
-from megatron.core.optimizer.rounding import (
+from megatron.core.optimizer.flat_shard import (
+    OPTIMIZER_PREFIX,
+    PARAM_PREFIX,
+    FlatShard,
     compute_scale,
     cut_into_slices,
     find_largest,

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.parallel_state import Axis
+from megatron.core.transformer.attention.core import has_flash_window, make_causal_block
 from megatron.core.transformer.attention.exchange import EXCHANGES, Exchange
 from megatron.core.transformer.attention.kernels import (
     Block,
@@ -25,7 +26,6 @@ from megatron.core.transformer.attention.kernels import (
     attend_backward,
     compute_sink_gradient,
 )
-from megatron.core.transformer.attention.local import has_flash_window, make_causal_block
 from megatron.core.transformer.attention.masks import AttentionMask, find_documents
 
 

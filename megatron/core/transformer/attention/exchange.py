@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.messages import bypass_stream_record, start_messages
+from megatron.core.deferred import bypass_stream_record, start_messages
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.mappings import (
     start_sequence_all_gather,

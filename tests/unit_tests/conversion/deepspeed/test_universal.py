@@ -16,7 +16,7 @@ from megatron.conversion.deepspeed.universal import UniversalSource, write_unive
 from megatron.conversion.huggingface.directory import write_huggingface
 from megatron.conversion.model_space.optimizer_states import optimizer_key
 from megatron.conversion.options import ReadOptions, WriteOptions
-from megatron.core.dist_checkpointing.source import read_whole
+from megatron.core.dist_checkpointing.mapping import read_whole
 from megatron.core.run_checkpoint.formats import find_problem, list_formats, read_latest
 from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS
 from megatron.core.run_checkpoint.source import Source

@@ -24,7 +24,7 @@ from megatron.conversion.huggingface.directory import HuggingFaceSource, write_h
 from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
 from megatron.conversion.model_space.optimizer_states import optimizer_key
 from megatron.conversion.options import ReadOptions, WriteOptions
-from megatron.core.dist_checkpointing.source import read_whole
+from megatron.core.dist_checkpointing.mapping import read_whole
 from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS
 from megatron.core.run_checkpoint.source import Source
 from tests import GOLDEN

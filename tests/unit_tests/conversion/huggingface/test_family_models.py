@@ -17,7 +17,7 @@ from megatron.conversion.model_space.model import model_config
 from megatron.conversion.model_space.optimizer_states import optimizer_key
 from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import WriteOptions
-from megatron.core.dist_checkpointing.source import read_whole
+from megatron.core.dist_checkpointing.mapping import read_whole
 from megatron.core.models import GPTModel
 from megatron.core.run_checkpoint.keys import is_trained
 from tests.support.memory_source import random_source

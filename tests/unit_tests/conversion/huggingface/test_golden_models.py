@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron.conversion.huggingface.directory import HuggingFaceSource, write_huggingface
 from megatron.conversion.options import WriteOptions
-from megatron.core.dist_checkpointing.source import read_whole
+from megatron.core.dist_checkpointing.mapping import read_whole
 from megatron.core.run_checkpoint.formats import is_huggingface
 from tests import ROOT
 from tests.support.compare import assert_same

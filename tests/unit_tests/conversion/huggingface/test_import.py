@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron.conversion.huggingface.directory import HuggingFaceSource, write_huggingface
 from megatron.conversion.options import ReadOptions, WriteOptions, parse_rename
-from megatron.core.dist_checkpointing.source import read_whole
+from megatron.core.dist_checkpointing.mapping import read_whole
 from megatron.core.run_checkpoint.formats import is_huggingface
 from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS
 from megatron.core.transformer.transformer_config import select_architecture_fields

@@ -21,7 +21,7 @@ from megatron.conversion.model_space.optimizer_states import optimizer_states
 from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import EditOptions, ReadOptions, WriteOptions
 from megatron.core.dist_checkpointing import CheckpointError
-from megatron.core.dist_checkpointing.source import read_whole
+from megatron.core.dist_checkpointing.mapping import read_whole
 from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS
 from tests import GOLDEN
 from tests.support.live_tensors import LiveTensors

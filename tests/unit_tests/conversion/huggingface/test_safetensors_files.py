@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from megatron.conversion.huggingface import safetensors_files
 from megatron.conversion.huggingface.safetensors_files import SafetensorsWriter, open_safetensors
 from megatron.conversion.options import parse_size
-from megatron.core.dist_checkpointing.source import TensorInfo
+from megatron.core.dist_checkpointing.mapping import TensorInfo
 
 TENSORS = {
     "matrix": torch.randn(7, 5),

@@ -14,7 +14,7 @@ from megatron.conversion.convert import compare, convert
 from megatron.conversion.megatron_lm.plain_yaml import PlainYamlError, parse_yaml
 from megatron.conversion.opening import open_checkpoint
 from megatron.core.dist_checkpointing import CheckpointError
-from megatron.core.dist_checkpointing.source import read_whole
+from megatron.core.dist_checkpointing.mapping import read_whole
 from tests import ROOT
 
 GOLDEN = ROOT / "tests/golden" / "bridge_0.6.2/llama_fp32"

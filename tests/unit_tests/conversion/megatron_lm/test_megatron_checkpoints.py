@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing import (
     load_common,
     save,
 )
-from megatron.core.dist_checkpointing.source import read_whole
+from megatron.core.dist_checkpointing.mapping import read_whole
 from megatron.core.safe_files import safe_load
 from tests import ROOT
 from tests.support.compare import assert_same, read_all

@@ -20,8 +20,8 @@ from megatron.core.dist_checkpointing import (
     read_metadata,
     save,
 )
-from megatron.core.run_checkpoint.extra_states import is_extra_state
 from megatron.core.run_checkpoint.formats import find_checkpoint, find_problem, open_found
+from megatron.core.run_checkpoint.keys import is_extra_state
 from megatron.core.run_checkpoint.native_reader import RunCheckpoint
 from megatron.core.safe_files import safe_load
 from tests.support.compare import assert_same, read_all

@@ -10,7 +10,7 @@ from megatron.conversion.megatron_lm.legacy_writer import write_legacy
 from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
 from megatron.conversion.model_space.model import Layout, model_tensors
 from megatron.conversion.opening import open_checkpoint
-from megatron.core.run_checkpoint.extra_states import build_extra_states
+from megatron.core.run_checkpoint.keys import build_extra_states
 from megatron.core.safe_files import safe_load
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests import ROOT

@@ -10,7 +10,7 @@ from megatron.conversion.convert import convert
 from megatron.conversion.model_space.optimizer_states import list_parameter_states, optimizer_key
 from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import WriteOptions
-from megatron.core.dist_checkpointing.source import read_whole
+from megatron.core.dist_checkpointing.mapping import read_whole
 from megatron.core.optimizer.rules.lion import Lion
 from megatron.core.run_checkpoint.keys import is_weight
 from tests import ROOT

@@ -13,8 +13,7 @@ from megatron.core.datasets import GPTDataset, GPTDatasetConfig, IndexedDataset,
 from megatron.core.datasets.fill_in_the_middle import FillInTheMiddle
 from megatron.core.datasets.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.core.datasets.sample import make_generator
-from megatron.training.data.tokenizer import build_tokenizer
-from megatron.training.data.tokenizer_config import TokenizerConfig
+from megatron.training.data.tokenizer import TokenizerConfig, build_tokenizer
 
 TEXTS = [
     "def f(x):\n    return x + 1\n",

@@ -18,7 +18,7 @@ from megatron.core.datasets import (
     gpt_dataset,
     index_cache,
 )
-from megatron.core.datasets.gpt_index import build_gpt_index
+from megatron.core.datasets.gpt_dataset import build_gpt_index
 from megatron.core.datasets.index_cache import compute_array_digest, load_or_build
 from megatron.core.datasets.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.training.data.loaders import build_on_one_rank_per_node_first

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megatron.core.datasets import helpers_cpp
-from megatron.core.datasets.index_helpers import build_blend_index, build_sample_index
+from megatron.core.datasets.index_cache import build_blend_index, build_sample_index
 from tests import ROOT
 
 

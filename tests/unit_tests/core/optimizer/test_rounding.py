@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.module import MegatronModule, Normal, ParamInfo, make_parameter
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig
-from megatron.core.optimizer.rounding import compute_scale, store_with_new_scale
+from megatron.core.optimizer.flat_shard import compute_scale, store_with_new_scale
 from megatron.core.parallel_config import ParallelConfig
 from megatron.core.parallel_state import ParallelState
 from megatron.core.sharding import Sharding

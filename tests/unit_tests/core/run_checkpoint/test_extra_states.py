@@ -7,7 +7,7 @@ import torch.distributed.checkpoint as dcp
 from megatron.conversion.megatron_lm.torch_dist import TorchDistSource, write_torch_dist
 from megatron.core.dist_checkpointing import Reader, load_common, read_metadata, save
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.run_checkpoint.extra_states import build_extra_states, is_extra_state
+from megatron.core.run_checkpoint.keys import build_extra_states, is_extra_state
 from tests import ROOT
 
 GOLDEN = ROOT / "tests/golden" / "megatron_lm"

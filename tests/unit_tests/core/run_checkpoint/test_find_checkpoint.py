@@ -16,9 +16,9 @@ from megatron.core.dist_checkpointing import (
     iteration_in_name,
     write_tracker,
 )
+from megatron.core.dist_checkpointing.mapping import read_whole
 from megatron.core.dist_checkpointing.policy import CheckpointRef
 from megatron.core.dist_checkpointing.saving.commit import no_progress
-from megatron.core.dist_checkpointing.source import read_whole
 from megatron.core.run_checkpoint.formats import (
     FORMATS,
     NoCheckpointError,

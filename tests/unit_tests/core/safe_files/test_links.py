@@ -11,7 +11,7 @@ from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
 from megatron.conversion.options import WriteOptions
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.run_checkpoint.formats import find_checkpoint
-from megatron.core.safe_files import links
+from megatron.core.safe_files.reading import FOLLOW_LINKS
 from tests.support.memory_source import LLAMA_ARGS, random_source
 
 # Format -> names of the checkpoint that an attacker could replace with links.
@@ -67,7 +67,7 @@ def test_links_that_leave_the_checkpoint_are_refused(
     with pytest.raises(ValueError, match=r"(?s)is a link to .*private.*outside of"):
         convert(tmp_path / "run", tmp_path / "out", target)
     assert not (tmp_path / "out").exists()
-    monkeypatch.setenv(links.FOLLOW_LINKS, "1")
+    monkeypatch.setenv(FOLLOW_LINKS, "1")
     assert convert(tmp_path / "run", tmp_path / "out", target).num_tensors > 0
 
 

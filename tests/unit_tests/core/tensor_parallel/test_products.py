@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from megatron.core.tensor_parallel.products import multiply_by_weight
+from megatron.core.private_operators import multiply_by_weight
 
 SMALL = (2, 3, 8, 16)
 LARGE = (64, 4, 512, 1024)  # as many multiplications as the limit of small products

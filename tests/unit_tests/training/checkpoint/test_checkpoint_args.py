@@ -10,8 +10,7 @@ from megatron.training.checkpoint.resume import check_same_model, list_training_
 from megatron.training.config.checkpoint_args import merge_stored_args
 from megatron.training.config.parsing import make_config, parse_args
 from megatron.training.config.stored_args import normalize_stored_args
-from megatron.training.data.tokenizer import build_tokenizer
-from megatron.training.data.tokenizer_config import TokenizerConfig
+from megatron.training.data.tokenizer import TokenizerConfig, build_tokenizer
 from tests import ROOT
 
 GOLDEN = ROOT / "tests/golden" / "megatron_lm_flags/mcore_0.16.1__llama_fp32_tp1.txt"

@@ -9,7 +9,7 @@ import torch
 
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.tensor_parallel import TensorParallelRng
-from megatron.training.checkpoint.rng_state import get_rng_state, set_rng_state
+from megatron.training.checkpoint.contents import get_rng_state, set_rng_state
 
 TRACKER = "model-parallel-rng"
 

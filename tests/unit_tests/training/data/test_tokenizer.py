@@ -12,8 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from megatron.training.config.checkpoint_args import TOKENIZER_FIELDS
 from megatron.training.data import tokenizer as tokenizer_module
-from megatron.training.data.tokenizer import build_tokenizer
-from megatron.training.data.tokenizer_config import TokenizerConfig
+from megatron.training.data.tokenizer import TokenizerConfig, build_tokenizer
 from megatron.training.data.tokenizer_libraries import END_TOKENS
 
 TEXT = "def f(x):\n    return  x + 1  # größer\n"

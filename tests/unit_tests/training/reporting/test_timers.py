@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from megatron.training.reporting.timers import Timers
+from megatron.training.reporting.measurements import Timers
 
 
 def timed(rank, world_size):

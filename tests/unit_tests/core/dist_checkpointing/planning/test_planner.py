@@ -15,13 +15,13 @@ from megatron.core.dist_checkpointing.mapping import (
     split_flat_range,
 )
 from megatron.core.dist_checkpointing.planning.balancing import level_loads
-from megatron.core.dist_checkpointing.planning.save_plan import make_plan as plan_packed
-from megatron.core.dist_checkpointing.planning.structure import (
+from megatron.core.dist_checkpointing.planning.collection import (
     LocalSpec,
     TensorSpec,
     describe,
     pack,
 )
+from megatron.core.dist_checkpointing.planning.save_plan import make_plan as plan_packed
 from megatron.core.safe_files.errors import CheckpointError
 
 
