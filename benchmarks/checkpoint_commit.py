@@ -23,16 +23,17 @@ from scratch import create_scratch_directory
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from megatron.core.dist_checkpointing.box_table import BoxTable, Location  # noqa: E402
+from megatron.core.dist_checkpointing.box_table import (  # noqa: E402
+    BoxTable,
+    CheckpointMetadata,
+    Location,
+    StoredTensor,
+)
 from megatron.core.dist_checkpointing.format.checksums import (  # noqa: E402
     BLOCK_SIZE,
     DIGEST_SIZE,
     FileChecksums,
     encode_checksum_records,
-)
-from megatron.core.dist_checkpointing.format.metadata import (  # noqa: E402
-    CheckpointMetadata,
-    StoredTensor,
 )
 from megatron.core.dist_checkpointing.format.metadata_codec import MetadataEncoder  # noqa: E402
 from megatron.core.dist_checkpointing.saving.commit import PendingCheckpoint  # noqa: E402

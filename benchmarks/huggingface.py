@@ -37,7 +37,7 @@ from megatron.core.dist_checkpointing import ShardedStateDict
 from megatron.core.models import GPTModel
 from megatron.core.parallel_config import ParallelConfig
 from megatron.core.parallel_state import ParallelState
-from megatron.core.run_checkpoint.loading import load_from_source
+from megatron.core.run_checkpoint.native_reader import load_from_source
 
 PROCESSES = 2
 LAYOUTS = {

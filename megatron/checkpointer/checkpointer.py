@@ -17,9 +17,11 @@ from torch.optim import Optimizer
 
 from megatron.checkpointer.export import export_safetensors
 from megatron.checkpointer.state import ProgramState, Stateful
-from megatron.core.dist_checkpointing.checkpoint_directory import CheckpointDirectory
+from megatron.core.dist_checkpointing.checkpoint_directory import (
+    CheckpointDirectory,
+    find_missing_or_truncated,
+)
 from megatron.core.dist_checkpointing.choice import Choice, Inventory, Launch
-from megatron.core.dist_checkpointing.completeness import find_missing_or_truncated
 from megatron.core.dist_checkpointing.files import is_complete
 from megatron.core.dist_checkpointing.format.verified_file import load_common
 from megatron.core.dist_checkpointing.loading.reader import Reader

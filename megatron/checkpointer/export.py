@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.core.dist_checkpointing.format.metadata import StoredTensor
+from megatron.core.dist_checkpointing.box_table import StoredTensor
 from megatron.core.dist_checkpointing.loading.reader import Reader
 from megatron.core.durable_files import fsync_directory, remove
 from megatron.core.safe_files.errors import CheckpointError

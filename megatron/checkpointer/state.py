@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from megatron.checkpointer.tensors import is_dtensor, make_sharded_tensor
-from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata, StoredTensor
+from megatron.core.dist_checkpointing.box_table import CheckpointMetadata, StoredTensor
 from megatron.core.dist_checkpointing.generators import (
     GeneratorStates,
     check_generator_states,

@@ -32,3 +32,9 @@ def split_for_kernels(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     for tensor in tensors:
         slices += tensor.split(MAX_ELEMENTS)
     return slices
+
+
+def import_apex_norms() -> Any:
+    # The Python module imports its extension only when it is called: import it now for the error.
+    import_apex("fused_layer_norm_cuda", "--norm-impl")
+    return import_apex("apex.normalization.fused_layer_norm", "--norm-impl")

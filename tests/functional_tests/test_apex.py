@@ -6,7 +6,7 @@ import pytest
 
 from megatron.core import apex
 from megatron.core.apex import import_apex
-from megatron.core.optimizer.grad_norm import apex_sum_of_squares
+from megatron.core.optimizer.rules.apex_adam import apex_sum_of_squares
 from megatron.training.config.parsing import parse_args
 from tests import ROOT
 from tests.support import apex_checks

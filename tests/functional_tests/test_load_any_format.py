@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import megatron.core.run_checkpoint.loading as loading
+import megatron.core.run_checkpoint.native_reader as loading
 from megatron.conversion.convert import convert
 from megatron.conversion.options import WriteOptions
 from megatron.training.checkpoint import contents

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from megatron.core.optimizer.grad_norm import apex_sum_of_squares, sum_of_squares
-from megatron.core.optimizer.rules.apex_adam import ApexAdam
+from megatron.core.optimizer.grad_norm import sum_of_squares
+from megatron.core.optimizer.rules.apex_adam import ApexAdam, apex_sum_of_squares
 from megatron.core.optimizer.update_rules import AdamW
 from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.transformer_config import TransformerConfig

@@ -52,7 +52,11 @@ from megatron.conversion.options import ReadOptions
 from megatron.core.dist_checkpointing import CheckpointError, Shape
 from megatron.core.dist_checkpointing.mapping import TensorInfo
 from megatron.core.run_checkpoint.checks import COMMON, check_scalar
-from megatron.core.run_checkpoint.common_state import find_param_groups, read_training_state
+from megatron.core.run_checkpoint.common_state import (
+    find_param_groups,
+    read_training_state,
+    rng_key,
+)
 from megatron.core.run_checkpoint.keys import (
     MODEL_FILE,
     OPTIMIZER_FILE,
@@ -62,7 +66,6 @@ from megatron.core.run_checkpoint.keys import (
     foreign_name,
     is_foreign,
 )
-from megatron.core.run_checkpoint.megatron_rng_states import rng_key
 from megatron.core.run_checkpoint.source import TrainingState
 from megatron.core.run_checkpoint.tokenizer_files import find_stored_tokenizer
 from megatron.core.safe_files import FileTensor, load_file_tensors, schema

@@ -46,7 +46,12 @@ from megatron.conversion.model_space.pieces import (
 from megatron.core.dist_checkpointing.saving.commit import Progress, no_progress
 from megatron.core.durable_files import fsync_tree, put_in_place, remove
 from megatron.core.run_checkpoint.checks import COMMON
-from megatron.core.run_checkpoint.common_state import build_common_state, split_by_expert_optimizer
+from megatron.core.run_checkpoint.common_state import (
+    build_common_state,
+    build_initial_rng_state,
+    rng_key,
+    split_by_expert_optimizer,
+)
 from megatron.core.run_checkpoint.keys import (
     MODEL_FILE,
     OPTIMIZER_FILE,
@@ -54,7 +59,6 @@ from megatron.core.run_checkpoint.keys import (
     foreign_name,
     is_foreign,
 )
-from megatron.core.run_checkpoint.megatron_rng_states import build_initial_rng_state, rng_key
 from megatron.core.run_checkpoint.source import Source, TrainingState
 from megatron.core.safe_files.torch_zip import TensorSlot
 from megatron.core.tensor_parallel import compute_padded_vocab_size

@@ -3,10 +3,9 @@
 from megatron.core.datasets.blend import BlendedDataset
 from megatron.core.datasets.builder import build_datasets
 from megatron.core.datasets.config import GPTDatasetConfig
-from megatron.core.datasets.gpt_dataset import GPTDataset
+from megatron.core.datasets.gpt_dataset import Dataset, GPTDataset, Sample
 from megatron.core.datasets.indexed_dataset import IndexedDataset, token_dtype
 from megatron.core.datasets.mock import MockGPTDataset
-from megatron.core.datasets.sample import Dataset, Sample
 
 __all__ = [
     "BlendedDataset",

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron.core.datasets.gpt_dataset import Dataset, Sample
 from megatron.core.datasets.index_cache import (
     MAX_BLEND_MEMBERS,
     Arrays,
@@ -14,7 +15,6 @@ from megatron.core.datasets.index_cache import (
     compute_digest,
     load_or_build,
 )
-from megatron.core.datasets.sample import Dataset, Sample
 
 
 class BlendedDataset:

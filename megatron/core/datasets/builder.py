@@ -18,10 +18,9 @@ from megatron.core.datasets.config import (
     Split,
     compute_sequence_range,
 )
-from megatron.core.datasets.gpt_dataset import GPTDataset, find_cache_directory
+from megatron.core.datasets.gpt_dataset import Dataset, GPTDataset, Reorder, find_cache_directory
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.mock import MockGPTDataset
-from megatron.core.datasets.sample import Dataset, Reorder
 from megatron.core.progress import ProgressBar
 
 logger = logging.getLogger(__name__)

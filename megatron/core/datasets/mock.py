@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from megatron.core.datasets.config import GPTDatasetConfig, Split
+from megatron.core.datasets.gpt_dataset import Sample, finish_sample, make_generator
 from megatron.core.datasets.index_cache import compute_digest
-from megatron.core.datasets.sample import Sample, finish_sample, make_generator
 
 SYMBOLS = 128  # few enough for a small model to learn within some dozen iterations
 MEAN_DOCUMENT_LENGTH = 32

@@ -6,7 +6,7 @@ in place. Files are plain DCP, so that `torch.distributed.checkpoint` alone can 
 docs/checkpointing.md.
 """
 
-from megatron.core.dist_checkpointing.box_table import StoredChunk
+from megatron.core.dist_checkpointing.box_table import CheckpointMetadata, StoredChunk, StoredTensor
 from megatron.core.dist_checkpointing.checkpoint_directory import (
     CheckpointDirectory,
     is_unfinished,
@@ -17,7 +17,6 @@ from megatron.core.dist_checkpointing.files import (
     read_tracker,
     write_tracker,
 )
-from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata, StoredTensor
 from megatron.core.dist_checkpointing.format.metadata_codec import read_metadata
 from megatron.core.dist_checkpointing.format.verified_file import load_common
 from megatron.core.dist_checkpointing.generation import Generation, SupersededError, take_generation

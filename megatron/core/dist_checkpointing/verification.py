@@ -14,6 +14,7 @@ from typing import TypeVar
 import torch
 import xxhash
 
+from megatron.core.dist_checkpointing.box_table import CheckpointMetadata, StoredTensor
 from megatron.core.dist_checkpointing.files import (
     CLAIM,
     COMMON,
@@ -22,7 +23,6 @@ from megatron.core.dist_checkpointing.files import (
     METADATA_JSON,
 )
 from megatron.core.dist_checkpointing.format import checksums
-from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata, StoredTensor
 from megatron.core.dist_checkpointing.format.metadata_codec import read_metadata
 from megatron.core.dist_checkpointing.lineage import LINEAGE, find_lineage_problem
 from megatron.core.durable_files import write_json

@@ -8,13 +8,15 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from megatron.core.apex import import_apex, split_for_kernels
 from megatron.core.module import ParamInfo
 from megatron.core.optimizer.flat_shard import FlatShard
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.private_operators import compute_norms
+from megatron.core.wings import resolve
 
 _ROW = 1024  # elements summed in fp32
+
+_APEX_SUM_OF_SQUARES = "megatron.core.optimizer.rules.apex_adam:apex_sum_of_squares"
 
 
 def sum_of_squares(grads: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -36,20 +38,6 @@ def sum_of_squares(grads: Sequence[torch.Tensor], device: torch.device) -> torch
             row_norms = torch.linalg.vector_norm(matrix, dim=1)
             total += row_norms.double().square().sum()
     return total
-
-
-def apex_sum_of_squares(grads: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return `sum_of_squares`, computed by one apex kernel that sums blocks in fp32."""
-    if not grads:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    amp_c = import_apex("amp_C", "--optimizer-impl")
-    # Kernels of this family report overflow in this argument; the norm kernel does not use it.
-    overflow = torch.zeros(1, dtype=torch.int, device=device)
-    chunk_size = 2048 * 32  # elements, as in apex's own optimizers
-    per_tensor = False
-    tensors = [split_for_kernels(grads)]
-    norm, _ = amp_c.multi_tensor_l2norm(chunk_size, overflow, tensors, per_tensor)
-    return norm.squeeze().double().square()  # type: ignore[no-any-return]
 
 
 def count_zeros(grads: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -103,7 +91,7 @@ class GradNorm:
     ) -> None:
         self._axis = find_norm_axis(shard_axis, ps)
         self._device = shards[0].param.device
-        self._sum_of_squares = apex_sum_of_squares if use_apex else sum_of_squares
+        self._sum_of_squares = resolve(_APEX_SUM_OF_SQUARES) if use_apex else sum_of_squares
         # Ranges of the gradient shards that this rank counts. Ranges are merged, so they include
         # alignment gaps, which are zero: they do not change the norm, but the number of zeros.
         self._grads: list[torch.Tensor] = []

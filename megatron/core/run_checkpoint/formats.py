@@ -28,7 +28,7 @@ from megatron.core.dist_checkpointing import (
     read_metadata,
     read_tracker,
 )
-from megatron.core.dist_checkpointing.completeness import find_missing_or_truncated
+from megatron.core.dist_checkpointing.checkpoint_directory import find_missing_or_truncated
 from megatron.core.dist_checkpointing.files import (
     COMMON,
     INTEGRITY,

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.apex import import_apex
 from megatron.core.module import Constant, MegatronModule, ParamInfo, make_parameter
 from megatron.core.parallel_state import Axis
 from megatron.core.private_operators import HAS_FUSED_RMS_NORM
@@ -21,6 +20,9 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_parallel,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.wings import resolve
+
+_IMPORT_APEX_NORMS = "megatron.core.apex:import_apex_norms"
 
 
 class Norm(MegatronModule):
@@ -138,7 +140,7 @@ class Normalization:
         # Transformer Engine has norms of its own.
         apex = None
         if config.norm_impl == "apex" and config.transformer_impl == "local":
-            apex = _import_apex_norms()
+            apex = resolve(_IMPORT_APEX_NORMS)()
         is_rms = config.normalization == "RMSNorm"
         return _get_shared(is_rms, config.norm_epsilon, config.apply_layernorm_1p, apex)
 
@@ -186,12 +188,6 @@ def _has_fused_rms_norm(x: Tensor, weight: Tensor | None) -> bool:
 def _get_shared(*fields: Any) -> Normalization:
     """Return one object for all layers: torch before 2.8 compiles again for every object."""
     return Normalization(*fields)
-
-
-def _import_apex_norms() -> Any:
-    # The Python module imports its extension only when it is called: import it now for the error.
-    import_apex("fused_layer_norm_cuda", "--norm-impl")
-    return import_apex("apex.normalization.fused_layer_norm", "--norm-impl")
 
 
 def make_norm_parameters(

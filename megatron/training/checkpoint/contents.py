@@ -25,11 +25,14 @@ from megatron.core.dist_checkpointing.saving.retention import VALIDATION_LOSS
 from megatron.core.parallel_config import ParallelConfig
 from megatron.core.parallel_state import ParallelState
 from megatron.core.run_checkpoint.checks import COMMON
-from megatron.core.run_checkpoint.common_state import add_loader_defaults, split_by_expert_optimizer
+from megatron.core.run_checkpoint.common_state import (
+    add_loader_defaults,
+    build_initial_cuda_state,
+    split_by_expert_optimizer,
+)
 from megatron.core.run_checkpoint.common_state import build_common_state as megatron_common_state
+from megatron.core.run_checkpoint.common_state import rng_key as megatron_rng_key
 from megatron.core.run_checkpoint.keys import build_extra_states
-from megatron.core.run_checkpoint.megatron_rng_states import build_initial_cuda_state
-from megatron.core.run_checkpoint.megatron_rng_states import rng_key as megatron_rng_key
 from megatron.core.safe_files import schema
 from megatron.core.tensor_parallel import TensorParallelRng, compute_padded_vocab_size
 from megatron.core.wings import resolve

@@ -13,8 +13,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.policy import ChosenCheckpoint
 from megatron.core.optimizer import AVERAGE_PREFIX, OptimizerConfig, get_update_rule
 from megatron.core.run_checkpoint.keys import is_extra_state
-from megatron.core.run_checkpoint.loading import load_from_source
-from megatron.core.run_checkpoint.native_reader import RunCheckpoint
+from megatron.core.run_checkpoint.native_reader import RunCheckpoint, load_from_source
 from megatron.core.run_checkpoint.source import Source, TrainingState
 from megatron.core.terminal import escape_control_chars
 from megatron.core.transformer.transformer_config import (

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from megatron.core.transformer.expert_metrics import LOAD
+from megatron.core.transformer.config_parts import LOAD
 from megatron.training.config.options import LoggingConfig
 from megatron.training.reporting.intervals import Interval, Iteration
 from megatron.training.reporting.writers import Writer, compute_mean

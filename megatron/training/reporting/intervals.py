@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron.core.optimizer import StepResult
 from megatron.core.parallel_state import ParallelState
-from megatron.core.transformer.expert_metrics import LOAD, get_metric_names
+from megatron.core.transformer.config_parts import LOAD, get_metric_names
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.reporting.measurements import measure_max_memory
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from datetime import datetime, timedelta
 from typing import Any, Protocol
 
-from megatron.core.transformer.expert_metrics import LOAD
+from megatron.core.transformer.config_parts import LOAD
 from megatron.core.wings import resolve
 from megatron.training.config.options import LoggingConfig
 from megatron.training.reporting.intervals import Interval

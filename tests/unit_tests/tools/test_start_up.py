@@ -10,7 +10,7 @@ import torch
 from megatron.conversion.convert import WRITERS
 from megatron.conversion.deepspeed import names
 from megatron.conversion.options import FORMAT_NAMES, UNIVERSAL_STYLES
-from megatron.core.dist_checkpointing.format.metadata import get_itemsize
+from megatron.core.dist_checkpointing.box_table import get_itemsize
 from megatron.core.run_checkpoint.formats import FORMATS
 from tests import ROOT
 from tests.support.crash_harness import free_port

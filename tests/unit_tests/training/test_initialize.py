@@ -12,7 +12,7 @@ from megatron.core.dist_checkpointing import Reader
 from megatron.core.optimizer.orthogonalization import _set_matmul_precision
 from megatron.core.parallel_config import ParallelConfig
 from megatron.core.parallel_state import ParallelState
-from megatron.core.run_checkpoint.megatron_rng_states import rng_key as megatron_rng_key
+from megatron.core.run_checkpoint.common_state import rng_key as megatron_rng_key
 from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.training.checkpoint.contents import (
     get_rng_state,

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core.dist_checkpointing.box_table import BoxTable, Location
-from megatron.core.dist_checkpointing.format.metadata import (
+from megatron.core.dist_checkpointing.box_table import (
+    BoxTable,
     CheckpointMetadata,
+    Location,
     StoredTensor,
     check_inside,
 )

@@ -37,14 +37,15 @@ from typing import Any, TypeVar
 import numpy as np
 import xxhash
 
-from megatron.core.dist_checkpointing.box_table import BoxTable, Location
-from megatron.core.dist_checkpointing.files import METADATA
-from megatron.core.dist_checkpointing.format.checksums import split_into_blocks
-from megatron.core.dist_checkpointing.format.metadata import (
+from megatron.core.dist_checkpointing.box_table import (
+    BoxTable,
     CheckpointMetadata,
+    Location,
     StoredTensor,
     check_inside,
 )
+from megatron.core.dist_checkpointing.files import METADATA
+from megatron.core.dist_checkpointing.format.checksums import split_into_blocks
 from megatron.core.dist_checkpointing.format.metadata_opcodes import (
     BYTES_METADATA,
     CLASSES,

@@ -15,8 +15,7 @@ from itertools import compress
 import numpy as np
 import torch
 
-from megatron.core.dist_checkpointing.box_table import BoxTable
-from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata, StoredTensor
+from megatron.core.dist_checkpointing.box_table import BoxTable, CheckpointMetadata, StoredTensor
 from megatron.core.dist_checkpointing.mapping import Shape
 from megatron.core.dist_checkpointing.planning.balancing import (
     cut_into_shares,

@@ -72,3 +72,17 @@ class ApexAdam(UpdateRule):
 
     def _get_scale_async(self) -> Tensor:
         return self.grad_scale
+
+
+def apex_sum_of_squares(grads: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return `sum_of_squares`, computed by one apex kernel that sums blocks in fp32."""
+    if not grads:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    amp_c = import_apex("amp_C", "--optimizer-impl")
+    # Kernels of this family report overflow in this argument; the norm kernel does not use it.
+    overflow = torch.zeros(1, dtype=torch.int, device=device)
+    chunk_size = 2048 * 32  # elements, as in apex's own optimizers
+    per_tensor = False
+    tensors = [split_for_kernels(grads)]
+    norm, _ = amp_c.multi_tensor_l2norm(chunk_size, overflow, tensors, per_tensor)
+    return norm.squeeze().double().square()  # type: ignore[no-any-return]

@@ -19,12 +19,7 @@ from torch import Tensor, nn
 
 from megatron.core.module import Constant, MegatronModule, Normal, ParamInfo, make_parameter
 from megatron.core.parallel_state import Axis, ExpertAxes
-from megatron.core.transformer.expert_metrics import (
-    LOAD,
-    LOSS_NAMES,
-    Z_LOSS,
-    get_metric_names,
-)
+from megatron.core.transformer.config_parts import LOAD, LOSS_NAMES, Z_LOSS, get_metric_names
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}

@@ -11,8 +11,8 @@ from tokenizers import pre_tokenizers
 
 from megatron.core.datasets import GPTDataset, GPTDatasetConfig, IndexedDataset, build_datasets
 from megatron.core.datasets.fill_in_the_middle import FillInTheMiddle
+from megatron.core.datasets.gpt_dataset import make_generator
 from megatron.core.datasets.indexed_dataset_builder import IndexedDatasetBuilder
-from megatron.core.datasets.sample import make_generator
 from megatron.training.data.tokenizer import TokenizerConfig, build_tokenizer
 
 TEXTS = [

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from megatron.core.datasets import GPTDataset, GPTDatasetConfig, IndexedDataset
-from megatron.core.datasets.gpt_dataset import plan_epochs
+from megatron.core.datasets.gpt_dataset import finish_sample, plan_epochs
 from megatron.core.datasets.indexed_dataset_builder import IndexedDatasetBuilder
-from megatron.core.datasets.sample import finish_sample
 
 EOD = 99
 

@@ -26,7 +26,7 @@ from megatron.core.dist_checkpointing import (
     load_common,
     save,
 )
-from megatron.core.dist_checkpointing.completeness import find_missing_or_truncated
+from megatron.core.dist_checkpointing.checkpoint_directory import find_missing_or_truncated
 from megatron.core.dist_checkpointing.format.checksums import (
     BLOCK_SIZE,
     compute_checksums,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.run_checkpoint.loading import load_from_source
+from megatron.core.run_checkpoint.native_reader import load_from_source
 from tests.support.memory_source import GPT_ARGS, random_source
 
 PRESENT = "decoder.final_layernorm.weight"

@@ -17,13 +17,14 @@ import xxhash
 from torch.distributed.checkpoint import metadata as dcp
 
 from megatron.core.dist_checkpointing import read_metadata
-from megatron.core.dist_checkpointing.box_table import BoxTable, Location
-from megatron.core.dist_checkpointing.format.checksums import BLOCK_SIZE, compute_checksums
-from megatron.core.dist_checkpointing.format.dcp_metadata import decode_dcp
-from megatron.core.dist_checkpointing.format.metadata import (
+from megatron.core.dist_checkpointing.box_table import (
+    BoxTable,
     CheckpointMetadata,
+    Location,
     StoredTensor,
 )
+from megatron.core.dist_checkpointing.format.checksums import BLOCK_SIZE, compute_checksums
+from megatron.core.dist_checkpointing.format.dcp_metadata import decode_dcp
 from megatron.core.dist_checkpointing.format.metadata_codec import (
     MetadataEncoder,
     decode_metadata,

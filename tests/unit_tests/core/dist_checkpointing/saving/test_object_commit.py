@@ -24,7 +24,7 @@ from megatron.core.dist_checkpointing import (
     save,
     take_generation,
 )
-from megatron.core.dist_checkpointing.completeness import find_missing_or_truncated
+from megatron.core.dist_checkpointing.checkpoint_directory import find_missing_or_truncated
 from megatron.core.dist_checkpointing.format.checksums import BLOCK_SIZE
 from megatron.core.dist_checkpointing.generation import SupersededError
 from megatron.core.dist_checkpointing.lineage import LINEAGE
