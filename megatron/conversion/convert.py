@@ -40,6 +40,7 @@ from megatron.conversion.model_space.views import AveragedWeights, SourceView
 from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import ReadOptions, WriteOptions
 from megatron.conversion.output_directory import exclusive_output_dir, pending_name
+from megatron.conversion.stored_tokenizer import copy_tokenizer_files, write_tokenizer_files
 from megatron.core.dist_checkpointing import CheckpointDirectory, write_tracker
 from megatron.core.dist_checkpointing.mapping import Shape, TensorInfo, cut_rows
 from megatron.core.dist_checkpointing.saving.commit import Progress, no_progress
@@ -53,7 +54,6 @@ from megatron.core.run_checkpoint.keys import (
     is_weight,
 )
 from megatron.core.run_checkpoint.source import Source
-from megatron.core.run_checkpoint.tokenizer_files import copy_tokenizer_files, write_tokenizer_files
 from megatron.core.safe_files.schema import file_name
 from megatron.core.terminal import format_size
 

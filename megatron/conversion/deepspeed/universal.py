@@ -59,17 +59,17 @@ from megatron.conversion.model_space.pieces import (
     write_archive,
 )
 from megatron.conversion.options import QKV_LAYOUTS, ReadOptions, WriteOptions
+from megatron.conversion.stored_tokenizer import (
+    copy_tokenizer_files,
+    find_stored_tokenizer,
+    write_tokenizer_files,
+)
 from megatron.core.dist_checkpointing.mapping import Shape, TensorInfo
 from megatron.core.dist_checkpointing.saving.commit import Progress, no_progress
 from megatron.core.durable_files import committed, fsync_tree
 from megatron.core.run_checkpoint.checks import plain_args
 from megatron.core.run_checkpoint.keys import LATEST, WORD_EMBEDDINGS, ZERO, is_foreign, split_key
 from megatron.core.run_checkpoint.source import Source, TrainingState
-from megatron.core.run_checkpoint.tokenizer_files import (
-    copy_tokenizer_files,
-    find_stored_tokenizer,
-    write_tokenizer_files,
-)
 from megatron.core.safe_files.schema import file_name
 from megatron.core.transformer.transformer_config import TransformerConfig, flag_name
 

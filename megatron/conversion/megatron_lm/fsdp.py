@@ -38,6 +38,7 @@ from megatron.conversion.model_space.model import (
 from megatron.conversion.model_space.optimizer_states import optimizer_key
 from megatron.conversion.model_space.pieces import ReadRegion
 from megatron.conversion.options import ReadOptions, rename_tensors
+from megatron.conversion.stored_tokenizer import find_stored_tokenizer
 from megatron.core.dist_checkpointing import CheckpointError, Reader
 from megatron.core.dist_checkpointing.mapping import Shape, TensorInfo
 from megatron.core.distributed.param_and_grad_buffer import ParamSpec
@@ -52,7 +53,6 @@ from megatron.core.run_checkpoint.keys import (
     is_trained,
 )
 from megatron.core.run_checkpoint.source import TrainingState
-from megatron.core.run_checkpoint.tokenizer_files import find_stored_tokenizer
 
 # Names of wrappers around the model. Their number depends on the precision and the version.
 _WRAPPERS = re.compile(r"(?:model|module|)\.")

@@ -49,6 +49,7 @@ from megatron.conversion.model_space.model import (
 from megatron.conversion.model_space.optimizer_states import optimizer_key
 from megatron.conversion.model_space.pieces import ReadFlat
 from megatron.conversion.options import ReadOptions
+from megatron.conversion.stored_tokenizer import find_stored_tokenizer
 from megatron.core.dist_checkpointing import CheckpointError, Shape
 from megatron.core.dist_checkpointing.mapping import TensorInfo
 from megatron.core.run_checkpoint.checks import COMMON, check_scalar
@@ -67,7 +68,6 @@ from megatron.core.run_checkpoint.keys import (
     is_foreign,
 )
 from megatron.core.run_checkpoint.source import TrainingState
-from megatron.core.run_checkpoint.tokenizer_files import find_stored_tokenizer
 from megatron.core.safe_files import FileTensor, load_file_tensors, schema
 from megatron.core.safe_files.schema import COUNT, anything, mapping, record, sequence
 

@@ -62,6 +62,7 @@ from megatron.conversion.model_space.optimizer_states import (
 from megatron.conversion.model_space.pieces import ReadFlat, ReadRegion, make_region_reader
 from megatron.conversion.model_space.views import SourceView
 from megatron.conversion.options import ReadOptions, rename_tensors
+from megatron.conversion.stored_tokenizer import find_stored_tokenizer
 from megatron.core.dist_checkpointing import (
     CheckpointError,
     Reader,
@@ -99,7 +100,6 @@ from megatron.core.run_checkpoint.keys import (
 )
 from megatron.core.run_checkpoint.native_reader import list_generators, read_common
 from megatron.core.run_checkpoint.source import Source, TrainingState
-from megatron.core.run_checkpoint.tokenizer_files import find_stored_tokenizer
 from megatron.core.safe_files.schema import mapping, optional, record, tensor_shape
 
 _TITAN_EMBEDDING = "tok_embeddings.weight"  # also of torchtune

@@ -21,7 +21,6 @@ from megatron.training.config.arguments import (
 )
 
 
-@functools.cache
 def format_help(sections: dict[str, type]) -> str:
     """Return the help of all flags by section; a flag of several sections is in the first."""
     parser = argparse.ArgumentParser(
@@ -41,6 +40,7 @@ def format_help(sections: dict[str, type]) -> str:
     return parser.format_help()
 
 
+@functools.cache
 def field_docs(section: type) -> dict[str, str]:
     """Return the docstring under each field, from the source of the class and its bases."""
     docs = {}

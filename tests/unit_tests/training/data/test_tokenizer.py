@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as Pipeline
 from tokenizers import decoders, models, pre_tokenizers
 
 from megatron.training.config.checkpoint_args import TOKENIZER_FIELDS
-from megatron.training.data import tokenizer as tokenizer_module
+from megatron.training.data import tokenizer_libraries
 from megatron.training.data.tokenizer import TokenizerConfig, build_tokenizer
 from megatron.training.data.tokenizer_libraries import END_TOKENS
 
@@ -426,7 +426,7 @@ def test_files_must_be_regular_and_of_bounded_size(gpt2_files, monkeypatch, kind
             build_tokenizer(config)
     large = gpt2_files / "large"
     large.write_bytes(b"[" + b"0" * 5000)
-    monkeypatch.setattr(tokenizer_module, "MAX_FILE_BYTES", 5000)
+    monkeypatch.setattr(tokenizer_libraries, "MAX_FILE_BYTES", 5000)
     with pytest.raises(ValueError, match=f"--{dashed}: .*large has 5001 bytes, more than the 5000"):
         build_tokenizer(TokenizerConfig(kind, **files | {field: str(large)}))
 
