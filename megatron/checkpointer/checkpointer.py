@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from megatron.checkpointer.export import export_safetensors
+from megatron.checkpointer.safetensors_export import export_safetensors
 from megatron.checkpointer.state import ProgramState, Stateful
 from megatron.core.dist_checkpointing.checkpoint_directory import (
     CheckpointDirectory,

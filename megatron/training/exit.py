@@ -25,7 +25,7 @@ from megatron.core.dist_checkpointing.policy import (
 from megatron.core.dist_checkpointing.saving.run_saver import RunSaver
 from megatron.core.optimizer import StepResult
 from megatron.core.parallel_state import ParallelState
-from megatron.training.checkpoint.saver import make_options
+from megatron.training.checkpoint.save_options import make_options
 from megatron.training.config.options import CheckpointConfig, TrainingConfig
 from megatron.training.reporting.intervals import Interval
 

@@ -25,7 +25,7 @@ from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.core.transformer.backends import select_layer_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.wings import resolve
-from megatron.training.checkpoint.saver import SaveLog, make_saver
+from megatron.training.checkpoint.save_options import SaveLog, make_saver
 from megatron.training.config.batch_schedule import BatchSchedule
 from megatron.training.config.run_config import Config, ModelProvider
 from megatron.training.data.tokenizer import Tokenizer

@@ -158,12 +158,9 @@ def pretrain(
             reporting(run, model_provider, writers) as record_start,
             interrupts_explained(run, directory),
         ):
-            if directory.root is not None:
-                if directory.take():
-                    checkpoint = directory.load(directory.choose(), partial(load_checkpoint, run))
-                    data.close()
-                    data = build_data(run, tokenizer, datasets_provider)
-                begin_saving(run, directory, checkpoint)
+            if directory.root is not None and take_directory(run, directory, checkpoint):
+                data.close()
+                data = build_data(run, tokenizer, datasets_provider)
             run.saver.finish_preparing()
             record_start()
             if not config.training.skip_train:
@@ -211,15 +208,22 @@ def interrupts_explained(run: Run, directory: TrainingDirectory) -> Iterator[Non
         raise TrainingInterrupted(message) from interrupt
 
 
-def begin_saving(
+def take_directory(
     run: Run, directory: TrainingDirectory, loaded: ChosenCheckpoint[Source] | None
-) -> None:
-    """Let checkpoints be saved to the directory that was taken, as descendants of `loaded`."""
+) -> bool:
+    """Take ownership of the directory, and let checkpoints be saved to it.
+
+    Returns whether the former owner has committed a newer checkpoint than `loaded`; it is loaded.
+    """
+    is_outdated = directory.take()
+    if is_outdated:
+        loaded = directory.load(directory.choose(), partial(load_checkpoint, run))
     if run.hf_exports is not None and run.ps.rank == 0:
         remove_unfinished_exports(run)
         if loaded is not None:
             report_missing_export(run, loaded.directory)
     directory.let_save(run.saver, loaded)
+    return is_outdated
 
 
 def train(run: Run, data: Data) -> None:

@@ -295,15 +295,10 @@ class GPTModel(MegatronModule):
         self.cp = cp
 
         # Defaults: a single rank with all layers
-        if tp is None:
-            tp = Axis()
-        if rng is None:
-            rng = TensorParallelRng(0, tp.rank, device)
-        if experts is None:
-            experts = ExpertAxes()
-        if layers is None:
-            layers = range(config.num_layers)
-        placement = Placement(tp, rng, cp, sequence_parallel, experts, device)
+        tp = tp or Axis()
+        layers = range(config.num_layers) if layers is None else layers
+        rng = rng or TensorParallelRng(0, tp.rank, device)
+        placement = Placement(tp, rng, cp, sequence_parallel, experts or ExpertAxes(), device)
 
         # With tied embeddings or multi-token prediction, the first and the last stage have a copy
         # of the same matrix each, whose gradients are summed (see `shared_embedding`).

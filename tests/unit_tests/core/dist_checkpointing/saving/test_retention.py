@@ -34,7 +34,7 @@ from megatron.core.dist_checkpointing.saving.retention import (
 )
 from megatron.core.dist_checkpointing.saving.run_saver import RunSaver, SaveOptions
 from megatron.core.run_checkpoint.formats import find_checkpoint, find_problem
-from megatron.training.checkpoint.saver import is_native_checkpoint
+from megatron.training.checkpoint.save_options import is_native_checkpoint
 
 
 def test_newest_is_kept_although_a_copy_has_a_higher_number(tmp_path):
