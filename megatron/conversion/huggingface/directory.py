@@ -478,7 +478,7 @@ def write_small_files(
     tokenizer = export_tokenizer(args, options.tokenizer, directory, options.trusted)
     if is_multimodal:
         copy_processor(tokenizer, options.foreign, directory)
-    write_generation_config(directory, tokenizer.ids)
+    write_generation_config(directory, {} if options.tokenizer else args, tokenizer.ids)
     for copied in tokenizer.copied:
         options.note(f"tokenizer: {copied}")
     # Readers recognize a model by config.json: it must not be durable before the weights are.

@@ -38,6 +38,8 @@ def _check_token_ids(value: Any, location: str) -> Any:
     return _TOKEN(value, location)
 
 
+_GENERATION = "generation_config.json"
+_GENERATION_DEFAULTS = schema.optional(schema.mapping(schema.anything))
 TOKEN_IDS = schema.record({f"{name}?": _check_token_ids for name in _IDS})
 
 
@@ -47,12 +49,21 @@ def select_stated_ids(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_tokenizer_arguments(directory: Path, hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments for training with the tokenizer of a model's directory, and its ids."""
+    """Return the arguments for training with the tokenizer of a model's directory, and its ids.
+
+    Without a tokenizer they contain the defaults of generation, which are otherwise one of its
+    files.
+    """
     TOKEN_IDS(hf, str(directory / "config.json"))
     arguments: dict[str, Any] = {"hf_token_ids": {name: hf.get(name) for name in _IDS}}
+    generation = named_file(directory, _GENERATION, str(directory))
     if _is_tokenizer(directory):
         arguments["tokenizer_type"] = "HuggingFaceTokenizer"
         arguments["tokenizer_model"] = str(directory)
+    elif generation.exists():
+        defaults = read_json(generation)
+        _GENERATION_DEFAULTS(defaults, str(generation))
+        arguments["hf_generation_config"] = defaults
     return arguments
 
 
@@ -228,13 +239,13 @@ def _export_directory(
         path = named_file(tokenizer, name, str(tokenizer))
         if path.exists():
             _copy(path, directory / name, result)
-    for name in ("generation_config.json", "config.json"):  # config.json last: it takes precedence
+    for name in (_GENERATION, "config.json"):  # config.json last: it takes precedence
         path = named_file(tokenizer, name, str(tokenizer))
         if not path.exists():
             continue
         stated = TOKEN_IDS(read_json(path), str(path))
         for id_name in _IDS:
-            if name == "generation_config.json" and id_name in stated_ids:
+            if name == _GENERATION and id_name in stated_ids:
                 continue
             if stated.get(id_name) is not None:
                 result.ids[id_name] = stated[id_name]
@@ -286,15 +297,21 @@ def _export_bpe(vocab: Path, merges: Path, directory: Path, result: ExportedToke
     result.ids |= {"bos_token_id": end, "eos_token_id": end}
 
 
-def write_generation_config(directory: Path, ids: Mapping[str, Any]) -> None:
-    """Write generation_config.json unless one came with the tokenizer."""
-    path = directory / "generation_config.json"
-    if not path.exists():
-        config: dict[str, Any] = {"_from_model_config": True}
+def write_generation_config(
+    directory: Path, args: Mapping[str, Any], ids: Mapping[str, Any]
+) -> None:
+    """Write generation_config.json unless one came with the tokenizer: the model's, or the ids."""
+    path = directory / _GENERATION
+    if path.exists():
+        return
+    config = args.get("hf_generation_config")
+    _GENERATION_DEFAULTS(config, "the arguments: hf_generation_config")
+    if config is None:
+        config = {"_from_model_config": True}
         for name, value in ids.items():
             if value is not None:
                 config[name] = value
-        write_json(path, config)
+    write_json(path, config)
 
 
 def _copy(source: Path, target: Path, result: ExportedTokenizer) -> bool:
@@ -357,6 +374,6 @@ _CONTENTS: dict[str, Callable[[bytes, str], None]] = {
     "vocab.json": _json(schema.mapping(_TOKEN)),
     "merges.txt": _check_merges,
     "chat_template.jinja": _check_template,
-    "generation_config.json": _OBJECT,
+    _GENERATION: _OBJECT,
 }
 _CHECKS = _CONTENTS | dict.fromkeys(PROCESSOR_FILES, _OBJECT)

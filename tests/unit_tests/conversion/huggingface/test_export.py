@@ -447,14 +447,21 @@ def test_verification_counts_rounded_tensors(tmp_path: Path) -> None:
     assert "fp32 precision of 5 weights" in exported.not_carried[0]
 
 
+@pytest.mark.parametrize("has_tokenizer", [True, False])
 @pytest.mark.parametrize("saver", ["torch_dist", "legacy"])
-def test_defaults_of_generation_survive_a_checkpoint(saver: str, tmp_path: Path) -> None:
+def test_defaults_of_generation_survive_a_checkpoint(
+    saver: str, has_tokenizer: bool, tmp_path: Path
+) -> None:
     """They may end a text at more tokens than config.json, as in chat models."""
     shutil.copytree(LLAMA_GOLDEN, tmp_path / "in")
+    if not has_tokenizer:
+        for path in (tmp_path / "in").glob("tokenizer*"):
+            path.unlink()
     path = tmp_path / "in" / "generation_config.json"
-    path.write_text(json.dumps({"temperature": 0.6, "eos_token_id": [2, 257]}))
+    defaults = {"temperature": 0.6, "eos_token_id": [2, 257]}
+    path.write_text(json.dumps(defaults))
     convert(tmp_path / "in", tmp_path / "run", saver)
     convert(tmp_path / "run", tmp_path / "out", "hf")
-    assert (tmp_path / "out" / "generation_config.json").read_bytes() == path.read_bytes()
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == defaults
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["eos_token_id"] == 257
