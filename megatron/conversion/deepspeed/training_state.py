@@ -136,7 +136,7 @@ def build_args(
 _WITHOUT_FORM = (
     "quick_geglu", "geglu", "rotary_interleaved", "rotary_seq_len_interpolation_factor",
     "norm_placement",
-    "qk_layernorm_across_heads", "softmax_scale", "attn_logit_softcapping",
+    "qk_layernorm_across_heads", "qk_layernorm_per_head", "softmax_scale", "attn_logit_softcapping",
     "final_logit_softcapping",
     "scale_embeddings", "window_attn_skip_freq", "softmax_type",
     "parallel_residual",

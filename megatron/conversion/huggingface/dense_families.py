@@ -584,7 +584,8 @@ STABLELM = Family(
         copied("hidden_dropout", "hidden_dropout"),
         copied("parallel_residual", "use_parallel_residual"),
         copied("share_parallel_norm", "use_parallel_residual"),
-        *always(qk_layernorm=False),  # its norms have weights per head
+        copied("qk_layernorm", "qk_layernorm"),
+        copied("qk_layernorm_per_head", "qk_layernorm"),
     ),
 )
 GPT_NEOX = Family(
@@ -617,8 +618,12 @@ COHERE = Family(
     "cohere",
     "CohereForCausalLM",
     rows.COHERE_ROWS,
-    # Its norms of queries and keys have weights per head.
-    (*_COHERE_RULES, FULL_ATTENTION, *always(use_qk_norm=False)),
+    (
+        *_COHERE_RULES,
+        FULL_ATTENTION,
+        copied("qk_layernorm", "use_qk_norm"),
+        copied("qk_layernorm_per_head", "use_qk_norm"),
+    ),
 )
 COHERE2 = Family(
     "cohere2",

@@ -12,7 +12,7 @@ class Row:
     """The stored tensors of a module's weight, or of its bias.
 
     Each has an equal share of the rows. Names lack their end, "weight" or "bias", which `suffixes`
-    may replace; those with `{e}` are of one expert.
+    may replace; those with `{e}` are of one expert, the only one with `{h}` of one head.
     """
 
     names: tuple[str, ...]
@@ -31,6 +31,7 @@ class Row:
     packed: bool = False  # all experts are in one tensor
     scalars: tuple[str, ...] = ()  # kinds of one element that the files have without an axis
     single_rows: bool = False  # the files have vectors as matrices of one row
+    head_rows: bool = False  # the files have vectors as matrices of one row per head
     skipped_rows: int = 0  # rows of the files before those of the model; an export has zeros there
     alternating: bool = False  # rows of the two halves of the model's matrix alternate
     suffixes: Mapping[str, str] = field(default_factory=dict)  # "weight" or "bias" -> replacement
@@ -284,10 +285,16 @@ PERSIMMON_ROWS = LLAMA_ROWS | {
     "mlp.linear_fc2.": Row(("mlp.dense_4h_to_h.",)),
     "decoder.final_layernorm.": Row(("model.final_layernorm.",)),
 }
-STABLELM_ROWS = LLAMA_ROWS | {"shared_layernorm.": Row(("input_layernorm.",))}
+STABLELM_ROWS = LLAMA_ROWS | {
+    "shared_layernorm.": Row(("input_layernorm.",)),
+    "self_attention.q_layernorm.": Row(("self_attn.q_layernorm.norms.{h}.",), biased=False),
+    "self_attention.k_layernorm.": Row(("self_attn.k_layernorm.norms.{h}.",), biased=False),
+}
 # Norms have no biases, and only attention has them at all.
 COHERE_ROWS = QWEN3_ROWS | {
     "shared_layernorm.": Row(("input_layernorm.",), biased=False),
+    "self_attention.q_layernorm.": Row(("self_attn.q_norm.",), biased=False, head_rows=True),
+    "self_attention.k_layernorm.": Row(("self_attn.k_norm.",), biased=False, head_rows=True),
     "decoder.final_layernorm.": Row(("model.norm.",), biased=False),
 }
 COHERE2_MOE_ROWS = COHERE_ROWS | _SHARED_EXPERT

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.conversion.huggingface.parameters import Row
 from megatron.conversion.model_space.pieces import (
@@ -43,7 +43,7 @@ class StoredParameter:
     transposed: bool = False
     packed: int | None = None  # number of experts in each stored tensor, if they are packed
     is_scalar: bool = False  # one element, which the files have without an axis
-    is_single_row: bool = False  # a vector, which the files have as a matrix of one row
+    matrix_rows: int = 0  # of a vector that the files have as a matrix
     skips_rows: bool = False  # the files have rows that the model does not have
 
     @property
@@ -54,8 +54,8 @@ class StoredParameter:
         """Return the shapes of the tensors called `names`."""
         if self.is_scalar:
             return [()]
-        if self.is_single_row:
-            return [(1, *self.shape)]
+        if self.matrix_rows:
+            return [(self.matrix_rows, self.shape[0] // self.matrix_rows)]
         shapes: list[Shape] = []
         for rows in count_stored_rows(self.row_map):
             shape: Shape = (rows, *self.shape[1:])
@@ -100,6 +100,10 @@ def stored_parameters(
 
         # A parameter without experts.
         if not row.packed and len(shape) < 3:
+            if "{h}" in row.names[0]:
+                heads = range(shape[0] // config.head_dim)
+                head_names = tuple(row.names[0].replace("{h}", str(head)) for head in heads)
+                row = replace(row, names=head_names)
             names = tuple(f"{prefix}{name}{suffix}" for name in row.names)
             row_map = _make_row_map(row, shape[0], config)
             is_transposed = row.transposed and len(shape) == 2
@@ -111,7 +115,7 @@ def stored_parameters(
                 row_map,
                 is_transposed,
                 is_scalar=suffix_key in row.scalars,
-                is_single_row=row.single_rows,
+                matrix_rows=_count_matrix_rows(row, shape[0], config),
                 skips_rows=row.skipped_rows > 0,
             )
             continue
@@ -151,6 +155,13 @@ def _number_prediction_layer(key: str, config: TransformerConfig) -> str:
         return key
     depth, module = match.groups()
     return f"decoder.layers.{config.num_layers + int(depth)}.{module}"
+
+
+def _count_matrix_rows(row: Row, elements: int, config: TransformerConfig) -> int:
+    """Return the rows of the matrix that the files have for a vector; 0 if they have a vector."""
+    if row.head_rows:
+        return elements // config.head_dim
+    return int(row.single_rows)
 
 
 def _make_row_map(row: Row, rows: int, config: TransformerConfig) -> RowMap:

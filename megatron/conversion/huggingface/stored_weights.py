@@ -19,7 +19,7 @@ from megatron.conversion.huggingface.stored_parameters import (
 )
 from megatron.conversion.model_space.model import model_tensors
 from megatron.conversion.model_space.pieces import unpack_rows
-from megatron.core.dist_checkpointing.mapping import Shape, cut_rows
+from megatron.core.dist_checkpointing.mapping import Shape, cut_rows, narrow
 from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -123,8 +123,9 @@ class StoredWeights:
             tensor = self._stored(parameter.names[source])
             if parameter.is_scalar:
                 return tensor.read((), ()).view(extent)
-            if parameter.is_single_row:
-                return tensor.read((0, *start), (1, *extent)).view(extent)
+            if parameter.matrix_rows:
+                vector = tensor.read((0, 0), tensor.shape).view(parameter.shape)
+                return narrow(vector, start, extent)
             box = tensor.read(lead + start, (1,) * len(lead) + extent)
             return box.view(extent)
 

@@ -45,8 +45,9 @@ class _NamedTensor:
         parameter = self.parameter
         if parameter.is_scalar:
             return self._read_model((0,), (1,)).view(())
-        if parameter.is_single_row:
-            return self._read_model(offset[1:], shape[1:])[None]
+        if parameter.matrix_rows:
+            vector = self._read_model((0,), parameter.shape)
+            return narrow(vector.view(parameter.stored_shapes()[self.index]), offset, shape)
         if parameter.transposed:
             # Rows of the file are columns of the model.
             columns = self._read_model((0, offset[0]), (parameter.shape[0], shape[0]))

@@ -230,7 +230,7 @@ class Outgoing:
     def is_written_at_once(self) -> bool:
         """Return whether rows of the model differ from rows of the file."""
         parameter = self.parameter
-        differs = parameter.transposed or parameter.is_single_row or parameter.skips_rows
+        differs = parameter.transposed or parameter.matrix_rows > 0 or parameter.skips_rows
         return differs or parameter.packed is not None
 
     @property
@@ -273,8 +273,8 @@ class Outgoing:
             tensor = pack_rows(parameter.row_map, index, rows)
             if parameter.transposed:
                 tensor = tensor.t()
-            if parameter.is_single_row:
-                files[name].write(name, tensor[None])
+            if parameter.matrix_rows:
+                files[name].write(name, tensor.view(parameter.stored_shapes()[index]))
             elif parameter.packed is None:
                 files[name].write(name, tensor)
             else:

@@ -328,12 +328,24 @@ class ModelOptions(ExpertOptions, ComputeOptions):
         requires={"qk_layernorm": True, "normalization": "RMSNorm"},
     )
     """Normalize all query heads together, and all key heads, using RMSNorm (OLMo 2)."""
+    qk_layernorm_per_head: bool = flag(
+        False,
+        decides="shapes",
+        when={"qk_layernorm": True},
+        requires={"qk_layernorm": True},
+        excludes={"qk_layernorm_across_heads": True, "multi_latent_attention": True},
+    )
+    """Give the norm of every query and key head its own weights (Command R+, StableLM 2)."""
     qk_layernorm_after_rope: bool = flag(
         False,
         decides="mathematics",
         when={"qk_layernorm": True} | _ROPE,
         requires={"qk_layernorm": True},
-        excludes={"qk_layernorm_across_heads": True, "multi_latent_attention": True},
+        excludes={
+            "qk_layernorm_across_heads": True,
+            "qk_layernorm_per_head": True,
+            "multi_latent_attention": True,
+        },
     )
     """Normalize queries and keys after rotating them, instead of before (Hunyuan)."""
     clip_qkv: float | None = flag(None, positive=True, decides="mathematics", when=_NOT_LATENT)

@@ -50,8 +50,8 @@ class Norm(MegatronModule):
         return self.normalize(x, self.weight, self.bias)
 
 
-class NormAcrossHeads(Norm):
-    """RMSNorm over the elements of all heads, which are split over TP."""
+class NormPerHead(Norm):
+    """Norm of each head, which has weights of its own; heads are split over TP."""
 
     def __init__(
         self, config: TransformerConfig, heads: int, tp: Axis, device: torch.device | None
@@ -62,6 +62,27 @@ class NormAcrossHeads(Norm):
         self.tp = tp
 
     def forward(self, x: Tensor) -> Tensor:
+        """Normalize each head of `[s, b, groups/tp, heads, d]`."""
+        normalized = self.normalize(x.float(), None, None)
+        return self.apply_weights(normalized).to(x.dtype)
+
+    def apply_weights(self, normalized: Tensor) -> Tensor:
+        """Return `normalized * w + b` for fp32 `[s, b, groups/tp, heads, d]`."""
+        shape = normalized.shape[2:]
+        if self.weight is not None:
+            weight = self.weight.float().view(shape)
+            if self.normalize.zero_centered:
+                weight = weight + 1.0
+            normalized = normalized * weight
+        if self.bias is not None:
+            normalized = normalized + self.bias.float().view(shape)
+        return normalized
+
+
+class NormAcrossHeads(NormPerHead):
+    """RMSNorm over the elements of all heads, which are split over TP."""
+
+    def forward(self, x: Tensor) -> Tensor:
         """Normalize `[s, b, groups/tp, heads, d]`. Collective over TP."""
         # Squares of bf16 or fp16 would lose precision, or overflow.
         wide = x.float()
@@ -70,13 +91,7 @@ class NormAcrossHeads(Norm):
         squares = reduce_from_tensor_parallel(local_squares, self.tp)
         mean = copy_to_tensor_parallel(squares, self.tp) / self.size
         scale = torch.rsqrt(mean + self.normalize.epsilon)
-        normalized = wide * scale
-        if self.weight is not None:
-            weight = self.weight.float().view(x.shape[2:])  # [groups/tp, heads, d]
-            if self.normalize.zero_centered:
-                weight = weight + 1.0
-            normalized = normalized * weight
-        return normalized.to(x.dtype)
+        return self.apply_weights(wide * scale).to(x.dtype)
 
 
 class NormColumnParallelLinear(ColumnParallelLinear):

@@ -17,7 +17,7 @@ from megatron.core.transformer.attention.rotary import (
     split_qkv,
 )
 from megatron.core.transformer.backends import select_layer_spec
-from megatron.core.transformer.norm import Norm, NormAcrossHeads
+from megatron.core.transformer.norm import Norm, NormAcrossHeads, NormPerHead
 from megatron.core.transformer.placement import Placement
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -78,7 +78,10 @@ class SelfAttention(Attention):
         )
 
         # Norms of queries and keys
-        self.normalizes_across_heads = config.qk_layernorm and config.qk_layernorm_across_heads
+        # Their weights, or the norms themselves, involve all heads of this rank.
+        self.normalizes_all_heads = config.qk_layernorm and (
+            config.qk_layernorm_across_heads or config.qk_layernorm_per_head
+        )
         if config.qk_layernorm:
             self.q_layernorm = self._make_head_norm(config.num_attention_heads, placement)
             self.k_layernorm = self._make_head_norm(config.query_groups, placement)
@@ -109,8 +112,9 @@ class SelfAttention(Attention):
     def _make_norm_of_heads(self, heads: int, placement: Placement) -> Norm:
         """Make a norm of queries or keys, of each head or across the `heads` of the model."""
         config = self.config
-        if self.normalizes_across_heads:
-            return NormAcrossHeads(config, heads, placement.tp, placement.device)
+        if self.normalizes_all_heads:
+            norm = NormAcrossHeads if config.qk_layernorm_across_heads else NormPerHead
+            return norm(config, heads, placement.tp, placement.device)
         # Each rank normalizes its own heads, so the gradients are partial sums even without
         # sequence parallelism.
         spec = select_layer_spec(config)
@@ -149,7 +153,7 @@ class SelfAttention(Attention):
         if self.config.attention_output_gate:
             # Gates stay on this rank: they multiply the context after the exchange of heads.
             mixed, gate = self._split_gate(mixed)
-        if self.normalizes_across_heads:
+        if self.normalizes_all_heads:
             # Before the exchange of heads, while all heads of a token are on the TP ranks.
             query, key, value = split_qkv(mixed, self.queries_per_group, rotary=None)
             query = self.q_layernorm(query)
@@ -166,7 +170,7 @@ class SelfAttention(Attention):
             rotary = self.rotary(mixed.shape[0], mixed.dtype, mixed.device)
 
         # Split into queries, keys and values, normalize and rotate.
-        if self.config.qk_layernorm and not self.normalizes_across_heads:
+        if self.config.qk_layernorm and not self.normalizes_all_heads:
             query, key, value = split_qkv(mixed, self.queries_per_group, rotary=None)
             if rotary is not None and self.config.qk_layernorm_after_rope:
                 query = self.q_layernorm(rotate(query, rotary))

@@ -407,7 +407,7 @@ OF_FAMILIES: dict[str, dict[str, Sampler]] = {
     "jais2": _SQUARED_RELU,
     "nemotron": _SQUARED_RELU,
     "persimmon": _SQUARED_RELU,
-    "stablelm": {"qk_layernorm": _FALSE, "hidden_size": choose(32)},
+    "stablelm": {"hidden_size": choose(32)},
     "starcoder2": {"hidden_act": choose_optional("gelu_pytorch_tanh", "gelu", "silu")},
     "gpt_neox": {
         "hidden_act": choose_optional("gelu", "gelu_new"),
@@ -415,7 +415,7 @@ OF_FAMILIES: dict[str, dict[str, Sampler]] = {
         "attention_bias": choose_optional(True),
     },
     "phi": {"hidden_act": choose_optional("gelu_new", "gelu")},
-    "cohere": {"use_qk_norm": _FALSE, "head_dim": choose(OMITTED)},
+    "cohere": {"head_dim": choose(OMITTED)},
     "cohere2": {"head_dim": choose(OMITTED), "sliding_window": choose(3, 7)},
     "helium": {"head_dim": choose(8), "hidden_size": choose(32)},
     "smollm3": {"use_sliding_window": _FALSE},

@@ -669,3 +669,29 @@ def test_cohere2_moe_as_transformers_saves_it(tmp_path: Path) -> None:
     fields |= {"head_dim": 8, "rope_theta": 10000.0, "rope_parameters": rope, "rms_norm_eps": None}
     fields |= {"sliding_window": 8, "logit_scale": 0.5}
     assert_same_both_ways(tmp_path / "in", save_model(tmp_path / "in", "cohere2_moe", **fields))
+
+
+def assert_same_through_a_checkpoint(directory: Path, expected: torch.Tensor) -> None:
+    """Compare logits both ways, and those of transformers after torch_dist; the tensors too."""
+    assert_same_both_ways(directory, expected)
+    convert(directory, directory.with_name("run"), "torch_dist")
+    out = directory.with_name("out")
+    convert(directory.with_name("run"), out, "hf")
+    assert_logits_equal(run_transformers(out), expected, read_config(out))
+    tensors = load_file(out / "model.safetensors")
+    for name, tensor in load_file(directory / "model.safetensors").items():
+        assert torch.equal(tensors[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model_type": "cohere", "use_qk_norm": True},
+        {"model_type": "stablelm", "qk_layernorm": True, "use_parallel_residual": True},
+        {"model_type": "stablelm", "qk_layernorm": True, "use_qkv_bias": True},
+    ],
+)
+def test_norms_with_weights_of_each_head(fields: dict[str, Any], tmp_path: Path) -> None:
+    """Command R+ and StableLM 2 12B."""
+    directory = tmp_path / "in"
+    assert_same_through_a_checkpoint(directory, save_model(directory, **SIZES, **fields))

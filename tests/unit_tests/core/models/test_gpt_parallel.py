@@ -103,6 +103,12 @@ MODELS = {
     "falcon_rw": {**GPT2, "position_embedding_type": "alibi", "scale_alibi": True},
     "gpt_neox": {**LLAMA, "parallel_residual": True},
     "cohere": {**LLAMA, "parallel_residual": True, "share_parallel_norm": True},
+    "command_r_plus": {
+        **LLAMA,
+        "normalization": "LayerNorm",
+        "qk_layernorm_per_head": True,
+        "apply_layernorm_1p": True,
+    },
     "gptj": {
         **GPT2,
         "output_layer_bias": True,

@@ -40,6 +40,7 @@ CASES = {  # changed fields of the model, and whether documents are masked
     "softcap, documents, norm across heads": (
         {"attn_logit_softcapping": 0.1, "qk_layernorm": True, "qk_layernorm_across_heads": True}, True,
     ),
+    "norm per head": ({"qk_layernorm": True, "qk_layernorm_per_head": True}, False),
     "sinks, window in every second layer": (
         {"softmax_type": "learnable", "window_size": (5, 0), "window_attn_skip_freq": 2}, False,
     ),
@@ -144,6 +145,7 @@ def test_tensor_and_sequence_parallelism(pool, whole_sequences, comm_type):
         "causal, rope, groups",
         "alibi, documents",
         "learned, biases",
+        "norm per head",
         "sinks, window in every second layer",
     ]
     tp_only = pool.run(compute_losses_and_gradients, 2, cases, 2, comm_type)
