@@ -378,8 +378,7 @@ HUNYUAN_V1_DENSE = Family(
 )
 _OLMO_MODEL = (
     *RMS_NORM,
-    NO_BIAS,
-    *always(attention_bias=False),
+    biases(attention_bias=ATTENTION),
     implied(qk_layernorm=True, qk_layernorm_across_heads=True),
 )
 OLMO_RULES = (*GATED_RULES, rope(), *_OLMO_MODEL)

@@ -100,6 +100,15 @@ from megatron.conversion.huggingface.rules import (
 )
 from megatron.core.safe_files.schema import COUNT, anything, integer, sequence
 
+_SHARED_REASON = "layers with shared experts do not have biases"
+_NO_ATTENTION_BIAS = fixed("attention_bias", False, written=True, reason=_SHARED_REASON)
+_INTERLEAVED = fixed(
+    "rope_interleave",
+    True,
+    written=True,
+    reason="latent attention rotates pairs of neighboring elements",
+)
+
 
 def _experts(counts: tuple[str, ...], width: str) -> tuple[Rule, ...]:
     """Return the rules of `counts`, the fields of the number of experts, and of their `width`."""
@@ -217,7 +226,7 @@ GRANITEMOEHYBRID = Family(
 OLMOE = Family(
     "olmoe",
     "OlmoeForCausalLM",
-    rows.LLAMA_ROWS,
+    rows.QWEN3_ROWS,
     (
         *OLMO_RULES,
         # Its norms of queries and keys have hidden_size weights.
@@ -294,7 +303,7 @@ _LATENT_MODEL = (
     *GATED_RULES,
     *RMS_NORM,
     NO_BIAS,
-    *always(attention_bias=False),
+    fixed("attention_bias", False, written=True, reason="latent attention does not have biases"),
     NO_GROUPS,
     nullable("q_lora_rank"),
     copied("kv_lora_rank", "kv_lora_rank"),
@@ -337,7 +346,7 @@ DEEPSEEK_V3 = Family(
         DENSE_PREFIX,
         fixed("moe_layer_freq", 1),
         *_SIGMOID_EXPERTS,
-        *always(rope_interleave=True),
+        _INTERLEAVED,
         PREDICTION_LAYERS,
     ),
     harmless=_DEEPSEEK_HARMLESS,
@@ -360,7 +369,7 @@ MISTRAL4 = Family(
         SWITCHED_NORMALIZATION,
         fixed("n_group", 1),
         fixed("topk_group", 1),
-        *always(rope_interleave=True),
+        _INTERLEAVED,
     ),
     harmless="qk_head_dim",
 )
@@ -372,7 +381,7 @@ GLM4_MOE_LITE = Family(
         *_LATENT_RULES,
         listed_expert_layers(num_dense=1),
         *_SIGMOID_EXPERTS,
-        *always(rope_interleave=True),
+        _INTERLEAVED,
         PREDICTION_LAYERS,
     ),
     harmless=_DEEPSEEK_HARMLESS,
@@ -463,7 +472,7 @@ DOTS1 = Family(
         *LLAMA_RULES,
         heads(always_written=False),
         NO_BIAS,
-        *always(attention_bias=False),
+        _NO_ATTENTION_BIAS,
         implied(qk_layernorm=True),
         *_SIGMOID_EXPERTS,
         DENSE_PREFIX,
@@ -485,7 +494,7 @@ COHERE2_MOE = Family(
         NO_DROPOUT,
         heads(),
         NO_BIAS,
-        *always(attention_bias=False),
+        _NO_ATTENTION_BIAS,
         # transformers ignores the field of a scaling, and saves a base that it does not read.
         rope(("default",), is_nested=True),
         reciprocal("logits_scaling", "logit_scale"),
@@ -524,7 +533,8 @@ HY_V3 = Family(
         *LLAMA_RULES,
         heads(),
         NO_BIAS,
-        *always(attention_bias=False, mlp_bias=False),
+        _NO_ATTENTION_BIAS,
+        *always(mlp_bias=False),
         implied(qk_layernorm=True),
         *_experts(("num_experts", "num_local_experts"), "moe_intermediate_size"),
         NORMALIZED_SIGMOID,
@@ -544,7 +554,7 @@ AFMOE = Family(
         *LLAMA_RULES,
         heads(),
         NO_BIAS,
-        *always(attention_bias=False),
+        _NO_ATTENTION_BIAS,
         implied(qk_layernorm=True, attention_output_gate=True, norm_placement="both"),
         hybrid_windows(always=True, period_field="global_attn_every_n_layers"),
         root_scale("mup_enabled"),
@@ -574,7 +584,7 @@ FLINT = Family(
         *LLAMA_RULES,
         heads(),
         NO_BIAS,
-        *always(attention_bias=False),
+        _NO_ATTENTION_BIAS,
         implied(
             qk_layernorm=True,
             softmax_type="learnable",
@@ -595,7 +605,7 @@ HUNYUAN_V1_MOE = Family(
     (
         *HUNYUAN_RULES,
         NO_BIAS,
-        *always(attention_bias=False),
+        _NO_ATTENTION_BIAS,
         copied("num_experts", "num_experts", "num_local_experts"),
         LAYER_TOPK,
         normalized_weights("moe_topk"),
@@ -643,7 +653,8 @@ ARIA_TEXT = Family(
         *LLAMA_RULES,
         heads(),
         NO_BIAS,
-        *always(attention_bias=False, mlp_bias=False),
+        _NO_ATTENTION_BIAS,
+        *always(mlp_bias=False),
         copied("num_experts", "moe_num_experts"),
         copied("moe_router_topk", "moe_topk"),
         copied("moe_ffn_hidden_size", "intermediate_size"),
@@ -656,7 +667,7 @@ YOUTU = Family(
     "youtu",
     "YoutuForCausalLM",
     rows.DEEPSEEK_ROWS,
-    (*_LATENT_RULES, *always(rope_interleave=True)),
+    (*_LATENT_RULES, _INTERLEAVED),
     harmless="qk_head_dim embedding_initializer_range",
 )
 MINIMAX_M2 = Family(

@@ -39,7 +39,10 @@ _TOPK = "num_experts_per_tok"
 
 def _refuse_one_expert(args: Json, field: str = _TOPK) -> None:
     if args["moe_router_topk"] == 1:
-        supported = "2 or more are where the weights of the chosen experts are normalized"
+        supported = (
+            "2 or more are where the weights of the chosen experts are normalized: a single weight "
+            "is always 1, so the router would not be trained"
+        )
         raise unsupported(field, 1, supported)
 
 
@@ -110,17 +113,14 @@ NORMALIZED_SIGMOID = Rule({}, _read_always_normalized)
 
 
 def _read_sigmoid_normalization(hf_config: ConfigFields, args: Json) -> Json:
-    """Check that weights are normalized exactly where our router normalizes sigmoid scores."""
-    is_normalized = hf_config.get("norm_topk_prob")
-    topk = args["moe_router_topk"]
-    if bool(is_normalized) != (topk > 1):
-        supported = f"{topk > 1} is with num_experts_per_tok = {topk}"
-        raise unsupported("norm_topk_prob", is_normalized, supported)
-    return {}
+    is_normalized = bool(hf_config.get("norm_topk_prob"))
+    if is_normalized:
+        _refuse_one_expert(args)
+    return {"moe_router_normalize_sigmoid": is_normalized}
 
 
 def _write_sigmoid_normalization(config: TransformerConfig) -> Json:
-    return {"norm_topk_prob": config.moe_router_topk > 1}
+    return {"norm_topk_prob": config.normalizes_sigmoid}
 
 
 SIGMOID_NORMALIZATION = Rule(

@@ -254,7 +254,7 @@ _POST_NORMS = {
     "mlp.linear_fc2.post_layernorm.": Row(("post_feedforward_layernorm.",)),
     "mlp.post_layernorm.": Row(("post_feedforward_layernorm.",)),
 }
-OLMO2_ROWS = LLAMA_ROWS | _POST_NORMS
+OLMO2_ROWS = QWEN3_ROWS | _POST_NORMS
 GEMMA_ROWS = OLMO2_ROWS | {"mlp.linear_fc1.layer_norm_": Row(("pre_feedforward_layernorm.",))}
 # Gate and up are one tensor.
 GLM_ROWS = LLAMA_ROWS | {"mlp.linear_fc1.": Row(("mlp.gate_up_proj.",))}

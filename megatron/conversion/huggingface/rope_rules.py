@@ -176,7 +176,12 @@ def _read_mistral4_rope(hf_config: ConfigFields, args: Json) -> Json:
 # Ministral 3 also scales queries, by a number among the rope parameters. Only transformers 5 has
 # this family.
 MINISTRAL3_ROPE = Rule(
-    {"rope_theta": number(1), "rope_scaling": _SCALING, "rope_parameters": _SCALING},
+    {
+        "rope_theta": number(1),
+        "rope_scaling": _SCALING,
+        "rope_parameters": _SCALING,
+        _ORIGINAL_LENGTH: schema.COUNT,
+    },
     _read_ministral3_rope,
     _write_ministral3_rope,
 )
@@ -326,12 +331,30 @@ def _read_context_lengths(hf_config: ConfigFields, scaling: Json) -> Json:
         raise unsupported(f"rope_scaling.{_ORIGINAL_LENGTH}", nested, supported)
     if original is None:
         raise ValueError(f"config.json: rope scaling longrope needs {_ORIGINAL_LENGTH!r}")
-    implied_factor = hf_config.first("max_position_embeddings") / original
-    factor = scaling.pop("factor", None) or implied_factor
-    if factor != implied_factor:
-        supported = f"max_position_embeddings / {_ORIGINAL_LENGTH} = {implied_factor} is"
-        raise unsupported("rope_scaling.factor", factor, supported)
+
+    # The ratio only determines the factor of queries and keys, which may be stated instead.
+    factor = scaling.pop("factor", None)
+    attention_factor = scaling.pop(_ATTENTION_FACTOR, None)
+    if attention_factor is not None:
+        if attention_factor < 1.0:
+            raise unsupported(f"rope_scaling.{_ATTENTION_FACTOR}", attention_factor, "1 or more is")
+        factor = round(original ** (attention_factor**2 - 1.0), _RATIO_DECIMALS)
+    elif factor is None:
+        factor = hf_config.first("max_position_embeddings") / original
+    elif factor != hf_config.first("max_position_embeddings") / original:
+        # transformers 4 would use the quotient.
+        raise unsupported("rope_scaling.factor", factor, f"{_ATTENTION_FACTOR} is, if it differs")
     return {_ORIGINAL_LENGTH: original, "rotary_scaling_factor": factor}
+
+
+def _write_context_lengths(config: TransformerConfig) -> Json:
+    """Return the field for LongRoPE's factor of queries and keys; none if the lengths imply it."""
+    original = config.original_max_position_embeddings
+    ratio = config.rotary_scaling_factor
+    if ratio == (config.max_position_embeddings or original) / original:
+        return {}
+    value = math.sqrt(1.0 + math.log(max(ratio, 1.0)) / math.log(original))
+    return {_ATTENTION_FACTOR: round(value, _DECIMALS)}
 
 
 def _read_original_length(hf_config: ConfigFields, scaling: Json) -> Json:
@@ -381,8 +404,10 @@ def _read_scaling(rope_type: str, scaling: Json, hf_config: ConfigFields, args: 
     return arguments
 
 
-# Decimals of `attention_factor` and `mscale`, each of which is computed from the other.
+# Decimals of `attention_factor`, and of YaRN's `mscale` or LongRoPE's ratio of lengths: each is
+# computed from the other.
 _DECIMALS = 12
+_RATIO_DECIMALS = 6
 
 
 def _replace_attention_factor(scaling: Json) -> Json:
@@ -428,6 +453,8 @@ def _write_scaling(config: TransformerConfig) -> Json | None:
     scaling: Json = {"rope_type": rope_type}
     for field, argument in SCALINGS[rope_type].items():
         scaling[field] = getattr(config, argument)
+    if rope_type == "longrope":
+        return scaling | _write_context_lengths(config)
     if not scaling.get("mscale_all_dim"):  # transformers takes both or none
         mscale = scaling.pop("mscale", 1.0)
         scaling.pop("mscale_all_dim", None)
@@ -517,7 +544,8 @@ def _check_local_rope(parameters: Json) -> Json:
     field = "rope_parameters.sliding_attention"
     rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
     if rope_type != "default":
-        raise unsupported(f"{field}.rope_type", rope_type, "default is")
+        supported = "default is: layers with a window have unscaled frequencies"
+        raise unsupported(f"{field}.rope_type", rope_type, supported)
     fraction = parameters.get("partial_rotary_factor") or 1.0
     if fraction != 1.0:
         raise unsupported(f"{field}.partial_rotary_factor", fraction, "1.0 is")

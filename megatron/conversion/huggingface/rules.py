@@ -123,17 +123,20 @@ def root_scale(field: str) -> Rule:
     return Rule({field: boolean}, read, write)
 
 
-def fixed(field: str, *values: Any, written: bool = False) -> Rule:
+def fixed(field: str, *values: Any, written: bool = False, reason: str = "") -> Rule:
     """Accept only `values` of a field; any other value, null included, is another model.
 
     The first value is the default where transformers declares none, and the one that is written.
     """
+    supported = f"{values[0]!r} is"
+    if reason:
+        supported += f": {reason}"
 
     def read(hf_config: ConfigFields, args: Json) -> Json:
         value = hf_config.get(field)
         is_missing = value is None and hf_config.defaults.get(field) is None
         if not is_missing and value not in values:
-            raise unsupported(field, value, f"{values[0]!r} is")
+            raise unsupported(field, value, supported)
         return {}
 
     def write(config: TransformerConfig) -> Json:

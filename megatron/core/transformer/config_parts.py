@@ -232,6 +232,16 @@ class ExpertOptions:
         meaning="score_function",
     )
     """Function that turns the router's logits into scores."""
+    moe_router_normalize_sigmoid: bool = flag(
+        True,
+        "--no-moe-router-normalize-sigmoid",
+        decides="mathematics",
+        when=_MOE,
+        meaning="normalizes_sigmoid",
+    )
+    """With sigmoid scores and more than one expert per token: divide the weights of the selected
+    experts by their sum. --no-moe-router-normalize-sigmoid uses the plain scores (North Mini).
+    """
     moe_router_num_groups: int | None = flag(None, decides="mathematics", when=_MOE)
     """Number of groups of experts; a token uses experts of --moe-router-group-topk groups only."""
     moe_router_group_topk: int | None = flag(None, decides="mathematics", when=_MOE)
@@ -334,6 +344,12 @@ class ExpertOptions:
         if self.by_sinkhorn and self.moe_router_topk == 1:
             return "sigmoid"
         return self.moe_router_score_function
+
+    @property
+    def normalizes_sigmoid(self) -> bool:
+        # A single weight would become a constant without a gradient.
+        is_sigmoid = self.score_function == "sigmoid" and self.moe_router_topk > 1
+        return is_sigmoid and self.moe_router_normalize_sigmoid
 
     @property
     def group_score_topk(self) -> int:

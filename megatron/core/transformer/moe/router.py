@@ -302,18 +302,15 @@ def _choose_by_sigmoid(
     logits: Tensor, config: TransformerConfig, expert_bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Choose experts by the sigmoid of the logit plus the expert bias (DeepSeek-V3)."""
-    topk = config.moe_router_topk
     scores = torch.sigmoid(logits.float()).to(logits.dtype)  # [t, experts]
     candidates = scores
     if expert_bias is not None:
         # The bias affects the selection but not the weights.
         candidates = scores + expert_bias
     candidates = _mask_other_groups(candidates, config)
-    experts = torch.topk(candidates, topk, dim=1).indices  # [t, k]
+    experts = torch.topk(candidates, config.moe_router_topk, dim=1).indices  # [t, k]
     probs = scores.gather(1, experts)  # [t, k]
-    if topk > 1:
-        # Sigmoids do not add up to 1. A single weight is not normalized, since it would become a
-        # constant without a gradient.
+    if config.normalizes_sigmoid:  # sigmoids do not add up to 1
         total = probs.sum(dim=-1, keepdim=True)  # [t, 1]
         probs = probs / (total + 1e-20)
     return experts, probs

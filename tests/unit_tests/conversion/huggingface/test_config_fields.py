@@ -147,7 +147,7 @@ def test_deepseek_v3_with_one_expert_per_token(tmp_path: Path) -> None:
     """transformers makes its weight 1 with norm_topk_prob; without, both take the sigmoid."""
     one = DEEPSEEK | {"num_experts_per_tok": 1}
     save_model(tmp_path / "normalized", "deepseek_v3", **one, norm_topk_prob=True)
-    message = "norm_topk_prob = True is not supported, only False is with num_experts_per_tok = 1"
+    message = "num_experts_per_tok = 1 is not supported, only 2 or more are where"
     with pytest.raises(ValueError, match=message):
         open_checkpoint(tmp_path / "normalized")
     expected = save_model(tmp_path / "in", "deepseek_v3", **one, norm_topk_prob=False)
@@ -170,7 +170,6 @@ NECESSARY: dict[str, dict[str, Any]] = {
     "opt": {"ffn_dim": 24},
     "gptj": {"rotary_dim": 4},
     "codegen": {"rotary_dim": 4},
-    "dots1": {"norm_topk_prob": True},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "bamba": {"mamba_n_heads": 4},
     "lfm2_moe": {"layer_types": ["conv"] * 4},
@@ -293,11 +292,12 @@ def test_original_length_of_longrope_is_that_of_the_model(stated: int | None) ->
         find_family(hf).read_config(hf | {"rope_scaling": scaling | nested}, {})
 
 
-@pytest.mark.parametrize("field", ["rope_interleave", "norm_topk_prob"])
-def test_null_is_false_in_deepseek_v3(field: str) -> None:
-    hf = DEEPSEEK | {"model_type": "deepseek_v3", field: None}
-    with pytest.raises(ValueError, match=f"{field} = None is not supported, only True is"):
-        find_family(hf).read_config(hf, {})
+def test_null_is_false_in_deepseek_v3() -> None:
+    hf = DEEPSEEK | {"model_type": "deepseek_v3"}
+    family = find_family(hf)
+    assert not family.read_config(hf | {"norm_topk_prob": None}, {})["moe_router_normalize_sigmoid"]
+    with pytest.raises(ValueError, match="rope_interleave = None is not supported, only True is"):
+        family.read_config(hf | {"rope_interleave": None}, {})
 
 
 def test_type_of_a_scaling_of_gemma3_is_refused() -> None:
@@ -695,3 +695,65 @@ def test_norms_with_weights_of_each_head(fields: dict[str, Any], tmp_path: Path)
     """Command R+ and StableLM 2 12B."""
     directory = tmp_path / "in"
     assert_same_through_a_checkpoint(directory, save_model(directory, **SIZES, **fields))
+
+
+NORTH_MINI = SIZES | {
+    "model_type": "cohere2_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_shared_experts": 0,
+    "first_k_dense_replace": 1,
+    "prefix_dense_intermediate_size": 40,
+    "expert_selection_fn": "sigmoid",
+    "sliding_window": 4,
+}
+PLAIN_SCORES = {
+    "cohere2_moe": NORTH_MINI,
+    "deepseek_v3": DEEPSEEK | {"model_type": "deepseek_v3", "routed_scaling_factor": 1.5},
+    "glm4_moe": SIZES
+    | {
+        "model_type": "glm4_moe",
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+}
+
+
+@pytest.mark.parametrize("name", PLAIN_SCORES)
+def test_sigmoid_scores_without_normalization(name: str, tmp_path: Path) -> None:
+    """Cohere's North Mini."""
+    fields = PLAIN_SCORES[name] | {"norm_topk_prob": False}
+    expected = save_model(tmp_path / "in", **fields)
+    assert_same_through_a_checkpoint(tmp_path / "in", expected)
+    assert read_config(tmp_path / "out")["norm_topk_prob"] is False
+
+
+@pytest.mark.parametrize("value", [1.0, 1.3])
+def test_attention_factor_of_longrope(value: float, tmp_path: Path) -> None:
+    scaling = {"type": "longrope", "attention_factor": value}
+    scaling |= {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 4.0]}
+    fields = SIZES | {"rope_scaling": scaling, "original_max_position_embeddings": 8}
+    expected = save_model(tmp_path / "in", "phi3", **fields)
+    assert_same_through_a_checkpoint(tmp_path / "in", expected)
+
+
+def test_original_length_of_ministral3_is_that_of_the_model(tmp_path: Path) -> None:
+    rope = YARN_FIELDS | {"llama_4_scaling_beta": 0.2, "rope_theta": 1e4}
+    del rope["original_max_position_embeddings"]
+    fields = SIZES | {"original_max_position_embeddings": 4, "rope_parameters": rope}
+    expected = save_model(tmp_path / "in", "ministral3", **fields)
+    assert_same_through_a_checkpoint(tmp_path / "in", expected)
+
+
+@pytest.mark.parametrize("model_type", ["olmoe", "flex_olmo", "olmo2"])
+def test_biases_of_attention_alone(model_type: str, tmp_path: Path) -> None:
+    fields = SIZES | {"attention_bias": True}
+    if model_type != "olmo2":
+        fields |= {"num_experts": 4, "num_experts_per_tok": 2}
+    expected = save_model(tmp_path / "in", model_type, **fields)
+    assert_same_through_a_checkpoint(tmp_path / "in", expected)
