@@ -370,6 +370,12 @@ def compute_norms(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack(torch._foreach_norm(list(tensors)))
 
 
+def add_to_tensors(tensors: list[Tensor], value: Tensor) -> None:
+    """Add a scalar on the same device to each tensor."""
+    # ForeachUtils.h only permits one kernel for dense tensors of one dtype on one device.
+    torch._foreach_add_(tensors, value)
+
+
 def _refuse(operator: str, name: str, tensor: Tensor, requirement: str) -> NoReturn:
     layout: dict[str, Any] = {
         "shape": list(tensor.shape),

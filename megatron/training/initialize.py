@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron.core.fused_kernels import enable_kernels
 from megatron.core.parallel_config import ParallelConfig
 from megatron.core.parallel_state import ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng
@@ -56,6 +57,7 @@ def find_queue_hint(tp_size: int, capability: tuple[int, int]) -> str | None:
 def join(config: DistributedConfig) -> torch.device:
     """Set up threads, the device and the default process group, unless that exists already."""
     torch.set_num_threads(num_threads(config))
+    enable_kernels(config.triton_kernels)
     if config.deterministic_mode:
         # Required by torch for deterministic cuBLAS; read when the first handle is created.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -133,7 +133,7 @@ class _HostOperators(TorchDispatchMode):
         kwargs = kwargs or {}
         namespace, name = func._schema.name.split("::")
         is_view = func.is_view or torch.Tag.inplace_view in func.tags
-        if namespace not in ("aten", "prims") or name in _NATIVE or is_view:
+        if namespace not in ("aten", "prims", "megatron") or name in _NATIVE or is_view:
             return func(*args, **kwargs)
         device = kwargs.get("device")
         creates_cuda = device is not None and torch.device(device).type == "cuda"

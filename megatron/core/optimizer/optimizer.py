@@ -154,7 +154,7 @@ class MegatronOptimizer:
 
         # Phase 3: the average and the model's parameters
         self._update_average()
-        self._copy_to_model()
+        self._copy_to_model(is_written=self._rule.WRITES_MODEL)
 
         # Phase 4: the loss scale of the next step.
         # Only a dynamic loss scale needs the outcome on the host, which waits for the device.
@@ -395,13 +395,14 @@ class MegatronOptimizer:
             if not (shard.is_model or shard.is_fp8):
                 shard.set_main_parameters(shard.bucket.param_shard)
 
-    def _copy_to_model(self, rescale: bool = False) -> None:
-        """Set the model's parameters from the main parameters.
+    def _copy_to_model(self, rescale: bool = False, is_written: bool = False) -> None:
+        """Set the model's parameters from the main parameters, and start to gather them.
 
-        `rescale`: the stored fp8 scales do not belong to these main parameters.
+        `rescale`: the stored fp8 scales do not belong to these main parameters. `is_written`: the
+        update has written all parameters that are not in fp8.
         """
         for shard in self.shards:
-            if not (shard.is_model or shard.is_fp8):
+            if not (is_written or shard.is_model or shard.is_fp8):
                 shard.copy_main_parameters(shard.bucket.param_shard)
         cast_to_fp8([shard for shard in self.shards if shard.is_fp8], rescale)
         for chunk in self.chunks:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from megatron.core.distributed.param_and_grad_buffer import ParamGroup
+from megatron.core.fused_kernels import find_kernel
 from megatron.core.optimizer.flat_shard import FlatShard
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.wings import resolve
@@ -58,6 +59,8 @@ class UpdateRule:
     """True if all parameters have the same state tensors, as legacy and universal files require."""
     MUP_POWERS: ClassVar[MupPowers | None]
     """Scales of muP; None if the update itself does not depend on the width."""
+    WRITES_MODEL: ClassVar[bool] = False
+    """True if the update also writes the model's weights, except those in fp8."""
 
     grad_scale: Tensor
     found_inf: Tensor
@@ -127,6 +130,7 @@ class UpdateRule:
 
 # Imported if a flag requests it
 _APEX_ADAM = "megatron.core.optimizer.rules.apex_adam:ApexAdam"
+_FUSED_ADAM = "megatron.core.optimizer.rules.fused_adam:FusedAdamW"
 _ROUNDED_ADAM = "megatron.core.optimizer.rules.rounded_adam:RoundedAdamW"
 
 
@@ -135,7 +139,7 @@ def get_adam_hyperparameters(config: OptimizerConfig) -> dict[str, Any]:
 
 
 class AdamW(UpdateRule):
-    """torch's fused AdamW (Loshchilov and Hutter 2019)."""
+    """AdamW (Loshchilov and Hutter 2019), by torch's fused kernel."""
 
     STATE_SETS: ClassVar[tuple[tuple[str, ...], ...]] = (("exp_avg", "exp_avg_sq"),)
     # Each element of Adam's update has the size of the learning rate, for gradients of any size.
@@ -152,6 +156,9 @@ class AdamW(UpdateRule):
             return rule
         if config.has_rounded_states:
             rule = resolve(_ROUNDED_ADAM)(groups, hyperparameters, shards)
+            return rule
+        if find_kernel("adamw", shards[0].param) is not None:
+            rule = resolve(_FUSED_ADAM)(groups, hyperparameters, shards)
             return rule
         return AdamW(groups, hyperparameters)
 

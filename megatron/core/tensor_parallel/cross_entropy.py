@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.core.fused_kernels import find_kernel
 from megatron.core.parallel_state import Axis
 from megatron.core.private_operators import multiply_by_weight
 from megatron.core.tensor_parallel.layers import compute_linear_weight_grad, find_local_rows
@@ -51,7 +52,7 @@ def linear_cross_entropy(
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Overwrites the logits with e^(logit - max), and these with the gradient of the logits."""
+    """Overwrites the logits with their gradient; without a kernel with e^(logit - max) before."""
 
     @staticmethod
     def forward(
@@ -75,21 +76,33 @@ class _LinearCrossEntropy(torch.autograd.Function):
         num_rows = weight.shape[0]
         first_row = tp.rank * num_rows
         padding_start = max(0, vocab_size - first_row)
-        logits[:, padding_start:] = -torch.inf
+        num_columns = min(num_rows, padding_start)  # without padding
         columns, is_elsewhere = find_local_rows(labels.reshape(-1), first_row, num_rows)
 
-        # Maximum, sum of exponentials, and logit of the label, [n] each
-        largest = logits.amax(-1).float()
-        if tp.size > 1:
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=tp.group)
-        total, predicted = _compute_exponentials(logits, largest, columns)
+        # Maximum, sum of exponentials, and logit of the label, [n] each, the last one minus the
+        # maximum
+        softmax = find_kernel("softmax", logits)
+        if softmax is not None:
+            columns.masked_fill_(is_elsewhere, -1)
+            local_largest, total, predicted = softmax(logits, columns, num_columns)
+            largest = _reduce_maximum(local_largest, tp)
+            if tp.size > 1:
+                total *= (local_largest - largest).exp()
+            predicted -= largest
+        else:
+            logits[:, padding_start:] = -torch.inf
+            largest = _reduce_maximum(logits.amax(-1).float(), tp)
+            total, predicted = _compute_exponentials(logits, largest, columns)
         # Labels of other ranks; a rank with padding only would contribute -inf.
         predicted.masked_fill_(is_elsewhere, 0.0)
         if tp.size > 1:
             sums = torch.stack((total, predicted))
             total, predicted = start_all_reduce(sums, tp).wait().unbind()
 
+        # The logits, or their exponentials without a kernel
         ctx.save_for_backward(hidden, weight, logits, largest, total, columns, is_elsewhere)
+        ctx.num_columns = num_columns
+        ctx.is_fused = softmax is not None
         # The parameter itself, for main_grad: recomputation replaces saved tensors by copies.
         ctx.weight = weight
         ctx.has_bias = bias is not None
@@ -100,35 +113,24 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        hidden, weight, exponentials, largest, total, columns, is_elsewhere = ctx.saved_tensors
+        hidden, weight, dlogits, largest, total, columns, is_elsewhere = ctx.saved_tensors
         tp = ctx.tp
         sequence_parallel = ctx.sequence_parallel
 
         # Phase 1: launch the all-gather
         gather = start_input_gather(hidden, tp, sequence_parallel)
 
-        # Phase 2: the gradient of the logits overwrites the exponentials
+        # Phase 2: the gradient of the logits overwrites them
         token_shape = dloss.shape  # [s, b]
-        dloss = dloss.reshape(-1).float()
-        if ctx.softcap is None:
-            _compute_logit_grad(exponentials, total, columns, is_elsewhere, dloss)
+        dloss = dloss.reshape(-1).float().contiguous()
+        if ctx.is_fused:
+            write_gradient = find_kernel("softmax_gradient", dlogits)
+            assert write_gradient is not None
+            write_gradient(dlogits, columns, largest, total, dloss, ctx.num_columns, ctx.softcap)
         else:
-            chunks = _split_into_chunks(exponentials)
-            for start in chunks:
-                chunk_rows = slice(start, start + chunks.step)
-                # From the exponentials, before they are overwritten
-                slope = _compute_softcap_slope(
-                    exponentials[chunk_rows], largest[chunk_rows], ctx.softcap
-                )
-                dlogits = _compute_logit_grad(
-                    exponentials[chunk_rows],
-                    total[chunk_rows],
-                    columns[chunk_rows],
-                    is_elsewhere[chunk_rows],
-                    dloss[chunk_rows],
-                )
-                dlogits.mul_(slope)
-        dlogits = exponentials
+            _overwrite_exponentials(
+                dlogits, largest, total, columns, is_elsewhere, dloss, ctx.softcap
+            )
 
         # Phase 3: dx, and launch its sum over TP
         dx = multiply_by_weight(dlogits, weight.t()).view(*token_shape, -1)
@@ -139,6 +141,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dw = compute_linear_weight_grad(ctx.weight, dlogits, x)
         db = dlogits.sum(0) if ctx.has_bias else None
         return reduced.wait(), dw, db, None, None, None, None, None
+
+
+def _reduce_maximum(largest: Tensor, tp: Axis) -> Tensor:
+    """Return the maximum over TP of each element."""
+    if tp.size == 1:
+        return largest
+    reduced = largest.clone()
+    dist.all_reduce(reduced, op=dist.ReduceOp.MAX, group=tp.group)
+    return reduced
 
 
 def get_loss_chunk_elements(device_type: str) -> int:
@@ -189,6 +200,34 @@ def _compute_logit_grad(
     # Indexed assignment is in place; scatter_add_ would copy the whole matrix.
     exponentials[rows, columns] = at_label.to(exponentials.dtype)
     return exponentials
+
+
+def _overwrite_exponentials(
+    exponentials: Tensor,
+    largest: Tensor,
+    total: Tensor,
+    columns: Tensor,
+    is_elsewhere: Tensor,
+    dloss: Tensor,
+    softcap: float | None,
+) -> None:
+    """Overwrite exponentials with the gradient of the logits before the softcap, if any."""
+    if softcap is None:
+        _compute_logit_grad(exponentials, total, columns, is_elsewhere, dloss)
+        return
+    chunks = _split_into_chunks(exponentials)
+    for start in chunks:
+        chunk_rows = slice(start, start + chunks.step)
+        # From the exponentials, before they are overwritten
+        slope = _compute_softcap_slope(exponentials[chunk_rows], largest[chunk_rows], softcap)
+        dlogits = _compute_logit_grad(
+            exponentials[chunk_rows],
+            total[chunk_rows],
+            columns[chunk_rows],
+            is_elsewhere[chunk_rows],
+            dloss[chunk_rows],
+        )
+        dlogits.mul_(slope)
 
 
 def _compute_softcap_slope(exponentials: Tensor, largest: Tensor, softcap: float) -> Tensor:

@@ -128,6 +128,10 @@ class ComputeOptions:
     """Output layer and loss in one operation (native), or Transformer Engine's kernel on the
     logits.
     """
+    bias_swiglu_fusion: bool = flag(True, "--no-bias-swiglu-fusion")
+    """Compute SwiGLU and its gradient in one Triton kernel each, on CUDA."""
+    rope_fusion: bool = flag(True, "--no-rope-fusion")
+    """Rotate queries and keys in a Triton kernel, on CUDA."""
     apply_rope_fusion: bool = flag(
         False,
         requires={"transformer_impl": "transformer_engine", "rope_type": "rope"},

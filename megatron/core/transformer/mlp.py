@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
+from megatron.core.fused_kernels import find_kernel
 from megatron.core.module import Constant, MegatronModule, ParamInfo, make_parameter
 from megatron.core.private_operators import write_silu_gradient, write_tanh_gelu_gradient
 from megatron.core.transformer.backends import select_layer_spec
@@ -105,11 +106,14 @@ class _Gate(NamedTuple):
     forward: Callable[[Tensor], Tensor]
     write_gradient: Callable[[Tensor, Tensor, Tensor], None]
     """Writes the gradient for (dy, x) to the third tensor."""
+    kernel: str | None = None
+    """Name of the fused kernel of gate and product, and of its gradient with "_backward"."""
 
 
 _tanh_gelu = partial(F.gelu, approximate="tanh")
 _GATES = {
-    "swiglu": _Gate(F.silu, write_silu_gradient),
+    "swiglu": _Gate(F.silu, write_silu_gradient, kernel="swiglu"),
+    "swiglu, not fused": _Gate(F.silu, write_silu_gradient),
     "geglu": _Gate(_tanh_gelu, write_tanh_gelu_gradient),
 }
 
@@ -131,14 +135,22 @@ class _GatedActivation(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
         ctx.save_for_backward(x)
         ctx.name = name
-        activate = _GATES[name].forward
         gate, up = x.chunk(2, -1)  # views of [s, b, ffn / tp] each
-        return activate(gate).mul_(up)
+        activation = _GATES[name]
+        if activation.kernel is not None:
+            kernel = find_kernel(activation.kernel, x)
+            if kernel is not None:
+                return kernel(x)
+        return activation.forward(gate).mul_(up)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         (x,) = ctx.saved_tensors
         activation = _GATES[ctx.name]
+        if activation.kernel is not None:
+            kernel = find_kernel(f"{activation.kernel}_backward", x)
+            if kernel is not None:
+                return kernel(dy, x), None
         gate, up = x.chunk(2, -1)
         dx = torch.empty_like(x)
         dgate, dup = dx.chunk(2, -1)  # views of dx, into which the gradients are written
@@ -192,6 +204,8 @@ def get_activation(config: TransformerConfig) -> Callable[[Tensor], Tensor]:
     """
     if config.quick_geglu:
         return _get_quick_geglu(config.glu_linear_offset, config.activation_func_clamp_value)
+    if config.activation == "swiglu" and not config.bias_swiglu_fusion:
+        return _ACTIVATIONS["swiglu, not fused"]
     return _ACTIVATIONS[config.activation]
 
 
@@ -209,6 +223,7 @@ def _get_quick_geglu(offset: float, clamp: float | None) -> Callable[[Tensor], T
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "swiglu": partial(_apply_gated, name="swiglu"),
+    "swiglu, not fused": partial(_apply_gated, name="swiglu, not fused"),
     "geglu": partial(_apply_gated, name="geglu"),
     "squared_relu": _apply_squared_relu,
     "relu": F.relu,

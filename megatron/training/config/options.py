@@ -121,6 +121,8 @@ class DistributedConfig(FlagSection):
     """On CUDA, allow TF32 for the inputs of fp32 matrix products."""
     disable_bf16_reduced_precision_matmul: bool = flag(False)
     """On CUDA, accumulate bf16 matrix products in fp32 only, including split reductions."""
+    triton_kernels: bool = flag(True, "--no-triton-kernels")
+    """On CUDA, use Triton kernels for the loss, AdamW, SwiGLU and rotation."""
     compile: bool = flag(False)
     """Compile every transformer layer with torch.compile."""
     dry_run: bool = flag(False)

@@ -129,6 +129,9 @@ class SelfAttention(Attention):
         kernel = None
         if config.apply_rope_fusion:
             kernel = select_layer_spec(config).rope
+        # Exchanges of context parallelism and Transformer Engine expect contiguous tensors, kernels
+        # of attention rows at multiples of 16 bytes.
+        is_local = config.transformer_impl == "local" and self.cp.axis.size == 1
         return RotaryTables(
             config,
             self.cp.attention_axis,
@@ -136,6 +139,7 @@ class SelfAttention(Attention):
             config.rotary_interleaved,
             base=base,
             kernel=kernel,
+            in_place=is_local and config.head_dim % 8 == 0,
         )
 
     def forward(self, hidden_states: Tensor, documents: Tensor | None = None) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron.core.fused_kernels import find_kernel
 from megatron.core.parallel_state import Axis
 from megatron.core.transformer.placement import compute_local_positions
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -128,7 +129,13 @@ class Rotary(NamedTuple):
     """`[s, 1, 1, 1, d_rotated / 2]`"""
     interleaved: bool = False
     kernel: Callable[[Tensor], Tensor] | None = None
-    """Fused implementation of the whole rotation, if enabled."""
+    """Transformer Engine's implementation of the whole rotation (--apply-rope-fusion)."""
+    fused: bool = True
+    """Whether a Triton kernel may compute it."""
+    in_place: bool = False
+    """Whether that may overwrite the output of the projection. Queries, keys and values then are
+    views of it, which attention of the local layers reads without copies.
+    """
 
     def split_pairs(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return views `[s, b, g, heads, pairs]` of the first and second elements of all pairs."""
@@ -158,14 +165,17 @@ class RotaryTables:
         interleaved: bool,
         base: float | None = None,
         kernel: Callable[..., Tensor] | None = None,
+        in_place: bool = False,
     ) -> None:
         """Initialize for heads of `width` elements.
 
         A given `base` overrides the model's, and disables scaling. `kernel` rotates `[s, b, g,
-        heads, d]` by angles `[s, 1, 1, pairs]`.
+        heads, d]` by angles `[s, 1, 1, pairs]`. `in_place`: see `Rotary`.
         """
         self._cp = cp
         self._kernel = kernel
+        self._fused = config.rope_fusion
+        self._in_place = in_place
         # Computed on first use: building a model on the meta device does not allocate memory, even
         # if an untrusted config.json has a huge head width.
         self._make_frequencies = partial(compute_rotary_frequencies, config, width, base)
@@ -217,6 +227,8 @@ class RotaryTables:
             sin=sin.to(device, dtype),
             interleaved=self._interleaved,
             kernel=kernel,
+            fused=self._fused,
+            in_place=self._in_place,
         )
 
 
@@ -315,6 +327,8 @@ class _SplitQKV(torch.autograd.Function):
         ctx.num_query_heads = num_query_heads
         ctx.rotary = rotary
         query, key, value = _split_heads(mixed, num_query_heads)
+        if rotary is not None and rotary.in_place and _find_rotation(mixed, rotary) is not None:
+            return _rotate_in_place(mixed, num_query_heads, rotary)
         query_out = mixed.new_empty(query.shape)
         key_out = mixed.new_empty(key.shape)
         value_out = mixed.new_empty(value.shape)
@@ -341,6 +355,26 @@ class _SplitQKV(torch.autograd.Function):
         return dmixed, None, None
 
 
+def _rotate_in_place(
+    mixed: Tensor, num_query_heads: int, rotary: Rotary
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values, as views of `mixed` where attention reads them as such.
+
+    The backward pass of the projection does not need `mixed`.
+    """
+    query, key, value = _split_heads(mixed, num_query_heads)
+    groups = mixed.shape[2]
+    if num_query_heads == 1 or groups == 1:
+        rotated_heads = mixed[..., : num_query_heads + 1, :]
+        _rotate_into(rotated_heads, rotated_heads, rotary)
+        return query, key, value
+    # Attention would copy queries of several heads per group: heads are at unequal distances.
+    query_out = mixed.new_empty(query.shape)
+    _rotate_into(query_out, query, rotary)
+    _rotate_into(key, key, rotary)
+    return query_out, key, value
+
+
 class _Rotate(torch.autograd.Function):
     """Rotation that does not keep its input for the backward pass."""
 
@@ -355,6 +389,13 @@ class _Rotate(torch.autograd.Function):
         dx = dy.new_empty(dy.shape)
         _rotate_into(dx, dy, ctx.rotary, inverse=True)
         return dx, None
+
+
+def _find_rotation(x: Tensor, rotary: Rotary) -> Callable[..., None] | None:
+    """Return the kernel of a rotation of `x`, if there is one."""
+    if not rotary.fused:
+        return None
+    return find_kernel("rotate", x)
 
 
 def _rotate_into(
@@ -372,6 +413,12 @@ def _rotate_into(
         return out.copy_(x)
     cos = rotary.cos
     sin = rotary.sin
+    kernel = _find_rotation(x, rotary)
+    if kernel is not None:
+        if x.stride(-1) != 1:
+            x = x.contiguous()
+        kernel(x, out, cos, sin, inverse, rotary.interleaved)
+        return out
     sign = -1 if inverse else 1
     first, second = rotary.split_pairs(x)  # [s, b, g, heads, pairs]
     first_out, second_out = rotary.split_pairs(out)

@@ -116,7 +116,7 @@ def test_errors_contain_reason_and_fix(text, message):
 def test_accepted_flags_are_dropped_with_their_values():
     parser = FlagParser({"Example": Example})
     words = [
-        "--no-rope-fusion",
+        "--no-masked-softmax-fusion",
         "--attention-backend",
         "unfused",
         "--num-layers",
@@ -125,7 +125,7 @@ def test_accepted_flags_are_dropped_with_their_values():
     ]
     given, ignored = parse_flags(parser, words)
     assert given == {"num_layers": 3}
-    assert ignored == ["--no-rope-fusion", "--attention-backend", "--DDP-impl"]
+    assert ignored == ["--no-masked-softmax-fusion", "--attention-backend", "--DDP-impl"]
 
 
 @pytest.mark.parametrize("text", ["--dist-ckpt-format=zarr", "--DDP-impl x"])

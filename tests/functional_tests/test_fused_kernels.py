@@ -1,0 +1,88 @@
+"""Training with the operators of Triton kernels, on a CPU by their references, equals that without."""
+
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron.core import fused_kernels
+from tests.support.training_harness import COMMON, LLAMA, train
+
+pytest.importorskip("triton", reason="Triton is not in the environment: pip install triton")
+
+LATENT = (
+    "--multi-latent-attention --q-lora-rank 12 --kv-lora-rank 8 --qk-head-dim 8 --qk-pos-emb-head-dim 4 "
+    "--v-head-dim 8 --normalization RMSNorm --swiglu --ffn-hidden-size 48 --disable-bias-linear "
+    "--position-embedding-type rope "
+)
+RUNS = {  # name -> (processes, flags)
+    "grouped queries": (1, LLAMA),
+    "one query per group": (1, f"{LLAMA} --num-query-groups 4 --rotary-percent 0.5"),
+    "norms of queries": (1, f"{LLAMA} --qk-layernorm --rotary-interleaved"),
+    "softcap, documents": (
+        1,
+        f"{LLAMA} --num-query-groups 4 --final-logit-softcapping 5 --reset-attention-mask --reset-position-ids",
+    ),
+    "latent attention": (1, LATENT),
+    "experts": (1, f"{LLAMA} --num-experts 4 --moe-router-topk 2"),
+    # 60 tokens of 128 rows: the second rank has padding only
+    "TP 2 with SP": (
+        2,
+        f"{LLAMA} --tensor-model-parallel-size 2 --sequence-parallel --make-vocab-size-divisible-by 64",
+    ),
+    "ZeRO": (2, f"{LLAMA} --use-distributed-optimizer --overlap-param-gather --clip-grad 0.1"),
+    "CP 2": (2, f"{LLAMA} --context-parallel-size 2"),
+}
+
+
+def train_with_operators(rank, world_size, flags):
+    names = set()
+    load = fused_kernels._load
+
+    def load_operator(name):
+        names.add(name)
+        return load(name)
+
+    with (
+        mock.patch.object(fused_kernels, "supports", lambda x: x.dtype in fused_kernels._DTYPES),
+        mock.patch.object(fused_kernels, "_load", load_operator),
+    ):
+        return train(rank, world_size, flags, COMMON + "--mock-data --train-iters 3 "), names
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_operators_change_results_by_rounding_only(pool, name):
+    processes, flags = RUNS[name]
+    outcomes = pool.run(train_with_operators, processes, flags)
+    expected = pool.run(train, processes, flags, COMMON + "--mock-data --train-iters 3 ")
+    for (outcome, names), plain in zip(outcomes, expected, strict=True):
+        assert names == set(fused_kernels._KERNELS)
+        assert outcome.measured.losses == pytest.approx(plain.measured.losses, rel=1e-6)
+        assert outcome.measured.grad_norms == pytest.approx(plain.measured.grad_norms, rel=1e-5)
+        for row, plain_row in zip(outcome.boxes, plain.boxes, strict=True):
+            torch.testing.assert_close(row[-1], plain_row[-1], rtol=1e-3, atol=1e-5, msg=row[0])
+
+
+def test_bf16_weights_are_the_rounded_main_parameters(pool):
+    ((outcome, names),) = pool.run(train_with_operators, 1, f"{LLAMA} --bf16")
+    assert "adamw" in names
+    values = {(key, offset): value for key, _, offset, value in outcome.boxes}
+    compared = 0
+    for (key, offset), weight in values.items():
+        main = values.get((f"optimizer.state.param.{key}", offset))
+        if main is not None:
+            assert torch.equal(weight, main.to(torch.bfloat16)), key
+            compared += 1
+    assert compared > 10
+
+
+def test_disabled_kernels_are_not_found():
+    x = torch.ones(2)
+    with mock.patch.object(fused_kernels, "supports", lambda x: True):
+        assert fused_kernels.find_kernel("swiglu", x) is not None
+        fused_kernels.enable_kernels(False)
+        try:
+            assert fused_kernels.find_kernel("swiglu", x) is None
+        finally:
+            fused_kernels.enable_kernels(True)
+    assert fused_kernels.find_kernel("swiglu", x) is None
