@@ -170,12 +170,17 @@ SMALL = {
 _TE = ["--transformer-impl", "transformer_engine"]
 _FP8 = [*_TE, "--fp8-format", "hybrid", "--use-distributed-optimizer"]
 _FUSED = ["--apply-rope-fusion", "--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "te"]
+_TORCH_KERNELS = ["--no-triton-kernels", "--no-gradient-accumulation-fusion"]
 # Additional flags of `pretrain_gpt.py`.
 VARIANTS = {
     "eager": [],
+    "eager, torch kernels": _TORCH_KERNELS,
+    "eager, no SwiGLU kernel": ["--no-bias-swiglu-fusion"],
+    "eager, no rotation kernel": ["--no-rope-fusion"],
     "compile": ["--compile"],
     "apex": ["--optimizer-impl", "apex", "--norm-impl", "apex"],
     "te": _TE,
+    "te torch kernels": [*_TE, *_TORCH_KERNELS],
     "te fused": [*_TE, *_FUSED],
     "fp8": _FP8,
     "fp8 weights": [*_FP8, "--fp8-param-gather"],
@@ -1048,7 +1053,9 @@ class Call:
 # minutes a command. The calls measure correctness, speed, the cost of saves, and larger models.
 CALLS = {
     1: Call({"tests": 240, "suspicions": 110}),
-    2: Call({"training": 340, "profile": 80}),
+    2: Call(
+        {"training": 340, "profile": 80}, variants=("compile", "eager", "eager, torch kernels")
+    ),
     3: Call({"checkpoint": 450}),
     4: Call({"training": 290, "experts": 40}, models=("3b",)),
 }

@@ -372,8 +372,9 @@ def compute_norms(tensors: Sequence[Tensor]) -> Tensor:
 
 def add_to_tensors(tensors: list[Tensor], value: Tensor) -> None:
     """Add a scalar on the same device to each tensor."""
-    # ForeachUtils.h only permits one kernel for dense tensors of one dtype on one device.
-    torch._foreach_add_(tensors, value)
+    # ForeachUtils.h only permits one kernel for dense tensors of one dtype on one device. A tensor
+    # as argument would be read on the host: torch would take it for a Python number.
+    torch._foreach_add_(tensors, [value] * len(tensors))
 
 
 def _refuse(operator: str, name: str, tensor: Tensor, requirement: str) -> NoReturn:
