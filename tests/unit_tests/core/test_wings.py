@@ -8,6 +8,7 @@ import pytest
 from megatron.core.wings import resolve
 from tests import ROOT
 
+OPTIONAL = {"triton"}
 ENTRY = re.compile(r"megatron(\.\w+)+:\w+")
 
 
@@ -25,7 +26,10 @@ def test_every_entry_of_the_product_resolves():
     entries = list_entries()
     assert entries
     for entry in entries:
-        assert callable(resolve(entry)), entry
+        try:
+            assert callable(resolve(entry)), entry
+        except ModuleNotFoundError as error:
+            assert error.name in OPTIONAL, entry
 
 
 def test_resolve_imports_the_named_object():
