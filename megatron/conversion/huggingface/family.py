@@ -16,7 +16,11 @@ from megatron.conversion.huggingface.config_fields import (
 )
 from megatron.conversion.huggingface.parameters import Row
 from megatron.conversion.huggingface.rules import COMMON_RULES, Rule
-from megatron.conversion.model_space.model import StoredConfig, compute_model_signature
+from megatron.conversion.model_space.model import (
+    StoredConfig,
+    compute_model_signature,
+    spell_out_mup,
+)
 from megatron.core.run_checkpoint.checks import MODEL_ARGUMENTS
 from megatron.core.safe_files.schema import Check, format_value, optional, record
 from megatron.core.terminal import escape_control_chars
@@ -26,7 +30,6 @@ from megatron.core.transformer.transformer_config import (
     find_conditions,
     is_used,
     select_architecture_fields,
-    spell_out_mup,
 )
 
 

@@ -739,3 +739,16 @@ def compute_model_signature(config: TransformerConfig) -> dict[str, Any]:
             value = tuple(value)
         signature[name] = value
     return signature
+
+
+def spell_out_mup(config: TransformerConfig) -> TransformerConfig:
+    """Return the same model without --use-mup, with the factors of other flags instead."""
+    if not config.use_mup:
+        return config
+    return dataclasses.replace(
+        config,
+        use_mup=False,
+        embedding_multiplier=config.embedding_factor,
+        logits_scaling=config.logits_divisor,
+        softmax_scale=config.chosen_score_scale,
+    )

@@ -10,7 +10,9 @@ from typing import Any, ClassVar, NamedTuple
 
 from megatron.core.flags import CHANGED, FlagRule, FlagSection, find_field_problems, raise_problems
 from megatron.core.transformer.model_options import ACTIVATIONS, ModelOptions
+from megatron.core.wings import resolve
 
+_FIND_EXPERT_PROBLEMS = "megatron.core.transformer.expert_flag_rules:find_expert_problems"
 _SHARED_EXPERT = "moe_shared_expert_intermediate_size"
 _LOSSES = "moe_router_load_balancing_type"
 
@@ -164,8 +166,7 @@ class TransformerConfig(ModelOptions, FlagSection):
         if self.share_parallel_norm and self.recomputes("layernorm"):
             yield ("--share-parallel-norm and --recompute-modules layernorm are mutually exclusive")
         if self.has_experts:
-            yield from self._find_router_problems()
-            yield from self._find_group_problems()
+            yield from resolve(_FIND_EXPERT_PROBLEMS)(self)
 
     def _find_mlp_problems(self) -> Iterator[str]:
         activations = [flag_name(name) for name in ACTIVATIONS if getattr(self, name)]
@@ -211,55 +212,6 @@ class TransformerConfig(ModelOptions, FlagSection):
                         f"--rope-type longrope: {flag_name(name)} needs a positive number for each "
                         f"of the {pairs} rotated pairs of a head, got {factors}"
                     )
-
-    def _find_router_problems(self) -> Iterator[str]:
-        topk = self.moe_router_topk
-        if not 1 <= topk <= self.experts:
-            yield f"--moe-router-topk {topk} must be between 1 and --num-experts {self.experts}"
-        # The weights of the chosen experts sum to 1; with one expert the weight is constant.
-        is_softmax = self.score_function == "softmax"
-        if topk == 1 and is_softmax and not self.softmax_before_choice:
-            yield (
-                "--moe-router-topk 1 requires --moe-router-pre-softmax: a softmax over one expert "
-                "has no gradient"
-            )
-        losses = self.moe_router_load_balancing_type
-        coefficients = self.moe_aux_loss_coeff
-        if len(losses) != len(coefficients):
-            yield f"--moe-aux-loss-coeff {coefficients} must have one value for each of {losses}"
-        if len(set(losses)) < len(losses):
-            yield f"--moe-router-load-balancing-type {losses} contains duplicates"
-        if "sinkhorn" in losses and (len(losses) > 1 or any(coefficients)):
-            yield (
-                f"--moe-router-load-balancing-type {' '.join(losses)} with --moe-aux-loss-coeff "
-                f"{coefficients}: sinkhorn balances without a loss; give it alone and with 0"
-            )
-
-    def _find_group_problems(self) -> Iterator[str]:
-        experts = self.experts
-        topk = self.moe_router_topk
-        groups = self.moe_router_num_groups
-        group_topk = self.moe_router_group_topk
-        if not groups or not group_topk:
-            return
-        if self.moe_router_group_score_topk is not None:
-            scores = self.moe_router_group_score_topk
-            if not 1 <= scores <= experts // groups:
-                yield (
-                    f"--moe-router-group-score-topk {scores} must be between 1 and "
-                    f"{experts // groups}, the experts per group"
-                )
-            return
-        # The score of a group is the sum over its topk / group_topk best experts.
-        # Each chosen group contributes the same number of experts.
-        is_even = experts % groups == 0 and topk % group_topk == 0
-        fits_in_groups = groups >= group_topk and topk * groups <= experts * group_topk
-        if not (is_even and fits_in_groups):
-            yield (
-                f"--moe-router-num-groups {groups} must divide --num-experts {experts}, and "
-                f"--moe-router-group-topk {group_topk} must be at most {groups} and divide "
-                f"--moe-router-topk {topk} into shares that fit in a group"
-            )
 
     # Quantities derived from the fields
     @property
@@ -561,16 +513,3 @@ def find_conditions(values: Mapping[str, Any]) -> dict[str, Any]:
         "drops_tokens": values.get("moe_expert_capacity_factor") is not None,
     }
     return derived | dict(values)
-
-
-def spell_out_mup(config: TransformerConfig) -> TransformerConfig:
-    """Return the same model without --use-mup, with the factors of other flags instead."""
-    if not config.use_mup:
-        return config
-    return dataclasses.replace(
-        config,
-        use_mup=False,
-        embedding_multiplier=config.embedding_factor,
-        logits_scaling=config.logits_divisor,
-        softmax_scale=config.chosen_score_scale,
-    )

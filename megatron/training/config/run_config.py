@@ -15,12 +15,9 @@ from megatron.core.optimizer import OptimizerConfig, Schedule, SchedulerConfig, 
 from megatron.core.parallel_config import ParallelConfig
 from megatron.core.pipeline_parallel import pipeline_layer_ranges
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.wings import resolve
 from megatron.training.config.arguments import flag_fields
-from megatron.training.config.batch_schedule import (
-    BatchSchedule,
-    make_rampup_steps,
-    make_token_steps,
-)
+from megatron.training.config.batch_schedule import BatchSchedule
 from megatron.training.config.options import (
     CheckpointConfig,
     DataLoaderConfig,
@@ -32,6 +29,9 @@ from megatron.training.config.options import (
     TrainingConfig,
 )
 from megatron.training.data.tokenizer import TokenizerConfig
+
+_MAKE_RAMPUP_STEPS = "megatron.training.config.batch_steps:make_rampup_steps"
+_MAKE_TOKEN_STEPS = "megatron.training.config.batch_steps:make_token_steps"
 
 
 def _make_section(title: str) -> Any:
@@ -102,9 +102,11 @@ class Config:
         if size is None:
             size = training.micro_batch_size * dp_size
         if training.step_batch_size_schedule is not None:
-            steps = make_token_steps(training.step_batch_size_schedule, self.data.seq_length)
+            steps = resolve(_MAKE_TOKEN_STEPS)(
+                training.step_batch_size_schedule, self.data.seq_length
+            )
         elif training.rampup_batch_size is not None:
-            steps = make_rampup_steps(training.rampup_batch_size, size)
+            steps = resolve(_MAKE_RAMPUP_STEPS)(training.rampup_batch_size, size)
         else:
             steps = ((0, size),)
         return BatchSchedule(

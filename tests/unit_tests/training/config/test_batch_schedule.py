@@ -2,11 +2,8 @@
 
 import pytest
 
-from megatron.training.config.batch_schedule import (
-    BatchSchedule,
-    make_rampup_steps,
-    make_token_steps,
-)
+from megatron.training.config.batch_schedule import BatchSchedule
+from megatron.training.config.batch_steps import make_rampup_steps, make_token_steps
 
 
 def batches(size, micro_batch_size, dp_size, rampup=None, decrease_if_needed=False):
