@@ -648,6 +648,20 @@ def test_node_local_checkpoint_is_used_if_it_is_newer(pool, tmp_path):
     assert_equal(loaded[2], saved[2])
 
 
+def test_older_checkpoint_replaces_a_damaged_one_on_the_nodes(pool, tmp_path):
+    options = {"save_interval": 4, "local_directory": tmp_path / "disk", "local_interval": 1}
+    saved = pool.run(train, 2, "fsdp", tmp_path / "run", 6, options)[0]
+    shards = list((tmp_path / "disk").rglob("*0000006*/**/*.distcp"))
+    assert shards
+    for shard in shards:
+        content = bytearray(shard.read_bytes())
+        content[len(content) // 2] ^= 1
+        shard.write_bytes(content)
+    loaded = pool.run(train, 2, "fsdp", tmp_path / "run", 6, options)[0]
+    assert loaded[0] < 6
+    assert_equal(loaded[2], saved[2])
+
+
 def export(rank, world_size, directory, target):
     model, optimizer = build("fsdp")
     with Checkpointer(directory, model, optimizer) as ckpt:
