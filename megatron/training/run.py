@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.datasets import Dataset
@@ -281,10 +282,9 @@ def forward_backward(
     Returns fp32 [numerator, denominator] of this rank's losses, zeros except on the last stage: the
     sum over micro-batches of their mean loss and the number of micro-batches, or with
     --calculate-per-token-loss the sum over tokens and their number. The first row is the loss of
-    the next token, followed by a row per depth of multi-token prediction, [1 + depths, 2]. Under
-    context parallelism a rank sees only a part of each sequence, so the sum over tokens is reported
-    without the flag, too; training then minimizes the means of the parts, as in Megatron-LM. The
-    host does not wait for the device.
+    the next token, followed by a row per depth of multi-token prediction, [1 + depths, 2]. The
+    context-parallel ranks of a micro-batch have shares of its mean, which is over all of its
+    tokens. The host does not wait for the device.
     """
     num_losses = 1 + run.config.model.num_mtp_layers
     totals = torch.zeros(num_losses, 2, dtype=torch.float32, device=run.device)
@@ -355,7 +355,7 @@ def _make_forward_step(
     run: Run, feed: MicrobatchFeed, num_microbatches: int, totals: Tensor
 ) -> Callable[[int, int, Tensor | None], Tensor]:
     per_token = run.config.training.calculate_per_token_loss
-    means = not per_token and run.ps.cp.size == 1
+    cp_size = run.ps.cp.size
     loss_scale = run.optimizer.loss_scale
 
     def forward_step(chunk: int, microbatch: int, activation: Tensor | None) -> Tensor:
@@ -366,21 +366,32 @@ def _make_forward_step(
         if not isinstance(output, Loss):
             return output
         sums, num_tokens = output.stack()
-        mean = sums / num_tokens.clamp(min=1)
         # [1 + depths]; the report divides sums over all ranks by their numbers
-        numerator = sums
-        denominator = num_tokens.float()
-        if means:
-            numerator = mean
-            denominator = torch.ones_like(mean)
-        totals.add_(torch.stack((numerator, denominator), dim=1).detach())
         # The scale keeps small fp16 gradients from underflow; the optimizer divides by it.
         if per_token:
+            totals.add_(torch.stack((sums, num_tokens.float()), dim=1).detach())
             # The gradients are divided by the number of tokens of the global batch at the end.
             return compute_objective(sums, run.config.model) * loss_scale
-        return compute_objective(mean, run.config.model) * (loss_scale / num_microbatches)
+        shares = sums / _sum_over_context(num_tokens, run.ps).clamp(min=1)
+        weights = torch.full_like(shares, 1 / cp_size)
+        totals.add_(torch.stack((shares, weights), dim=1).detach())
+        # Gradients are averaged over the context-parallel ranks, whose shares are to be added.
+        objective = compute_objective(shares, run.config.model)
+        return objective * (loss_scale * cp_size / num_microbatches)
 
     return forward_step
+
+
+def _sum_over_context(num_tokens: Tensor, ps: ParallelState) -> Tensor:
+    """Return the numbers of tokens of whole sequences.
+
+    A mean over the tokens of one rank would weight them differently from those of other ranks.
+    """
+    if ps.cp.size > 1:
+        # A copy: the tensor may be the batch's.
+        num_tokens = num_tokens.detach().float().clone()
+        dist.all_reduce(num_tokens, group=ps.cp.group)
+    return num_tokens
 
 
 def compute_objective(losses: Tensor, config: TransformerConfig) -> Tensor:

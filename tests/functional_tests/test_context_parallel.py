@@ -1,5 +1,6 @@
 """Context parallelism: the losses, samples and checkpoints of runs with whole sequences."""
 
+import functools
 import shlex
 
 import pytest
@@ -7,9 +8,8 @@ import torch
 
 from megatron.core.transformer.placement import compute_local_positions
 from megatron.training.config.parsing import parse_args
-from megatron.training.run import Loss
 from megatron.training.training import pretrain
-from pretrain_gpt import datasets_provider, forward_step, loss_func, model_provider
+from pretrain_gpt import datasets_provider, forward_step, model_provider
 from tests.support.compare import assert_same
 from tests.support.training_harness import (
     COMMON,
@@ -46,57 +46,24 @@ def numbers(measured):
     return torch.tensor(measured.losses + measured.grad_norms + points, dtype=torch.float64)
 
 
-@pytest.fixture(scope="module")
-def of_one_process(pool):
-    flags = (
-        f"{DOCUMENTS} {MODELS['gpt2']} --calculate-per-token-loss --eval-iters 1 --eval-interval 2"
-    )
-    return flags, numbers(pool.run(train, 1, flags)[0].measured)
+LOSSES = {"mean_of_means": "", "per_token": "--calculate-per-token-loss"}
 
 
+@functools.cache
+def run_one_process(pool, flags):
+    return numbers(pool.run(train, 1, flags)[0].measured)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("way", WAYS)
-def test_per_token_loss_is_exact_with_documents_and_masks(pool, of_one_process, way):
+def test_losses_are_exact_with_documents_and_masks(pool, way, loss):
     """Ranks have different numbers of unmasked tokens, which must not affect any loss."""
-    flags, expected = of_one_process
+    flags = f"{DOCUMENTS} {MODELS['gpt2']} {LOSSES[loss]} --eval-iters 1 --eval-interval 2"
+    expected = run_one_process(pool, flags)
     world_size, layout = WAYS[way]
     got = numbers(pool.run(train, world_size, f"{flags} {layout}")[0].measured)
     assert len(expected) == 4 + 4 + 2
     torch.testing.assert_close(got, expected, atol=0, rtol=1e-5)
-
-
-def mean_of_both_parts(chunk, batch, activation):
-    """Return the mean of the mean losses over the positions of two ranks."""
-    losses = chunk(
-        batch["tokens"], batch["position_ids"], labels=batch["labels"], documents=batch["documents"]
-    )
-    mask = batch["loss_mask"]
-    means = []
-    for rank in range(2):
-        part = compute_local_positions(losses.shape[1], rank, 2)
-        loss = loss_func(losses[:, part], mask[:, part])
-        means.append(loss.total / loss.num_tokens.clamp(min=1))
-    return Loss(sum(means) / 2, torch.tensor(1.0))
-
-
-def train_on_both_parts(rank, world_size, flags):
-    measured = Measurements()
-    config = parse_args(shlex.split(COMMON + flags), world_size)
-    pretrain(config, model_provider, datasets_provider, mean_of_both_parts, writers=[measured])
-    return measured
-
-
-def test_default_loss_averages_the_means_of_ranks(pool):
-    """Tokens have more weight on a rank with fewer of them, as in Megatron-LM.
-
-    The log contains the mean over all tokens.
-    """
-    flags = f"{DOCUMENTS} {MODELS['llama']} "
-    (expected,) = pool.run(train_on_both_parts, 1, flags)
-    measured = pool.run(train, 2, f"{flags} --context-parallel-size 2")[0].measured
-    assert measured.grad_norms == pytest.approx(expected.grad_norms, rel=1e-5)
-    per_token = pool.run(train, 1, f"{flags} --calculate-per-token-loss")[0].measured
-    assert measured.losses[0] == pytest.approx(per_token.losses[0], rel=1e-6)
-    assert measured.grad_norms[0] != pytest.approx(per_token.grad_norms[0], rel=1e-4)
 
 
 def train_and_record(rank, world_size, flags):
