@@ -19,7 +19,9 @@ from torch import Tensor, nn
 
 from megatron.core.module import Constant, MegatronModule, Normal, ParamInfo, make_parameter
 from megatron.core.parallel_state import Axis, ExpertAxes
+from megatron.core.tensor_parallel.mappings import start_sequence_all_gather
 from megatron.core.transformer.config_parts import LOAD, LOSS_NAMES, Z_LOSS, get_metric_names
+from megatron.core.transformer.placement import compute_local_positions
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
@@ -105,12 +107,12 @@ class TopKRouter(MegatronModule):
         config = self.config
         logits = self._compute_logits(tokens)  # [t, experts]
         if config.by_sinkhorn:
-            experts, probs = choose_by_sinkhorn(logits, config, self.training)
+            experts, probs = choose_by_sinkhorn(logits, config, self.axes.tokens, self.training)
         else:
             experts, probs = choose(logits, config, self.expert_bias)
         kept = None
         if config.moe_expert_capacity_factor is not None:
-            kept = self._apply_capacity(experts, probs, config.moe_expert_capacity_factor)
+            kept = self._apply_capacity(experts, probs, config.moe_expert_capacity_factor, batch)
         if self.training and torch.is_grad_enabled():
             probs = self._attach_losses(logits, experts, probs, kept, batch)
         return Routing(experts, probs, kept)
@@ -131,27 +133,35 @@ class TopKRouter(MegatronModule):
             logits = logits + (torch.randn_like(logits) - logits.detach())
         return logits
 
-    def _apply_capacity(self, experts: Tensor, probs: Tensor, factor: float) -> Tensor:
-        """Return which choices are within the capacity of their experts, `[t, k]`."""
-        num_tokens, topk = experts.shape
-        mean_load = num_tokens * topk / self.num_experts
-        capacity = math.ceil(mean_load * factor)
-        if capacity >= num_tokens:
-            return torch.ones_like(experts, dtype=torch.bool)
+    def _apply_capacity(
+        self, experts: Tensor, probs: Tensor, factor: float, batch: int
+    ) -> Tensor:
+        """Return which choices are within the capacity of their experts, `[t, k]`.
 
-        # By "position" all choices have the same priority, otherwise that of their weight.
+        An expert has the same capacity for each micro-batch, whichever ranks share its tokens.
+        """
+        num_tokens, topk = experts.shape
+        priorities = probs.detach().float()  # [t, k]
         if self.config.moe_token_drop_policy == "position":
-            priorities = torch.ones_like(probs)
-        else:
-            priorities = probs.detach()
+            # All choices of a token have the same priority, and earlier tokens a higher one.
+            order = compute_order(num_tokens // batch, batch, self.axes.tokens)
+            num_all = num_tokens * self.axes.token_ranks
+            by_token = (num_all - order).to(priorities)  # [t]
+            priorities = by_token.unsqueeze(1).expand_as(priorities)
         by_expert = priorities.new_zeros(num_tokens, self.num_experts)  # [t, experts]
         by_expert.scatter_(1, experts, priorities)
+        of_microbatch, local_rows = gather_tokens(by_expert, self.axes.tokens)
+
+        mean_load = len(of_microbatch) * topk / self.num_experts
+        capacity = math.ceil(mean_load * factor)
+        if capacity >= len(of_microbatch):
+            return torch.ones_like(experts, dtype=torch.bool)
 
         # Each expert keeps the tokens with the highest priorities.
-        best = torch.topk(by_expert, capacity, dim=0, sorted=False).indices  # [capacity, experts]
-        is_within = torch.zeros_like(by_expert, dtype=torch.bool)  # [t, experts]
+        best = torch.topk(of_microbatch, capacity, dim=0, sorted=False).indices
+        is_within = torch.zeros_like(of_microbatch, dtype=torch.bool)
         is_within.scatter_(0, best, True)
-        return is_within.gather(1, experts)
+        return is_within[local_rows].gather(1, experts)
 
     def _attach_losses(
         self, logits: Tensor, experts: Tensor, probs: Tensor, kept: Tensor | None, batch: int
@@ -316,17 +326,46 @@ def _choose_by_sigmoid(
     return experts, probs
 
 
+def gather_tokens(rows: Tensor, axes: Sequence[Axis]) -> tuple[Tensor, slice]:
+    """Return the `rows` `[t, ...]` of all tokens of a micro-batch, and which are of this rank.
+
+    Collective over `axes`, which share the tokens.
+    """
+    num_rows = len(rows)
+    start = 0
+    for axis in axes:
+        start += axis.rank * len(rows)
+        rows = start_sequence_all_gather(rows, axis).wait()
+    return rows, slice(start, start + num_rows)
+
+
+def compute_order(length: int, batch: int, axes: Sequence[Axis]) -> Tensor:
+    """Return the index of each token of this rank in its micro-batch, `[length * batch]`.
+
+    `length` is that of this rank's sequences. `axes` are tensor parallelism, which splits the
+    sequences under sequence parallelism, and context parallelism.
+    """
+    if not axes:
+        return torch.arange(length * batch)
+    tp, cp = axes
+    positions = compute_local_positions(length * tp.size * cp.size, cp.rank, cp.size)
+    positions = positions[tp.rank * length : (tp.rank + 1) * length]
+    return (positions.unsqueeze(1) * batch + torch.arange(batch)).flatten()
+
+
 def choose_by_sinkhorn(
-    logits: Tensor, config: TransformerConfig, training: bool
+    logits: Tensor, config: TransformerConfig, axes: Sequence[Axis], training: bool
 ) -> tuple[Tensor, Tensor]:
     """Return experts and weights as `choose`, balanced by Sinkhorn's algorithm in training.
 
-    Tokens of this rank are balanced over the experts; the weights are the plain scores.
+    The tokens of a micro-batch, which `axes` share, are balanced over the experts; the weights are
+    the plain scores.
     """
     scores = _compute_sinkhorn_scores(logits, config)
     candidates = scores
     if training:
-        candidates = run_sinkhorn(logits.detach().float())
+        of_microbatch, local_rows = gather_tokens(logits.detach().float(), axes)
+        candidates = run_sinkhorn(of_microbatch)[local_rows]
     experts = torch.topk(candidates, config.moe_router_topk, dim=1).indices  # [t, k]
     probs = scores.gather(1, experts)  # [t, k]
     return experts, probs

@@ -83,7 +83,7 @@ def test_sinkhorn_balances_training_only(k):
     scores = logits.sigmoid() if k == 1 else logits.softmax(1)
     max_loads = {}
     for training, candidates in ((True, run_sinkhorn(logits)), (False, scores)):
-        experts, probs = choose_by_sinkhorn(logits, config, training)
+        experts, probs = choose_by_sinkhorn(logits, config, (), training)
         assert torch.equal(experts, candidates.topk(k, 1).indices)
         assert torch.equal(probs, scores.gather(1, experts))
         max_loads[training] = experts.flatten().bincount(minlength=4).max()
