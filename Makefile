@@ -13,10 +13,11 @@ CPP_SOURCES = megatron/core/datasets/helpers.cpp megatron/core/dist_checkpointin
 IMAGE_TESTS = tests/unit_tests/core/test_layering.py tests/unit_tests/core/datasets \
 	tests/functional_tests/test_training_loop.py tests/functional_tests/test_resume_layouts.py
 
-.PHONY: help setup demo test check docker-lint image-steps docs bench interop fake-cuda clean
+.PHONY: help setup demo test proof check docker-lint image-steps docs bench interop fake-cuda clean
 
 help:
 	@sed -n 's/^#   \(make .*\)/\1/p' Makefile
+	@echo "make proof  compare every feature at every axis of parallelism with one process; prints a table"
 	@echo "make check  lint and type check"
 	@echo "make docker-lint  lint the Dockerfile with hadolint"
 	@echo "make image-steps  the steps of the Dockerfile's CPU stage, without Docker (PYTEST_ARGS=... selects the tests)"
@@ -43,6 +44,9 @@ demo: setup
 # two workers end at the same time.
 test: setup
 	$(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=15 $(PYTEST_ARGS)
+
+proof: setup
+	$(PY) -m tests.layout_proof
 
 check: setup
 	$(VENV)/bin/ruff check .

@@ -1,53 +1,18 @@
 """Runs with --use-mup: the same at every layout, after a resume, and as a model of Granite."""
 
-import functools
-
 import pytest
 import torch
 import transformers
 
 from megatron.conversion.convert import convert
 from tests.functional_tests.test_hugging_face_round_trip import generate
-from tests.support.training_harness import DISTRIBUTED_OPTIMIZER, LAYOUTS, LLAMA, train, whole
+from tests.support.training_harness import DISTRIBUTED_OPTIMIZER, LLAMA, train, whole
 
 MUP = (
     "--use-mup --mup-base-hidden-size 8 --mup-embedding-mult 3 --mup-base-head-dim 4 "
     "--mup-attn-scale-power 0.75 "
 )
 RUN = f"--mock-data --train-iters 6 {LLAMA} {MUP} "
-WAYS = {
-    **LAYOUTS,
-    "ep2": (2, f"--expert-model-parallel-size 2 {DISTRIBUTED_OPTIMIZER}"),
-}
-EXPERTS = (
-    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-token-dispatcher-type "
-    "alltoall --moe-router-load-balancing-type none "
-)
-
-
-@functools.cache
-def train_reference(pool, more=""):
-    return pool.run(train, 1, f"{RUN} {more}")[0].measured
-
-
-@pytest.mark.parametrize(
-    ("way", "more"),
-    [
-        ("tp2_dp2", ""),
-        ("pp2_interleaved", ""),
-        ("ep2", EXPERTS),
-        pytest.param("cp2", "", marks=pytest.mark.slow),
-        pytest.param("dp2_distributed_optimizer", "--optimizer sgd", marks=pytest.mark.slow),
-        pytest.param("tp2_sp", "--optimizer muon", marks=pytest.mark.slow),
-        pytest.param("tp2_sp", "--optimizer lion --lr 1e-4", marks=pytest.mark.slow),
-    ],
-)
-def test_losses_do_not_depend_on_the_layout(pool, way, more):
-    world_size, flags = WAYS[way]
-    measured = pool.run(train, world_size, f"{RUN} {more} {flags}")[0].measured
-    expected = train_reference(pool, more)
-    assert measured.losses == pytest.approx(expected.losses, rel=2e-5)
-    assert measured.learning_rates == expected.learning_rates
 
 
 def test_resume_takes_the_parametrization_from_the_checkpoint(pool, tmp_path):
