@@ -164,6 +164,11 @@ def pretrain(
             run.saver.finish_preparing()
             record_start()
             if not config.training.skip_train:
+                if run.loaded is not None and run.is_complete:
+                    logger.warning(
+                        f"{run.loaded} is complete: it has all {run.train_iters} iterations; to "
+                        "continue, increase --train-iters or --train-samples"
+                    )
                 train(run, data)
             if run.is_complete:
                 evaluate_at_the_end(run, data)

@@ -46,6 +46,29 @@ def test_dry_run_reports_all_errors(tmp_path):
     assert len(result.stderr.splitlines()) == 4 and "  - unknown flag --zzz" in result.stderr
 
 
+def test_dry_run_reports_what_a_launch_lacks(tmp_path):
+    missing = tmp_path / "missing"
+    result = dry_run(
+        f"--train-iters 4 --fp16 --bf16 --zzz --data-path {missing} --load {missing} --finetune "
+        "--wandb-project tests --transformer-impl transformer_engine --tokenizer-type "
+        f"GPTSentencePieceTokenizer --tokenizer-model {missing}"
+    )
+    assert (result.returncode, result.stdout) == (2, "")
+    expected = ["--zzz", "--bf16 and --fp16", "--tokenizer-model", "--load", "--wandb-project"]
+    expected += ["--transformer-impl", "no dataset at"]
+    for text in expected:
+        assert sum(f"- {text}" in line or text in line for line in result.stderr.splitlines()) == 1
+
+
+def test_dry_run_compares_memory_and_disk_with_the_machine(tmp_path):
+    flags = "--mock-data --train-iters 4 --num-layers 96 --hidden-size 32768 --device cpu"
+    result = dry_run(f"{flags} --save {tmp_path / 'save'}")
+    assert (result.returncode, result.stdout) == (2, "")
+    memory, disk = result.stderr.splitlines()[1:]
+    assert "a rank needs" in memory and "of memory and has" in memory
+    assert f"--save {tmp_path / 'save'}: a checkpoint has" in disk
+
+
 PROGRAM = """
 import sys, pretrain_gpt
 pretrain_gpt.main()

@@ -52,11 +52,11 @@ class Schedule:
             raise ValueError(
                 f"--lr-warmup-init {self.init_lr} must be between 0 and --lr {self.max_lr}"
             )
-        decay_phase = self.wsd_decay_steps or 0
-        if self.lr_decay_style == "WSD" and not 0 < decay_phase <= self.lr_decay_steps:
+        decay_phase = -1 if self.wsd_decay_steps is None else self.wsd_decay_steps
+        if self.lr_decay_style == "WSD" and not 0 <= decay_phase <= self.lr_decay_steps:
             raise ValueError(
                 "--lr-decay-style WSD requires the length of its decay phase, --lr-wsd-decay-iters "
-                f"or --lr-wsd-decay-samples, between 1 and {self.lr_decay_steps} samples (the "
+                f"or --lr-wsd-decay-samples, between 0 and {self.lr_decay_steps} samples (the "
                 f"whole schedule); got {self.wsd_decay_steps} samples"
             )
 
@@ -85,7 +85,8 @@ class Schedule:
             # Stable until the decay phase at the end.
             assert self.wsd_decay_steps is not None
             decay_start = self.lr_decay_steps - self.wsd_decay_steps
-            ratio = max(0, num_steps - decay_start) / self.wsd_decay_steps
+            # The phase may be empty: the rate is then constant, as in Megatron-LM.
+            ratio = max(0, num_steps - decay_start) / max(1, self.wsd_decay_steps)
             remaining = DECAY[self.wsd_decay_style](ratio)
         else:
             ratio = (num_steps - warmup) / (self.lr_decay_steps - warmup)

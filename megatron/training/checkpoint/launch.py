@@ -301,8 +301,8 @@ def _is_same_directory(config: CheckpointConfig) -> bool:
 def check_random_weights(config: CheckpointConfig, directory: Path) -> None:
     """Check that a run whose --load contains no checkpoint may start from random weights.
 
-    Scripts for Megatron-LM name a --load before anything is saved, so this is a warning unless a
-    flag requires a checkpoint, and normal for the restart idiom.
+    That is normal for the restart idiom, a warning for an empty directory, which scripts for
+    Megatron-LM create before anything is saved, and an error for one that does not exist.
     """
     if directory.is_symlink() and not directory.exists():
         raise ValueError(
@@ -326,6 +326,11 @@ def check_random_weights(config: CheckpointConfig, directory: Path) -> None:
                 f"--load {directory} holds no checkpoint, but it is not empty. Training would "
                 "start from random weights; if that is intended, leave out --load"
             )
+        if not directory.exists():
+            raise ValueError(
+                f"--load {directory} does not exist. To start from random weights, leave out "
+                "--load, or give --save the same directory"
+            )
     flags = [name for name, is_given in requirements.items() if is_given]
     if flags:
         raise ValueError(
@@ -335,8 +340,7 @@ def check_random_weights(config: CheckpointConfig, directory: Path) -> None:
         logger.info(f"{directory} holds no checkpoint yet: starting from scratch")
         return
     logger.warning(
-        f"NO CHECKPOINT: --load {directory} "
-        f"{'is empty' if directory.exists() else 'does not exist'}.\n"
+        f"NO CHECKPOINT: --load {directory} is empty.\n"
         "   Training starts from RANDOM WEIGHTS, as Megatron-LM does.\n"
         "   If you expected a checkpoint, stop this run; --exit-on-missing-checkpoint makes this "
         "an error."

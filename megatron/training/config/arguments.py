@@ -289,9 +289,13 @@ class FlagParser:
 
     def _explain_unknown(self, name: str) -> str:
         candidates = dict.fromkeys([*self.spellings, *resolve(_GET_OPTION_NAMES)()])
-        near = difflib.get_close_matches(name.replace("_", "-"), candidates, n=3, cutoff=0.75)
+        # A flag of a fork may resemble one that changes the model: suggest misspellings only.
+        near = difflib.get_close_matches(name.replace("_", "-"), candidates, n=3, cutoff=0.9)
         if not near:
-            return f"unknown flag {name}: --help lists all flags"
+            return (
+                f"unknown flag {name}: --help lists all flags, and --ignore-unknown-flags drops "
+                "those of a fork"
+            )
         return f"unknown flag {name}: did you mean {' or '.join(near)}?"
 
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import base64
 import binascii
+import os
 import re
+import socket
+import urllib.parse
+import urllib.request
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -221,13 +225,18 @@ def _load_huggingface(name: str, trust_remote_code: bool) -> Any:
             path = path.parent
             _check_directory(path, "--tokenizer-model")
 
+    # Without a network the library would try to connect for a minute.
+    hub_problem = None if exists else find_hub_problem()
+
     # Imported here: it takes seconds.
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
         if path.is_dir() or not exists:
             return AutoTokenizer.from_pretrained(
-                str(path), local_files_only=exists, trust_remote_code=trust_remote_code
+                str(path),
+                local_files_only=exists or hub_problem is not None,
+                trust_remote_code=trust_remote_code,
             )
         tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path))
     except BaseException as error:
@@ -239,6 +248,7 @@ def _load_huggingface(name: str, trust_remote_code: bool) -> Any:
                 f"--tokenizer-model {path} is not a Hugging Face tokenizer: {format_error(error)}"
             ) from error
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = hub_problem or reason
         raise ValueError(
             f"--tokenizer-model {name}: no such file or directory, and it could not be loaded from "
             f"the Hugging Face hub ({reason}): download it where there is a network, and give its "
@@ -247,6 +257,23 @@ def _load_huggingface(name: str, trust_remote_code: bool) -> Any:
     vocabulary = tokenizer.get_vocab()
     tokenizer.eos_token = next((token for token in END_TOKENS if token in vocabulary), None)
     return tokenizer
+
+
+def find_hub_problem(timeout: float = 5.0) -> str | None:
+    """Return why the Hugging Face hub cannot be reached within `timeout` seconds, or None.
+
+    None also behind a proxy, through which only the library connects.
+    """
+    if urllib.request.getproxies():
+        return None
+    address = urllib.parse.urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+    host = address.hostname or ""
+    port = address.port or (80 if address.scheme == "http" else 443)
+    try:
+        socket.create_connection((host, port), timeout).close()
+    except OSError as error:
+        return f"{host} cannot be reached: {error}"
+    return None
 
 
 # GPT-2.

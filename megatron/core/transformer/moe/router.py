@@ -133,9 +133,7 @@ class TopKRouter(MegatronModule):
             logits = logits + (torch.randn_like(logits) - logits.detach())
         return logits
 
-    def _apply_capacity(
-        self, experts: Tensor, probs: Tensor, factor: float, batch: int
-    ) -> Tensor:
+    def _apply_capacity(self, experts: Tensor, probs: Tensor, factor: float, batch: int) -> Tensor:
         """Return which choices are within the capacity of their experts, `[t, k]`.
 
         An expert has the same capacity for each micro-batch, whichever ranks share its tokens.

@@ -70,6 +70,14 @@ def test_learning_rate_of_a_megatron_lm_run():
     assert make_schedule_of("cosine").learning_rate(40) == 0.001444415089128581
 
 
+def test_wsd_without_a_decay_phase_is_constant():
+    """As in Megatron-LM, whose published recipes contain --lr-wsd-decay-iters 0."""
+    wsd = make_schedule_of("WSD", wsd_decay_steps=0)
+    last = wsd.lr_decay_steps
+    assert wsd.learning_rate(last) == wsd.learning_rate(last // 2) == wsd.max_lr
+    assert wsd.learning_rate(last + 1) == wsd.min_lr
+
+
 @pytest.mark.parametrize(
     ("style", "left"),
     [
