@@ -18,6 +18,7 @@ from megatron.core.safe_files.reading import parse_json, read_regular
 from megatron.core.safe_files.schema import limit
 from megatron.core.terminal import format_error
 from megatron.training.data.tokenizer import Tokenizer, TokenizerConfig
+from megatron.training.data.tokenizer_trial import try_to_load
 
 MAX_FILE_BYTES = limit("TOKENIZER_BYTES", 256 << 20)
 END_OF_TEXT = "<|endoftext|>"
@@ -199,6 +200,17 @@ def build_huggingface(config: TokenizerConfig) -> Tokenizer:
     )
 
 
+def _read_pipeline(path: Path) -> Any:
+    """Return the content of a tokenizer.json. Raises ValueError if it is not valid JSON."""
+    content = _read_file(path, "--tokenizer-model")
+    try:
+        return parse_json(content, str(path))
+    except ValueError as error:
+        raise ValueError(
+            f"--tokenizer-model {path} is not a Hugging Face tokenizer: {format_error(error)}"
+        ) from None
+
+
 def _load_huggingface(name: str, trust_remote_code: bool) -> Any:
     """Load a directory, a tokenizer.json (with the tokenizer_config.json next to it, if any), or a
     name on the hub, from the local cache if possible.
@@ -214,13 +226,7 @@ def _load_huggingface(name: str, trust_remote_code: bool) -> Any:
     if path.is_dir():
         _check_directory(path, "--tokenizer-model")
     elif exists:
-        content = _read_file(path, "--tokenizer-model")
-        try:
-            parse_json(content, str(path))
-        except ValueError as error:
-            raise ValueError(
-                f"--tokenizer-model {path} is not a Hugging Face tokenizer: {format_error(error)}"
-            ) from None
+        _read_pipeline(path)
         if (path.parent / "tokenizer_config.json").is_file():
             path = path.parent
             _check_directory(path, "--tokenizer-model")
@@ -231,14 +237,20 @@ def _load_huggingface(name: str, trust_remote_code: bool) -> Any:
     # Imported here: it takes seconds.
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    try:
+    def load() -> Any:
         if path.is_dir() or not exists:
             return AutoTokenizer.from_pretrained(
                 str(path),
                 local_files_only=exists or hub_problem is not None,
                 trust_remote_code=trust_remote_code,
             )
-        tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path))
+        return PreTrainedTokenizerFast(tokenizer_file=str(path))
+
+    pipeline_file = path / "tokenizer.json" if path.is_dir() else path
+    if pipeline_file.is_file():
+        try_to_load(path, _read_pipeline(pipeline_file), load)
+    try:
+        tokenizer = load()
     except BaseException as error:
         # The network, the hub and the libraries raise bare Exceptions, and panics.
         if not isinstance(error, Exception) and not is_rust_panic(error):
@@ -254,6 +266,8 @@ def _load_huggingface(name: str, trust_remote_code: bool) -> Any:
             f"the Hugging Face hub ({reason}): download it where there is a network, and give its "
             "directory"
         ) from None
+    if path.is_dir() or not exists:
+        return tokenizer
     vocabulary = tokenizer.get_vocab()
     tokenizer.eos_token = next((token for token in END_TOKENS if token in vocabulary), None)
     return tokenizer

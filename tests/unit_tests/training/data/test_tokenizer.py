@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as Pipeline
 from tokenizers import decoders, models, pre_tokenizers
 
 from megatron.training.config.checkpoint_args import TOKENIZER_FIELDS
-from megatron.training.data import tokenizer_libraries
+from megatron.training.data import tokenizer_libraries, tokenizer_trial
 from megatron.training.data.tokenizer import TokenizerConfig, build_tokenizer
 from megatron.training.data.tokenizer_libraries import END_TOKENS
 
@@ -474,3 +474,45 @@ def test_tokenizer_code_requires_trust_remote_code(tmp_path):
         build_tokenizer(TokenizerConfig("HuggingFaceTokenizer", str(tmp_path)))
     assert not (tmp_path / "ran").exists()
     assert "trust_remote_code" not in TOKENIZER_FIELDS
+
+
+def write_normalizer(path, pattern, content, repeats, tokens):
+    """Write a tokenizer.json whose normalizer is applied to added `tokens` when it is loaded."""
+    step = {"type": "Replace", "pattern": pattern, "content": content}
+    pipeline = json.loads(Pipeline(models.WordLevel({"a": 0, "</s>": 1}, unk_token="a")).to_str())
+    pipeline["normalizer"] = {"type": "Sequence", "normalizers": [step] * repeats}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "special"), False)
+    pipeline["added_tokens"] = [
+        {"id": 2 + index, "content": token, "normalized": True} | flags
+        for index, token in enumerate(tokens)
+    ]
+    path.write_text(json.dumps(pipeline))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of the kernel")
+@pytest.mark.parametrize("attack", ["growth", "regular expression"])
+@pytest.mark.parametrize("is_directory", [False, True])
+def test_normalizer_that_exhausts_the_machine_is_refused(
+    tmp_path, monkeypatch, attack, is_directory
+):
+    """40 bytes would grow to 40 TB; each of 500 searches takes a tenth of a second."""
+    monkeypatch.setattr(tokenizer_trial, "SECONDS", 1)
+    monkeypatch.setattr(tokenizer_trial, "MEMORY", 1 << 30)
+    path = tmp_path / "tokenizer.json"
+    if attack == "growth":
+        write_normalizer(path, {"String": "a"}, "a" * 1000, 4, ["a" * 40])
+    else:
+        tokens = [f"{'a' * 20}{index}" for index in range(500)]
+        write_normalizer(path, {"Regex": "(a|a)+$y"}, "z", 1, tokens)
+    if is_directory:
+        (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+        path = tmp_path
+    config = TokenizerConfig("HuggingFaceTokenizer", str(path))
+    with pytest.raises(ValueError, match="because of its normalizer"):
+        build_tokenizer(config)
+
+
+def test_normalizer_with_a_regular_expression_is_used(tmp_path):
+    write_normalizer(tmp_path / "tokenizer.json", {"Regex": " {2,}"}, "a", 1, ["b  b"])
+    config = TokenizerConfig("HuggingFaceTokenizer", str(tmp_path / "tokenizer.json"))
+    assert build_tokenizer(config).tokenize("b  b") == [2]
