@@ -24,7 +24,7 @@ from megatron.conversion.options import (
     parse_layers,
     parse_rename,
 )
-from megatron.core.object_path import path_of
+from megatron.core.object_path import path_argument
 from megatron.core.terminal import format_error, print_line
 
 _T = TypeVar("_T")
@@ -189,7 +189,7 @@ def add_read_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--keep-foreign",
         nargs="?",
-        type=path_of,
+        type=path_argument,
         const=True,  # the tensors of the source
         metavar="CHECKPOINT",
         help="keep tensors that the model does not have, under their names: convert.py copies them "
@@ -242,7 +242,7 @@ def add_edit_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--lora",
         nargs="+",
-        type=path_of,
+        type=path_argument,
         default=[],
         metavar="DIR",
         help="merge these LoRA adapters of PEFT, one after the other, as merge_and_unload() does",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 
 from megatron.conversion.model_space.foreign import describe_foreign_mixers
@@ -71,13 +72,21 @@ def open_for_run(
 
 logger = logging.getLogger(__name__)
 
+_HUB_NAME = re.compile(r"\w[\w-]*/\w[\w.-]*")  # organization/model
+
 
 def require_checkpoint(root: Path, step: int | None = None, loader: str = "auto") -> CheckpointRef:
     """Like `find_checkpoint`, but raise NoCheckpointError if there is none, and log the note."""
     checkpoint = find_checkpoint(root, step, loader)
     if checkpoint is None:
         if not root.exists():
-            raise NoCheckpointError(f"{root}: no such directory")
+            hint = ""
+            if _HUB_NAME.fullmatch(str(root)):
+                hint = (
+                    ". A model of the Hugging Face hub must be downloaded first: "
+                    f"hf download {root} --local-dir DIR"
+                )
+            raise NoCheckpointError(f"{root}: no such directory{hint}")
         if not root.is_dir():
             raise NoCheckpointError(f"{root} is a file: give the directory of a checkpoint")
         names = sorted(path.name for path in root.iterdir())

@@ -25,7 +25,7 @@ from megatron.conversion.command_line import (
 from megatron.conversion.huggingface.config_fields import start_transformers
 from megatron.conversion.options import FORMAT_NAMES
 from megatron.core.imports import program_imports
-from megatron.core.object_path import path_of
+from megatron.core.object_path import path_argument
 from megatron.core.parallel_config import ParallelConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.arguments import FlagParser, parse_flags
@@ -42,14 +42,19 @@ def make_parser() -> argparse.ArgumentParser:
 
     # Source.
     source_help = "a run's --save directory, an iteration, or a model"
-    add("--load-dir", type=path_of, required=True, help=source_help)
+    add("--load-dir", type=path_argument, required=True, help=source_help)
     add("--loader", choices=["auto", *FORMAT_NAMES], default="auto", help="format of the source")
     add("--ckpt-step", type=int, help="iteration to convert; default: the newest")
     add("--no-optim", action="store_true", help="leave the optimizer state out")
     add_read_flags(parser)
 
     # Target.
-    add("--save-dir", type=path_of, required=True, help="directory of the result; must not exist")
+    add(
+        "--save-dir",
+        type=path_argument,
+        required=True,
+        help="directory of the result; must not exist",
+    )
     add("--saver", choices=FORMAT_NAMES, required=True, help="format of the result")
     add_target_flags(parser)
     add_edit_flags(parser)

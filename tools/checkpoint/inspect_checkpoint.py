@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron.core.imports import program_imports
-from megatron.core.object_path import path_of
+from megatron.core.object_path import path_argument
 from megatron.core.terminal import INTERRUPTED, print_error
 
 COMMANDS = {
@@ -49,7 +49,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
             continue
         command.add_argument(
             "path",
-            type=path_of,
+            type=path_argument,
             metavar="PATH",
             help="an iteration's directory, or a --save directory",
         )
@@ -98,7 +98,9 @@ def add_verify_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def add_diff_arguments(command: argparse.ArgumentParser) -> None:
-    command.add_argument("other", type=path_of, metavar="OTHER", help="checkpoint to compare with")
+    command.add_argument(
+        "other", type=path_argument, metavar="OTHER", help="checkpoint to compare with"
+    )
     command.add_argument(
         "--atol", type=float, default=0.0, help="largest difference that counts as equal"
     )
@@ -115,7 +117,10 @@ def add_plan_arguments(command: argparse.ArgumentParser) -> None:
 
 def add_repair_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "output", type=path_of, metavar="OUTPUT", help="directory of the result; must not exist"
+        "output",
+        type=path_argument,
+        metavar="OUTPUT",
+        help="directory of the result; must not exist",
     )
 
 

@@ -27,7 +27,7 @@ from megatron.conversion.command_line import (
 from megatron.conversion.huggingface.config_fields import start_transformers
 from megatron.conversion.options import FORMAT_NAMES
 from megatron.core.imports import program_imports
-from megatron.core.object_path import path_of
+from megatron.core.object_path import path_argument
 from megatron.core.parallel_config import ParallelConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.arguments import FlagParser, parse_flags
@@ -82,7 +82,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--output",
         "--save-dir",
         dest="save_dir",
-        type=path_of,
+        type=path_argument,
         required=True,
         help="directory of the result; must not exist",
     )

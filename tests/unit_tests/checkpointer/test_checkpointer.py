@@ -6,6 +6,8 @@ import re
 import shutil
 import signal
 import time
+from datetime import datetime, timezone
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -26,7 +28,12 @@ from torch.nn.parallel import DistributedDataParallel
 from megatron.checkpointer import Checkpointer
 from megatron.checkpointer.checkpointer import CheckpointerOptions
 from megatron.core import object_storage
-from megatron.core.dist_checkpointing import CheckpointDirectory, CheckpointError, Reader
+from megatron.core.dist_checkpointing import (
+    CheckpointDirectory,
+    CheckpointError,
+    Reader,
+    generation,
+)
 from megatron.core.dist_checkpointing.saving.run_saver import SaveFailedError
 from tests.support.object_server import object_server
 
@@ -620,6 +627,27 @@ def test_later_start_takes_the_directory_over(tmp_path):
     with pytest.raises(SaveFailedError, match="another launch has taken over"):
         first.save(2)
     assert CheckpointDirectory(tmp_path).list_iterations() == [1]
+
+
+def test_clocks_that_jump_do_not_order_checkpoints(tmp_path, monkeypatch):
+    """Later launches run on nodes whose clocks are decades behind, and jump back during the run."""
+    clock = mock.Mock()
+    monkeypatch.setattr(generation, "datetime", clock)
+    newest = 0
+    for year in (2040, 2001, 2020):
+        date = datetime(year, 1, 1, tzinfo=timezone.utc)
+        clock.now.return_value = date
+        with Checkpointer(tmp_path, *build(), async_save=False, keep_last=2) as ckpt:
+            assert ckpt.load() == newest
+            for _ in range(3):
+                newest += 1
+                ckpt.save(newest)
+                for path in tmp_path.rglob("*"):
+                    seconds = date.timestamp() - 1000 * newest
+                    os.utime(path, (seconds, seconds))
+        owner = generation.read_current_owner(tmp_path)
+        assert owner["since"].startswith(str(year))
+        assert CheckpointDirectory(tmp_path).list_iterations() == [newest - 1, newest]
 
 
 def test_run_that_is_not_continued_is_not_replaced(tmp_path):

@@ -200,6 +200,18 @@ def test_errors_are_one_line(tmp_path, capsys):
     assert "no such directory" in capsys.readouterr().err
 
 
+def test_name_on_the_hub_is_not_downloaded(capsys):
+    assert main(["show", "org/some-model"]) == 2
+    assert "must be downloaded first: hf download org/some-model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("url", ["https://host/model", "file:///etc", "s3://"])
+def test_url_of_another_kind_is_refused_with_those_that_are_read(capsys, url):
+    with pytest.raises(SystemExit):
+        main(["show", url])
+    assert f"{url}: give a directory, or one of s3://bucket/prefix" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("script", ["inspect_checkpoint.py", "convert.py"])
 def test_scripts_find_the_standard_library(script, tmp_path):
     """Run as a script, its directory must not hide the module `inspect`."""
