@@ -579,7 +579,8 @@ def reporting(
     directory = config.checkpoint.save
     if directory is not None and isinstance(path_of(directory), ObjectPath):
         directory = None
-    run.writers = [*writers, *make_writers(config.logging, directory, flags)]
+    dashboards = make_writers(config.logging, directory, flags, run.state.iteration)
+    run.writers = [*writers, *dashboards]
     record = None
     if directory is not None:
         record = RunRecord(directory)

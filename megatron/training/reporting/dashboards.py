@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from megatron.core.durable_files import write_durably
 from megatron.core.transformer.config_parts import LOAD
 from megatron.training.config.options import LoggingConfig
 from megatron.training.reporting.intervals import Interval, Iteration
@@ -14,9 +17,14 @@ from megatron.training.reporting.writers import Writer, compute_mean
 
 logger = logging.getLogger(__name__)
 
+_WANDB_RUN = ".wandb-run"  # in --save: the id of its run at Weights & Biases
+_BRANCH_FLAGS = ("ckpt_step", "finetune", "override_existing_run")
 
-def make_dashboards(config: LoggingConfig, save: str | None, args: dict[str, Any]) -> list[Writer]:
-    """Return the writers that `config` requests.
+
+def make_dashboards(
+    config: LoggingConfig, save: str | None, args: dict[str, Any], iteration: int
+) -> list[Writer]:
+    """Return the writers that `config` requests, for a launch that begins after `iteration`.
 
     Raises ValueError if a destination cannot be created.
     """
@@ -30,7 +38,8 @@ def make_dashboards(config: LoggingConfig, save: str | None, args: dict[str, Any
             ) from error
         writers.append(FaultTolerantWriter(tensorboard, "TensorBoard"))
     if config.wandb_project is not None:
-        writers.append(FaultTolerantWriter(WandbWriter(config, save, args), "Weights & Biases"))
+        wandb_writer = WandbWriter(config, save, args, iteration)
+        writers.append(FaultTolerantWriter(wandb_writer, "Weights & Biases"))
     return writers
 
 
@@ -142,9 +151,16 @@ class TensorBoardWriter:
 
 
 class WandbWriter:
-    """Writes the scalars of TensorBoard to a project of Weights & Biases."""
+    """Writes the scalars of TensorBoard to a project of Weights & Biases.
 
-    def __init__(self, config: LoggingConfig, save: str | None, args: dict[str, Any]) -> None:
+    A launch that continues the run in `save` continues its W&B run, which ignores the steps that it
+    has already. One that begins a branch begins a W&B run. The variables WANDB_RUN_ID and
+    WANDB_RESUME override that.
+    """
+
+    def __init__(
+        self, config: LoggingConfig, save: str | None, args: dict[str, Any], iteration: int
+    ) -> None:
         try:
             import wandb
         except ImportError:
@@ -158,6 +174,8 @@ class WandbWriter:
             entity=config.wandb_entity,
             dir=directory,
             config=args,
+            id=os.environ.get("WANDB_RUN_ID") or _choose_wandb_id(save, args, iteration),
+            resume=os.environ.get("WANDB_RESUME") or "allow",
         )
 
     def interval(self, interval: Interval) -> None:
@@ -176,3 +194,21 @@ class WandbWriter:
 
     def close(self) -> None:
         self._run.finish()
+
+
+def _choose_wandb_id(save: str | None, args: dict[str, Any], iteration: int) -> str | None:
+    """Return the id of the W&B run of `save`, a new one for a new branch; None without `save`."""
+    if save is None:
+        return None
+    begins_branch = iteration == 0
+    for flag in _BRANCH_FLAGS:
+        if args.get(flag):
+            begins_branch = True
+    path = Path(save) / _WANDB_RUN
+    if not begins_branch and path.is_file():
+        run_id = path.read_text(errors="replace").strip()
+        if run_id.isascii() and run_id.isalnum():
+            return run_id
+    run_id = secrets.token_hex(8)
+    write_durably(path, run_id.encode())
+    return run_id

@@ -32,14 +32,16 @@ class Writer(Protocol):
         """Flush and close the destination."""
 
 
-def make_writers(config: LoggingConfig, save: str | None, args: dict[str, Any]) -> list[Writer]:
-    """Return the writers that `config` requests.
+def make_writers(
+    config: LoggingConfig, save: str | None, args: dict[str, Any], iteration: int
+) -> list[Writer]:
+    """Return the writers that `config` requests, for a launch that begins after `iteration`.
 
     Raises ValueError if a destination cannot be created.
     """
     if config.tensorboard_dir is None and config.wandb_project is None:
         return []
-    writers: list[Writer] = resolve(DASHBOARDS)(config, save, args)
+    writers: list[Writer] = resolve(DASHBOARDS)(config, save, args, iteration)
     return writers
 
 

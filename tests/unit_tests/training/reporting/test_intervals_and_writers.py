@@ -4,6 +4,8 @@ import dataclasses
 import math
 import re
 import shutil
+import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -141,7 +143,7 @@ def test_losses_of_further_tokens_are_logged():
 
 def test_tensorboard(pool, tmp_path):
     config = LoggingConfig(tensorboard_dir=str(tmp_path), tensorboard_log_interval=2)
-    (writer,) = make_writers(config, None, {"num_layers": 4})
+    (writer,) = make_writers(config, None, {"num_layers": 4}, 0)
     (interval,) = pool.run(
         interval_of, 1, [(1, 2.0, False), (2, 4.0, False), (3, 5.0, False), (4, 6.0, False)]
     )
@@ -169,7 +171,7 @@ def test_tensorboard(pool, tmp_path):
 def test_failing_writer_is_dropped_with_one_warning(pool, tmp_path, caplog):
     (interval,) = pool.run(interval_of, 1, [(1, 2.0, False)])
     directory = tmp_path / "tensorboard"
-    (writer,) = make_writers(LoggingConfig(tensorboard_dir=str(directory)), None, {})
+    (writer,) = make_writers(LoggingConfig(tensorboard_dir=str(directory)), None, {}, 0)
     shutil.rmtree(directory)
     for _ in range(20):  # a thread of TensorBoard reports its error with a later call
         writer.interval(interval)
@@ -184,8 +186,42 @@ def test_directory_that_cannot_be_written_is_named(tmp_path):
     with pytest.raises(
         ValueError, match=r"--tensorboard-dir .*/file/tensorboard cannot be written"
     ):
-        make_writers(LoggingConfig(tensorboard_dir=str(tmp_path / "file/tensorboard")), None, {})
+        config = LoggingConfig(tensorboard_dir=str(tmp_path / "file/tensorboard"))
+        make_writers(config, None, {}, 0)
 
 
 def test_no_writers_by_default():
-    assert make_writers(LoggingConfig(), None, {}) == []
+    assert make_writers(LoggingConfig(), None, {}, 0) == []
+
+
+def test_restart_continues_the_run_at_weights_and_biases(tmp_path, monkeypatch):
+    """The library is replaced: its `init` with an id and `resume` continues the run of that id."""
+    wandb = mock.Mock()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.delenv("WANDB_RUN_ID", raising=False)
+    config = LoggingConfig(wandb_project="project")
+
+    def begin(iteration, **flags):
+        make_writers(config, str(tmp_path), flags, iteration)
+        assert wandb.init.call_args.kwargs["resume"] == "allow"
+        return wandb.init.call_args.kwargs["id"]
+
+    first = begin(0)
+    assert begin(15) == first
+    assert begin(30, ckpt_step=None, finetune=False) == first
+    branch = begin(10, ckpt_step=10)
+    assert branch != first and begin(20) == branch
+    assert begin(0) not in (first, branch)
+    (tmp_path / ".wandb-run").write_text("../../x")
+    assert begin(20).isalnum()
+    monkeypatch.setenv("WANDB_RUN_ID", "mine")
+    assert begin(25) == "mine"
+
+
+def test_run_without_a_directory_has_no_id_at_weights_and_biases(tmp_path, monkeypatch):
+    wandb = mock.Mock()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.delenv("WANDB_RUN_ID", raising=False)
+    config = LoggingConfig(wandb_project="project", wandb_save_dir=str(tmp_path))
+    make_writers(config, None, {}, 15)
+    assert wandb.init.call_args.kwargs["id"] is None
