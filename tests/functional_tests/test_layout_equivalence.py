@@ -55,6 +55,7 @@ class Curve:
 
     measured: Measurements
     states: list[State]
+    validated: tuple[int, float] | None  # iteration and loss of the last evaluation
 
 
 def train_case(rank: int, world_size: int, flags: str) -> Curve:
@@ -77,7 +78,7 @@ def train_case(rank: int, world_size: int, flags: str) -> Curve:
     run.on_iteration = record_first_step
     train(run, data)
     data.close()
-    return Curve(measured, [*states, copy_state(run)])
+    return Curve(measured, [*states, copy_state(run)], run.validated)
 
 
 def copy_state(run) -> State:
@@ -107,7 +108,11 @@ class Difference:
 
 
 def compare(curves: Sequence[Curve], expected: Sequence[Curve]) -> Difference:
-    """Compare all ranks of two runs; also asserts that replicas of a tensor are bitwise equal."""
+    """Compare all ranks of two runs.
+
+    Also asserts that replicas of a tensor and the loss of the evaluation are the same on all ranks.
+    """
+    assert len({curve.validated for curve in curves}) == 1
     pairs = list(zip(values_of(curves), values_of(expected), strict=True))
     relative = max(abs(a - b) / max(abs(b), 1e-3) for a, b in pairs)
     worst = (0.0, "")
