@@ -39,7 +39,7 @@ with program_imports():
     from megatron.training.training import pretrain
 
 # Imported if a flag requests it
-DRY_RUN = "megatron.planning.summary:dry_run"
+DRY_RUN = "megatron.planning.dry_run:dry_run"
 FILL_IN_THE_MIDDLE = "megatron.core.datasets.fill_in_the_middle:FillInTheMiddle"
 RESTART = "megatron.training.restart.monitor:run_restartable"
 

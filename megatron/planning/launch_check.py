@@ -39,8 +39,7 @@ from megatron.training.config.arguments import build
 from megatron.training.config.options import CheckpointConfig, DistributedConfig, LoggingConfig
 from megatron.training.config.parsing import make_flag_parser
 from megatron.training.config.run_config import Config
-from megatron.training.data.tokenizer import build_tokenizer
-from megatron.training.data.tokenizer_config import TokenizerConfig
+from megatron.training.data.tokenizer import TokenizerConfig, build_tokenizer
 
 
 @dataclass(frozen=True)
