@@ -41,6 +41,7 @@ with program_imports():
 # Imported if a flag requests it
 DRY_RUN = "megatron.planning.dry_run:dry_run"
 FILL_IN_THE_MIDDLE = "megatron.core.datasets.fill_in_the_middle:FillInTheMiddle"
+SMOKE = "megatron.planning.smoke:shrink"
 RESTART = "megatron.training.restart.monitor:run_restartable"
 
 
@@ -105,6 +106,8 @@ def main() -> None:
             print_text(resolve(DRY_RUN)(sys.argv[1:], model_provider))
         return
     argv = sys.argv[1:]
+    if "--smoke" in argv:
+        argv = resolve(SMOKE)(argv, environment_world_size())
     with errors_explained_once(), failed_launch_recorded(find_run_directory(argv), sys.argv):
         restart, timeout = read_restart_config(argv)
         program = partial(train, argv)

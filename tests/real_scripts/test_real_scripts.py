@@ -1,11 +1,13 @@
 """Run reduced command lines of real launch scripts: train, save, evaluate, resume."""
 
 import math
+import shlex
 
 import pytest
 
+from megatron.planning.smoke import CP, PP, TP, list_options, reduce_flags, shrink
+from megatron.training.config.parsing import parse_args
 from tests import GOLDEN
-from tests.real_scripts.shrink import shrunk
 from tests.support.flag_sets import read
 from tests.support.training_harness import train
 
@@ -19,13 +21,33 @@ def script(index, row):
     )
 
 
+def count_ranks(options):
+    """Return the ranks of two replicas, or of one with at most 2 ranks of each axis."""
+    sizes = {name: int(values[0]) for name, values in options if name in (TP, PP, CP)}
+    return max(2, math.prod(min(size, 2) for size in sizes.values()))
+
+
 @pytest.mark.parametrize("argv", [script(index, row) for index, row in enumerate(SCRIPTS)])
 def test_it_trains_saves_and_goes_on(pool, tmp_path, argv):
-    flags, world_size = shrunk(argv, tmp_path / "run")
-    flags = [word if " " not in word else f"'{word}'" for word in flags]
-    first = pool.run(train, world_size, " ".join(flags) + " --exit-interval 2", "")
+    options = list_options(argv)
+    world_size = count_ranks(options)
+    words = [*reduce_flags(options, world_size, 4), "--distributed-backend", "gloo"]
+    words += ["--save", str(tmp_path), "--load", str(tmp_path), "--save-interval", "2"]
+    flags = shlex.join(words)
+    first = pool.run(train, world_size, f"{flags} --exit-interval 2", "")
     assert first[0].iteration == 2
-    outcomes = pool.run(train, world_size, " ".join(flags), "")
+    outcomes = pool.run(train, world_size, flags, "")
     assert outcomes[0].iteration == 4
     losses = outcomes[0].measured.losses
     assert len(losses) == 2 and all(math.isfinite(loss) for loss in losses)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_smoke_fits_any_number_of_processes(monkeypatch, capsys, world_size):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    for row in SCRIPTS:
+        flags = shrink([*row["argv"], "--smoke"], world_size)
+        parse_args(flags, world_size)
+        output = capsys.readouterr().out
+        assert "--smoke changed: " in output and "--mock-data" in output
+        assert "--data-path" not in flags and "--smoke" not in flags

@@ -129,6 +129,10 @@ class DistributedConfig(FlagSection):
     """Check the flags, print a summary and the memory plan of the run, and exit with status 0, or 2
     if the run is impossible. The number of processes is $WORLD_SIZE, or that of one replica.
     """
+    smoke: bool = flag(False)
+    """Train a tiny model of the same structure for 3 iterations on generated data, at a layout that
+    fits the number of processes, and print which flags change.
+    """
 
 
 @dataclass

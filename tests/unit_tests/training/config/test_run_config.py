@@ -512,6 +512,7 @@ def test_every_flag_is_read_somewhere():
     assert unread == [
         "model.moe_pad_expert_input_to_capacity",  # has no effect, but rules
         "distributed.dry_run",  # pretrain_gpt.py looks for it before parsing
+        "distributed.smoke",  # pretrain_gpt.py reads it before parsing
     ]
 
 
