@@ -15,7 +15,8 @@ VERSION = re.search(
 assert VERSION is not None, "megatron/__init__.py must define __version__"
 
 setup(
-    name="megatron",
+    # The import name is megatron, as launch scripts need it; on PyPI that name is taken.
+    name="megatron-compact",
     version=VERSION[1],
     description="A compact Megatron-style GPT training stack whose checkpoints resume at any TP x "
     "PP x DP",
@@ -55,6 +56,7 @@ setup(
         # Its kernels are compiled against the torch that is there: pip install
         # --no-build-isolation.
         "te": ["transformer_engine[core_cu13,pytorch]>=2.8,<2.21"],
+        "wandb": ["wandb>=0.16,<1"],
         "plots": ["matplotlib>=3.8,<4"],
         "object-storage": ["obstore>=0.8,<0.13"],
         "all": ["tiktoken>=0.7,<1", "matplotlib>=3.8,<4", "obstore>=0.8,<0.13"],

@@ -35,6 +35,7 @@ TWICE = "twice"
 # Mutations that do not change a result, by function
 WITHOUT_EFFECT = {
     ("reduce_losses", TWICE): "a ratio of two sums",
+    ("_reduce_maximum", TWICE): "a maximum",
     ("finish_step", TWICE): "the load of an expert is compared with the mean load",
 }
 

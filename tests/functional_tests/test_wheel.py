@@ -41,6 +41,21 @@ def test_extra_all_contains_the_optional_features():
     assert sorted(extras["all"]) == sorted(parts)
 
 
+def test_files_of_megatron_core_in_the_package_are_refused(tmp_path):
+    """Both are imported as megatron: installing one over the other mixes their files."""
+    package = tmp_path / "megatron"
+    (package / "core").mkdir(parents=True)
+    text = (ROOT / "megatron/__init__.py").read_text(encoding="utf-8")
+    (package / "__init__.py").write_text(text, encoding="utf-8")
+    program = [sys.executable, "-c", "import megatron"]
+    subprocess.run(program, cwd=tmp_path, check=True)
+    (package / "core/package_info.py").touch()
+    result = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert f"{package} contains files of megatron-core" in result.stderr
+    assert "pip uninstall megatron-core megatron-compact" in result.stderr
+
+
 TRAINING = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --mock-data "
     "--micro-batch-size 1 --tokenizer-type NullTokenizer --vocab-size 127 --lr 1e-3 "
