@@ -12,7 +12,7 @@ CODE = """
 import json
 from tests.support.training_harness import LLAMA, train
 
-flags = LLAMA + "--mock-data --train-iters 2 --num-layers 2 --device cuda "
+flags = LLAMA + "--mock-data --train-iters 3 --num-layers 2 --device cuda "
 measured = train(0, 1, flags + {more!r}).measured
 print(json.dumps([measured.losses, measured.grad_norms]))
 """
