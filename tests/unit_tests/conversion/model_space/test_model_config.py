@@ -127,6 +127,8 @@ def test_every_field_declares_its_effect() -> None:
         "transformer_impl",
         "norm_impl",
         "apply_rope_fusion",
+        "bias_swiglu_fusion",
+        "rope_fusion",
         "cross_entropy_loss_fusion",
         "cross_entropy_fusion_impl",
         "fp4",
