@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -18,6 +19,7 @@ from megatron.core.deferred import start_copy
 from megatron.core.dist_checkpointing import save
 from megatron.core.dist_checkpointing.background import SLOT_SIZE
 from megatron.core.dist_checkpointing.loading.reader import Reader, Request
+from megatron.core.dist_checkpointing.saving import staging
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_parallel
 from megatron.training.config.options import DataLoaderConfig
@@ -36,6 +38,30 @@ def save_with_few_buffers(rank: int, num_devices: int) -> bool:
     """Change tensors after an asynchronous save of more data than its staging buffers hold."""
     with tempfile.TemporaryDirectory() as directory:
         return is_snapshot_intact(Path(directory), waits=True, limit=2 * SLOT_SIZE)
+
+
+def _save_slot_by_slot() -> bool:
+    """Save more than may be in flight, so that copies are left when the tensors change."""
+    with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(staging, "_COPIED_AT_ONCE", 1)
+        return is_snapshot_intact(Path(directory), waits=True, limit=None, num_slots=8)
+
+
+def save_with_snapshot_on_device(rank: int, num_devices: int) -> bool:
+    """Change tensors after the copies that are left were made on the device."""
+    before = torch.cuda.max_memory_allocated()
+    is_intact = _save_slot_by_slot()
+    assert torch.cuda.memory_allocated() <= before + (1 << 20)  # the snapshot is freed
+    return is_intact
+
+
+def save_on_full_device(rank: int, num_devices: int) -> bool:
+    """Change tensors after a save whose copies find no memory on the device."""
+    free, _ = torch.cuda.mem_get_info()
+    filling = torch.empty(free - (1 << 30), dtype=torch.uint8, device="cuda")
+    is_intact = _save_slot_by_slot()
+    del filling
+    return is_intact
 
 
 def copy_to_host(rank: int, num_devices: int) -> list[float]:
@@ -123,6 +149,8 @@ def load_to_device(rank: int, num_devices: int) -> bool:
 OPERATIONS: dict[str, tuple[int, Callable[[int, int], Any]]] = {  # name -> (devices, function)
     "save_at_once": (1, save_at_once),
     "save_with_few_buffers": (1, save_with_few_buffers),
+    "save_with_snapshot_on_device": (1, save_with_snapshot_on_device),
+    "save_on_full_device": (1, save_on_full_device),
     "copy_to_host": (1, copy_to_host),
     "load_to_device": (1, load_to_device),
     "move_batches": (1, move_batches),

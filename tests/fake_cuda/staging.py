@@ -21,12 +21,12 @@ def make_state(tensors: list[Tensor]) -> dict[str, ShardedTensor]:
     return {f"t{i}": ShardedTensor.replicated(f"t{i}", t) for i, t in enumerate(tensors)}
 
 
-def is_snapshot_intact(directory: Path, waits: bool, limit: int | None) -> bool:
+def is_snapshot_intact(directory: Path, waits: bool, limit: int | None, num_slots: int = 3) -> bool:
     """Save tensors of more than `limit` bytes while an update follows; compare with the values
     before.
     """
     torch.manual_seed(0)
-    before = [torch.randn(3 * SLOT_SIZE // 4 + 7), torch.randn(1000, 300)]
+    before = [torch.randn(num_slots * SLOT_SIZE // 4 + 7), torch.randn(1000, 300)]
     after = [(-values).pin_memory() for values in before]
     # Copies of the device, which the save must wait for, too.
     tensors = [values.cuda().clone() for values in before]

@@ -101,7 +101,8 @@ def test_saves_by_time_interval(pool, tmp_path, mode):
 def test_log_reports_the_phases_of_a_save(launcher, tmp_path):
     job = launcher.run(
         1,
-        f"{LONG.format(directory=tmp_path)} --exit-interval 3 --tensorboard-dir {tmp_path}/events",
+        f"{LONG.format(directory=tmp_path)} --exit-interval 3 --dist-ckpt-workers 2 "
+        f"--tensorboard-dir {tmp_path}/events",
     )
     number = r"[\d.]+"
     line = (

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing import SaveReport, is_complete, iteration_in_name
+from megatron.core.dist_checkpointing.background import default_workers
 from megatron.core.dist_checkpointing.policy import CheckpointOptions
 from megatron.core.dist_checkpointing.saving.retention import RetentionRules
 from megatron.core.dist_checkpointing.saving.run_saver import RunSaver
@@ -86,7 +87,7 @@ def make_options(config: CheckpointConfig) -> CheckpointOptions:
     return CheckpointOptions(
         async_save=config.async_save,
         fully_parallel=config.ckpt_fully_parallel_save,
-        workers=config.dist_ckpt_workers,
+        workers=config.dist_ckpt_workers or default_workers(),
         staging_mem_limit=staging_mem_limit,
         timeout=60 * config.ckpt_save_timeout_minutes,
         assume_constant_structure=config.ckpt_assume_constant_structure,

@@ -372,8 +372,10 @@ class CheckpointConfig(FlagSection):
     """Plan the first save only and skip comparing the structure in later ones; a change is then an
     error.
     """
-    dist_ckpt_workers: int = flag(2, positive=True)
-    """Number of files that each rank writes at the same time."""
+    dist_ckpt_workers: int | None = flag(None, positive=True)
+    """Number of files that each rank writes at the same time. Default: half of the cores per rank
+    of the node, at least 1 and at most 8.
+    """
     ckpt_staging_mem_limit: float | None = flag(None, positive=True)
     """Host memory for the copies of an asynchronous save, in GiB per rank. Default: the bytes that
     the rank writes.

@@ -99,7 +99,8 @@ class FileChunk(NamedTuple):
 class RankPlan:
     """This rank's part of a plan, reused for every save.
 
-    `nonce` is common to all ranks; `total_bytes` counts the tensors of all ranks.
+    `nonce` is common to all ranks; `total_bytes` counts the tensors of all ranks. A rank has at
+    most `files_per_rank` files with tensors; its objects are in a file of that number.
     """
 
     spec: LocalSpec
@@ -107,6 +108,7 @@ class RankPlan:
     objects: list[str]  # keys of the objects that this rank writes
     nonce: str
     total_bytes: int
+    files_per_rank: int
     metadata: MetadataEncoder | None  # on rank 0
 
     @property
@@ -228,25 +230,27 @@ class Planner:
         metadata: MetadataEncoder | None = None  # on rank 0
 
         def plan(specs: list[PackedSpec | CheckpointError]) -> list[tuple[Any, ...]]:
-            """Return (items, keys of objects, nonce, bytes of all ranks) for each rank."""
+            """Return (items, keys of objects, nonce, bytes of all ranks, files per rank) for each
+            rank.
+            """
             nonlocal metadata
             save_plan = make_plan(_select_valid(specs), self._fully_parallel, self._workers)
             metadata = MetadataEncoder(save_plan.build_metadata())
             nonce = secrets.token_hex(4)
             return [
-                (items, objects, nonce, save_plan.nbytes)
+                (items, objects, nonce, save_plan.nbytes, save_plan.workers)
                 for items, objects in zip(save_plan.split_by_rank(), save_plan.objects, strict=True)
             ]
 
         # An error of this rank is sent like a spec: rank 0 reports those of all ranks together.
         sent = spec if isinstance(spec, CheckpointError) else pack(spec)
         answer = self._coordination.gather_compute_scatter(sent, plan)
-        items, objects, nonce, total_bytes = answer
+        items, objects, nonce, total_bytes, files_per_rank = answer
 
         # Each rank encodes its own envelopes.
         assert isinstance(spec, LocalSpec)
         files = make_data_files(spec, items, self._coordination.rank)
-        return RankPlan(spec, files, objects, nonce, total_bytes, metadata)
+        return RankPlan(spec, files, objects, nonce, total_bytes, files_per_rank, metadata)
 
 
 def _select_valid(specs: Sequence[PackedSpec | CheckpointError]) -> list[PackedSpec]:

@@ -97,9 +97,8 @@ def _encode_value(value: Any, in_list: bool) -> Callable[[], bytes]:
         return lambda: archive
 
 
-def encode_objects(snapshots: Sequence[ObjectSnapshot], rank: int, workers: int) -> ObjectFile:
-    """Return the file `__{rank}_{workers}.distcp`."""
-    name = f"__{rank}_{workers}.distcp"
+def encode_objects(snapshots: Sequence[ObjectSnapshot], name: str) -> ObjectFile:
+    """Return the file `name`."""
     content = bytearray()
     locations = {}
     for snapshot in snapshots:

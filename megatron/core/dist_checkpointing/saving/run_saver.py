@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from megatron.core.dist_checkpointing.background import end_saver_at_exit
+from megatron.core.dist_checkpointing.background import default_workers, end_saver_at_exit
 from megatron.core.dist_checkpointing.checkpoint_directory import CheckpointDirectory
 from megatron.core.dist_checkpointing.files import is_complete, read_tracker, write_tracker
 from megatron.core.dist_checkpointing.generation import Generation
@@ -62,7 +62,7 @@ class SaveOptions:
 
     async_save: bool = False
     fully_parallel: bool = True
-    workers: int = 2
+    workers: int = field(default_factory=default_workers)
     staging_mem_limit: int | None = None
     timeout: float = 600.0
     assume_constant_structure: bool = False
@@ -203,33 +203,20 @@ class RunSaver:
         self._report(self._finish_saves(), on_all_ranks=True)
         since += time.perf_counter() - began  # this wait belongs to the previous save
 
-        # A conversion writes to another directory, which has no owner.
-        generation = None
-        if self._generation is not None and root == self._generation.root:
-            generation = self._generation
+        generation = self._get_owner(root)
         lineage = self._make_lineage(generation, iteration)
-        before_writing = partial(self._before_writing, check)
-
-        def on_commit() -> None:
-            """Make the committed checkpoint the latest one, on rank 0."""
-            if generation is None:
-                write_tracker(root, iteration)
-                return
-            self._after_commit = on_commit  # repeated before the next save if it fails
-            generation.move_tracker(iteration)
-            self._remove_superseded(iteration, lineage, math.nan if loss is None else loss)
-            self._after_commit = None
-
-        make_export = None
-        if export is not None:
-            check_owner = generation.check if generation is not None else _accept
-            make_export = partial(export.start, iteration, check_owner)
-
-        # Save to the nodes and copy from there, or save directly.
         directory = CheckpointDirectory(root).path(iteration)
         extra_files = {} if generation is None else {LINEAGE: lineage.encode(self._parent)}
         if rewrite is None:
             extra_files |= self._options.files
+
+        # Steps in the background: before the first file, after the commit, and an export.
+        before_writing = partial(self._before_writing, check)
+        on_commit = partial(self._make_latest, root, iteration, generation, lineage, loss)
+        check_owner = generation.check if generation is not None else _accept
+        make_export = None if export is None else partial(export.start, iteration, check_owner)
+
+        # Save to the nodes and copy from there, or save directly.
         in_background = self._options.async_save and not last
         self._copied_report = None
         use_tier = self._tier is not None and in_background and rewrite is None
@@ -320,6 +307,12 @@ class RunSaver:
             self.after_iteration()
         else:
             self.finish()
+
+    def _get_owner(self, root: Path) -> Generation | None:
+        """Return the ownership of `root`; None for the target of a conversion, without an owner."""
+        if self._generation is not None and root == self._generation.root:
+            return self._generation
+        return None
 
     def _make_lineage(self, generation: Generation | None, iteration: int) -> Lineage:
         """Return the lineage of the checkpoint of `iteration`."""
@@ -448,6 +441,24 @@ class RunSaver:
             with contextlib.suppress(OSError, CheckpointError):
                 self._after_commit()
         self._retention.wait()
+
+    def _make_latest(
+        self,
+        root: Path,
+        iteration: int,
+        generation: Generation | None,
+        lineage: Lineage,
+        loss: float | None,
+    ) -> None:
+        """Make a committed checkpoint the latest one, on rank 0 in the background."""
+        if generation is None:
+            write_tracker(root, iteration)
+            return
+        # Repeated before the next save if it fails.
+        self._after_commit = partial(self._make_latest, root, iteration, generation, lineage, loss)
+        generation.move_tracker(iteration)
+        self._remove_superseded(iteration, lineage, math.nan if loss is None else loss)
+        self._after_commit = None
 
     def _repeat_retention(self) -> None:
         """Remove checkpoints that the loaded one supersedes.

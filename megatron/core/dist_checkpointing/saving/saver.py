@@ -25,11 +25,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.core.dist_checkpointing.background import SLOT_SIZE, StagingBuffer, Workers
+from megatron.core.dist_checkpointing.background import (
+    SLOT_SIZE,
+    StagingBuffer,
+    Workers,
+    default_workers,
+)
 from megatron.core.dist_checkpointing.generation import Generation
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.dist_checkpointing.planning.rank_plan import Planner, RankPlan
+from megatron.core.dist_checkpointing.planning.save_plan import file_name
 from megatron.core.dist_checkpointing.saving.commit import (
     PendingCheckpoint,
     Rewrite,
@@ -63,7 +69,8 @@ class AsyncSaver(SaveThread):
     """Saves checkpoints of one state repeatedly.
 
     All ranks of `group` make the same calls in the same order. `fully_parallel` distributes the
-    writing of replicated boxes. Each rank writes `workers` files at once. `staging_mem_limit`
+    writing of replicated boxes. Each rank writes `workers` files at once, by default
+    `default_workers()`; the value of rank 0 determines the number of files. `staging_mem_limit`
     (bytes) limits the host buffers: below the size of a rank's share, the snapshot takes as long as
     writing. Leaving a `with` block by an exception cancels the save in progress.
     """
@@ -73,12 +80,14 @@ class AsyncSaver(SaveThread):
         group: dist.ProcessGroup | None = None,
         *,
         fully_parallel: bool = True,
-        workers: int = 2,
+        workers: int | None = None,
         staging_mem_limit: int | None = None,
         timeout: float = 600.0,
         assume_constant_structure: bool = False,
         progress: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
+        if workers is None:
+            workers = default_workers()
         if workers < 1:
             raise ValueError(f"workers {workers} must be at least 1")
         super().__init__(Coordination.of(group), timeout, progress, "checkpoint-save-thread")
@@ -93,6 +102,7 @@ class AsyncSaver(SaveThread):
         )
         self._buffer: StagingBuffer | None = None
         self._stream: torch.cuda.Stream | None = None
+        self._stager: Workers | None = None  # queues copies in this stream
         self._pool = Workers(
             2 * workers, "checkpoint-writer"
         )  # while one copies and hashes, another one writes
@@ -172,21 +182,21 @@ class AsyncSaver(SaveThread):
     def wait_staged(self) -> None:
         """Return once the tensors of the last save may change.
 
-        On CUDA the current stream waits, not the host.
+        On CUDA the current stream waits for the copies that are in flight; the host waits for the
+        stream, so that as many as possible have ended.
         """
         current = self._current
         if current is None or current.transfer is None or current.done():
             return
-        # On a device `staged` means that all copies are queued on the stream of the saver.
-        begin = time.perf_counter()
-        current.transfer.staged.wait()
-        current.transfer.waited_for = True
-        current.report.blocking += time.perf_counter() - begin
-        if current.transfer.on_device and current.device_wait is None:
-            assert self._stream is not None
+        transfer = current.transfer
+        if not transfer.on_device:
+            begin = time.perf_counter()
+            transfer.before_change()
+            current.report.blocking += time.perf_counter() - begin
+        elif current.device_wait is None:
             events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             events[0].record()
-            torch.cuda.current_stream().wait_stream(self._stream)
+            transfer.before_change()
             events[1].record()
             current.device_wait = events
 
@@ -194,6 +204,9 @@ class AsyncSaver(SaveThread):
         """Finish, end the threads and free the buffers."""
         super().close()
         self._pool.close()
+        if self._stager is not None:
+            self._stager.close()
+            self._stager = None
         if self._buffer is not None:
             self._buffer.close()
             self._buffer = None
@@ -227,17 +240,18 @@ class AsyncSaver(SaveThread):
             if isinstance(entry, ShardedObject) and entry.key in local_keys
         ]
         objects = snapshot_objects(entries)
-        make_objects = cache(
-            partial(encode_objects, objects, self._coordination.rank, self._workers)
-        )
+        name = file_name(self._coordination.rank, plan.files_per_rank)
+        make_objects = cache(partial(encode_objects, objects, name))
         # They keep the live tensors alive until they are copied.
         items = bind_items(plan.items, state)
         stream = None
+        stager = None
         if any(live.is_on_device for live in items):
             self._stream = stream = self._stream or torch.cuda.Stream()
+            self._stager = stager = self._stager or Workers(1, "checkpoint-stager")
             stream.wait_stream(torch.cuda.current_stream())  # the copies must see the last update
         slots = partial(self._slots, plan, stream is not None)
-        transfer = StageAndWrite(plan, items, make_objects, stream, self._pool, slots)
+        transfer = StageAndWrite(plan, items, make_objects, stream, self._pool, slots, stager)
         return make_archive, transfer
 
     def _snapshot_common(self, common: Common) -> Callable[[], bytes]:
@@ -306,7 +320,7 @@ def save(
     common: dict[str, Any],
     group: dist.ProcessGroup | None = None,
     fully_parallel: bool = True,
-    workers: int = 2,
+    workers: int | None = None,
     on_commit: Callable[[], None] = lambda: None,
     rewrite: Rewrite | None = None,
     extra_files: Mapping[str, bytes] | None = None,
@@ -318,6 +332,8 @@ def save(
     Raises CheckpointError on every rank if the save fails. No file of it is left then, and an
     earlier checkpoint in `directory` is unchanged.
     """
+    if workers is None:
+        workers = default_workers()
     with AsyncSaver(
         group,
         fully_parallel=fully_parallel,

@@ -239,6 +239,39 @@ def test_later_saves_need_no_collectives(pool, tmp_path, constant):
     assert sorted(os.listdir(tmp_path)) == ["0", "1", "2"]
 
 
+def save_with_workers_of_ranks(rank, size, root):
+    with AsyncSaver(workers=3 - rank) as saver:
+        return saver.save(sharded(rank, size, 5), f"{root}/5", common={"value": 5}).wait().error
+
+
+def test_ranks_may_differ_in_workers(pool, tmp_path):
+    """E.g. on nodes with other numbers of cores: the plan determines the names of all files."""
+    assert pool.run(save_with_workers_of_ranks, 3, str(tmp_path)) == [None] * 3
+    assert_sharded(tmp_path / "5", 3, 5)
+    for rank in range(3):
+        assert (tmp_path / "5" / f"__{rank}_3.distcp").exists()  # its objects
+
+
+def test_files_are_created_in_parallel(tmp_path, monkeypatch):
+    """Reserving the space of a file takes seconds on a tmpfs: each file waits for the other one."""
+    both_open = threading.Barrier(2, timeout=30)
+    real = os.open
+
+    def open_file(path, *args, **kwargs):
+        descriptor = real(path, *args, **kwargs)
+        if Path(path).name in ("__0_0.distcp", "__0_1.distcp"):
+            both_open.wait()
+        return descriptor
+
+    training = Training(0)
+    with AsyncSaver(workers=2) as saver:
+        monkeypatch.setattr(os, "open", open_file)
+        report = saver.save(training.state(), tmp_path / "c", common=training.common).wait()
+        monkeypatch.undo()
+    assert report.error is None
+    assert_holds(tmp_path / "c", 0)
+
+
 class ScriptedStore(dist.Store):
     """A store in which every wait but the last times out and heartbeats follow a script."""
 

@@ -63,7 +63,7 @@ class Fault:
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO], ids=["ENOSPC", "EIO"])
 def test_a_failed_save_leaves_nothing_and_training_goes_on(tmp_path, name, code):
     training = Training(0)
-    with AsyncSaver() as saver:
+    with AsyncSaver(workers=2) as saver:  # the second file fails
         assert (
             saver.save(training.state(), tmp_path / "good", common=training.common).wait().error
             is None
@@ -126,8 +126,19 @@ def test_files_of_a_failed_save_that_cannot_be_removed_are_removed_by_the_next(
     training = Training(0)
     generation = Generation.take(tmp_path, {})
 
-    def cannot(*args, **kwargs):
-        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+    name_of_data = "__0_0.distcp"
+    flush = os.fsync
+    unlink = os.unlink
+
+    def cannot_flush(descriptor):
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith(name_of_data):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        flush(descriptor)
+
+    def cannot_unlink(path, **kwargs):
+        if Path(path).name == name_of_data:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        unlink(path, **kwargs)
 
     def save_as(name):
         path = tmp_path / name
@@ -137,8 +148,8 @@ def test_files_of_a_failed_save_that_cannot_be_removed_are_removed_by_the_next(
 
     with AsyncSaver() as saver:
         with monkeypatch.context() as failing:
-            failing.setattr(os, "fsync", cannot)
-            failing.setattr(os, "unlink", cannot)
+            failing.setattr(os, "fsync", cannot_flush)
+            failing.setattr(os, "unlink", cannot_unlink)
             assert os.strerror(errno.ESTALE) in save_as("bad").error
         assert list(generation.directory.glob(".discarded-*"))
         assert save_as("next").error is None
