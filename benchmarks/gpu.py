@@ -685,13 +685,13 @@ WARM_UP_STEPS = 10  # of the peer
 def measure_checkpoint(
     models: dict[str, Shape], options: argparse.Namespace, report: Report
 ) -> None:
-    """Measure iterations with an asynchronous save every 10 and without saves.
+    """Measure iterations with asynchronous saves and without.
 
     The results are the blocking time and the total cost. The peer is transformers with
     `async_save` of torch.distributed.checkpoint and as many bytes.
     """
     name, shape = next(iter(models.items()))
-    report.add(f"checkpoint: {name}, every 10 of {SAVED_ITERATIONS} iterations")
+    report.add(f"checkpoint: {name}")
     with open_checkpoint_directory(options.disk) as directory:
         # One checkpoint is removed after the next is written.
         needed = 2 * plan_training(shape, SAVED_ITERATIONS).checkpoint_bytes
@@ -728,29 +728,21 @@ def open_checkpoint_directory(name: str | None) -> Iterator[Path]:
 
 def measure_our_saves(shape: Shape, directory: Path, device: str, report: Report) -> None:
     """Report the cost of asynchronous saves of `pretrain_gpt.py`."""
-    # Without saves
-    command = shape.build_command(SAVED_ITERATIONS, device)
-    output = run(report, command)
-    plain = statistics.mean(read_iteration_times(output))
-    report.add(f"  ours: iteration {plain:.1f} ms without saves")
-
-    # With saves
-    command += ["--save", str(directory), "--save-interval", "10"]
-    command += ["--async-save", "--keep-last-n", "1"]
-    began = time.perf_counter()
-    output = run(report, command)
-    whole = time.perf_counter() - began
-
-    # Each save is (blocked ms, size, unit of the size).
-    saves = re.findall(r"> saved .* \(training blocked ([\d.]+) ms\): ([\d.]+) (\w?B) at", output)
-    if not saves:
-        raise RuntimeError("the log has no line about a save")
-    blocking = [float(save[0]) for save in saves]
-    size = " ".join(saves[0][1:])
-    report.add(f"  ours: {len(saves)} saves of {size} in {whole:.0f} s")
-    # Asynchronous saves are part of the logged intervals.
-    with_saves = statistics.mean(read_iteration_times(output))
-    report_saving(report, "ours", plain, with_saves, blocking)
+    flags = shape.list_flags(SAVED_ITERATIONS)
+    command = ["benchmarks/save_cost.py", *flags, "--device", device, "--save", str(directory)]
+    result = json.loads(run(report, command).splitlines()[-1])
+    report.add(
+        f"  ours: iteration {result['iteration_ms']:.1f} ms without saves, "
+        f"{result['iteration_with_saves_ms']:.1f} ms with them"
+    )
+    report.add(
+        f"  ours: {result['num_saves']} saves of {result['gigabytes']:.3f} GB at "
+        f"{result['gigabytes_per_second']:.2f} GB/s"
+    )
+    report.add(
+        f"  ours: cost per save: {result['cost_ms']:.1f} ms, {result['logged_ms']:.1f} ms by the "
+        f"log, of which {result['waited_ms']:.1f} ms waiting for the end of a save"
+    )
 
 
 def measure_peer_saves(shape: Shape, directory: Path, device: str, report: Report) -> None:

@@ -254,7 +254,8 @@ def train(run: Run, data: Data) -> None:
             # One optimizer step. The host does not wait for the device.
             began = run.clock()
             before_iteration(run.state.iteration + 1)
-            iterate(run, data.train.batches, log, nan_check)
+            with run.saver.iteration():
+                iterate(run, data.train.batches, log, nan_check)
             run.on_iteration()
             iteration = run.state.iteration
             decision = policy.after(iteration, run.clock() - began)

@@ -81,6 +81,7 @@ NOT_REMOVED = {
     "megatron/core/dist_checkpointing/saving/retention.py": "another thread",
     "megatron/core/dist_checkpointing/saving/run_saver.py": "another thread",
     "megatron/core/dist_checkpointing/saving/save_barrier.py": "another thread, the store",
+    "megatron/core/dist_checkpointing/saving/save_cost.py": "the device, to measure time",
     "megatron/core/dist_checkpointing/saving/save_thread.py": "another thread, a timer of the device",
     "megatron/training/reporting/intervals.py": "the device, to measure time",
     "megatron/training/reporting/measurements.py": "the device, to measure time",

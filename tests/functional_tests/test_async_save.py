@@ -1,14 +1,19 @@
 """Asynchronous and synchronous saves write the same checkpoints, bit for bit."""
 
+import os
 import shlex
 import stat
+import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatron.core.dist_checkpointing import Reader, is_complete
+from megatron.core.dist_checkpointing.saving import run_saver
+from megatron.core.dist_checkpointing.saving.save_cost import IterationTimes
 from megatron.training.config.parsing import parse_args
 from megatron.training.training import pretrain
 from tests.support.compare import assert_same
@@ -72,6 +77,45 @@ def test_first_replica_writes_without_fully_parallel_save(pool, tmp_path):
     assert written == {0: ["__0_0.distcp", "__0_1.distcp"], 1: ["__1_1.distcp"]}, (
         "rank 1 has its generators to write"
     )
+
+
+def train_during_held_save(rank, world_size, flags):
+    """Train by a clock that counts seconds: 1 per micro-batch, and 3 in iterations 5 and 6, which
+    run while the files of the save after iteration 4 are held back.
+    """
+    seconds = 0.0
+    passes = 0
+    released = threading.Event()
+    real = os.fsync
+
+    def hold_back(handle):
+        if os.readlink(f"/proc/self/fd/{handle}").endswith(".distcp"):
+            released.wait()
+        real(handle)
+
+    def step(chunk, batch, activation):
+        nonlocal seconds, passes
+        iteration = 1 + passes // 4  # of 4 micro-batches
+        seconds += 3.0 if iteration in (5, 6) else 1.0
+        if iteration == 7:
+            released.set()
+        passes += 1
+        return forward_step(chunk, batch, activation)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        clock = partial(IterationTimes, lambda: seconds)
+        monkeypatch.setattr(run_saver, "IterationTimes", clock)
+        monkeypatch.setattr(os, "fsync", hold_back)
+        return train(rank, world_size, flags, forward_step=step).measured.points
+
+
+def test_slower_iterations_are_a_cost_of_the_save(pool, tmp_path):
+    flags = f"--mock-data {LLAMA} --train-iters 8 --save-interval 4 --save {tmp_path} --async-save"
+    (points,) = pool.run(train_during_held_save, 1, flags)
+    waited = points["save-update-wait-time", 4]
+    slower = points["save-slowdown-time", 4]
+    assert slower + waited == pytest.approx(2 * 4 * (3.0 - 1.0))
+    assert points["save-blocking-time", 4] >= slower + waited
 
 
 class DirectoryThief(Measurements):

@@ -106,8 +106,8 @@ def test_log_reports_the_phases_of_a_save(launcher, tmp_path):
     )
     number = r"[\d.]+"
     line = (
-        rf"> saved \S+iter_0000003 in {number} ms \(training blocked {number} ms\): {number} GB "
-        rf"at {number} GB/s"
+        rf"> saved \S+iter_0000003 in {number} ms \(training lost {number} ms, of which {number} ms "
+        rf"waiting for the end of the save\): {number} GB at {number} GB/s"
     )
     assert re.search(line, job.output())
 

@@ -113,6 +113,9 @@ def get_save_metrics(report: SaveReport) -> dict[str, float]:
     """Return the metrics of a committed save, for TensorBoard and the record of the run."""
     return {
         "save-blocking-time": report.blocking,
+        "save-update-wait-time": report.update_wait,
+        "save-end-wait-time": report.end_wait,
+        "save-slowdown-time": report.slowdown,
         "save-staging-time": report.staging,
         "save-writing-time": report.writing,
         "save-commit-time": report.commit,

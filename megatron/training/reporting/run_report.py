@@ -43,7 +43,7 @@ CURVES = (
     "max_memory_bytes",
 )
 VALIDATION_LOSS = "lm loss validation"
-# Metrics of a save. Times are in seconds since it began, except for the time training waited.
+# Metrics of a save. Times are in seconds since it began, except for the time that training lost.
 SAVE_TIMES = (
     "save-staging-time",
     "save-writing-time",
@@ -343,7 +343,7 @@ def find_saves(launch: RecordedLaunch) -> list[Row]:
 def split_save_time(values: Mapping[str, float]) -> dict[str, float]:
     """Return the seconds of each phase of a save, and its bytes.
 
-    `training waited` overlaps with the phases.
+    `training lost` overlaps with the phases.
     """
     # Staging and writing overlap; the times are those at which they ended.
     staged, written, total, blocking = [values[name] for name in SAVE_TIMES]
@@ -352,7 +352,7 @@ def split_save_time(values: Mapping[str, float]) -> dict[str, float]:
         "copy to host memory": staged,
         "write": max(0.0, written - staged),
         "commit": max(0.0, total - all_written),
-        "training waited": blocking,
+        "training lost": blocking,
         "bytes": values[SAVE_SIZE] * 1e9,
     }
 

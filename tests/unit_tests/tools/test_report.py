@@ -123,7 +123,7 @@ def test_facts_of_launches_and_checkpoints(run):
         "copy to host memory": 1.0,
         "write": 2.0,
         "commit": 0.5,
-        "training waited": 0.5,
+        "training lost": 0.5,
         "bytes": 2e6,
     }
     assert second["saves"] == [(40, stages)]

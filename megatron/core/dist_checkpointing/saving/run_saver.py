@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,7 @@ from megatron.core.dist_checkpointing.saving.retention import (
     Retention,
     RetentionRules,
 )
+from megatron.core.dist_checkpointing.saving.save_cost import IterationTimes
 from megatron.core.dist_checkpointing.saving.save_thread import SaveHandle, SaveReport, SaveThread
 from megatron.core.dist_checkpointing.saving.saver import (
     AsyncSaver,
@@ -87,7 +89,8 @@ class RunSaver:
 
     Sequence of calls, on all ranks: `own` at the start; `save` after an iteration; `before_update`
     before the optimizer changes anything; `after_iteration` after each iteration; `close` and
-    `check_last_save` at the end.
+    `check_last_save` at the end. Iterations in a block of `iteration` are measured: what they lose
+    during a save is reported as a cost of the save.
 
     A save that fails is reported, and the previous checkpoint remains the newest. Training
     continues, unless it `must_succeed` or another launch has taken over the directory: then `save`
@@ -108,6 +111,9 @@ class RunSaver:
         self._copier: Copier | None = None
         self._local_saver: TierSaver | None = None
         self._preparation: Future[object] | None = None
+
+        self._times = IterationTimes()
+        self._unreported: list[SaveReport] = []  # ended during iterations that still run on a GPU
 
         # Ownership of the run's directory and of the one on the nodes.
         self._generation: Generation | None = None
@@ -264,7 +270,7 @@ class RunSaver:
         # The copy of an earlier checkpoint may continue: it reads files, not tensors.
         if self._saver is not None:
             # Only this rank may have reached this point: copies end at different times.
-            self._report(self._saver.finish(), on_all_ranks=False)
+            self._report(self._take_unreported() + self._saver.finish(), on_all_ranks=False)
         if _has_failed(self._copied_report):
             # A checkpoint was not copied because the local save of it failed: save directly.
             root = self._generation.root
@@ -351,10 +357,20 @@ class RunSaver:
 
     def _finish_saves(self) -> list[SaveReport]:
         """Wait for all saves in progress, and return their reports."""
-        reports = []
+        reports = self._take_unreported()
         for thread in self._threads:
             reports += thread.finish()
         return reports
+
+    def _take_unreported(self) -> list[SaveReport]:
+        reports = self._unreported
+        self._unreported = []
+        return reports
+
+    def iteration(self) -> AbstractContextManager[None]:
+        """Return a context manager that measures the iteration in its block."""
+        in_progress = [thread.in_progress for thread in self._threads if thread.busy]
+        return self._times.measure(in_progress[0] if in_progress else None)
 
     def before_update(self) -> None:
         """Wait until the tensors of a save in progress may change."""
@@ -362,9 +378,14 @@ class RunSaver:
             self._saver.wait_staged()
 
     def after_iteration(self) -> None:
-        """Report the saves that have ended."""
+        """Report the saves that have ended, once the cost of all their iterations is known."""
         for thread in self._threads:
-            self._report(thread.poll(), on_all_ranks=False)
+            self._unreported += thread.poll()
+        measured: list[SaveReport] = []
+        for save in self._take_unreported():
+            is_measured = self._times.is_measured(save)
+            (measured if is_measured else self._unreported).append(save)
+        self._report(measured, on_all_ranks=False)
 
     def finish(self) -> None:
         """Wait for the saves in progress, and report them."""
@@ -492,6 +513,7 @@ class RunSaver:
         together.
         """
         for report in reports:
+            self._times.charge(report)
             is_local = self._tier is not None and report.directory.parent == self._tier.root
             if report.error is None:
                 self._report_success(report, is_local)
@@ -527,9 +549,10 @@ class RunSaver:
             self._last_failure = None
         self._on_saved(report, is_local)
         # Log the save, then the messages of the removals that followed it.
-        milliseconds = (
-            f"{report.total * 1e3:.0f} ms (training blocked {report.blocking * 1e3:.0f} ms)"
-        )
+        lost = f"training lost {report.blocking * 1e3:.0f} ms"
+        if report.end_wait:
+            lost += f", of which {report.end_wait * 1e3:.0f} ms waiting for the end of the save"
+        milliseconds = f"{report.total * 1e3:.0f} ms ({lost})"
         speed = f"{report.total_bytes / 1e9:.3f} GB at {report.gb_per_second:.2f} GB/s"
         logger.info(f"saved {report.directory} in {milliseconds}: {speed}")
         if report.exported is not None:

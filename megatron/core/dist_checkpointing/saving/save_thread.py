@@ -48,9 +48,11 @@ _LONGEST_WAIT_ALONE = 60.0  # seconds for other ranks, which may be lost, at exi
 class SaveReport:
     """Result and times of a save on this rank.
 
-    Times are in seconds: `blocking` is how long the training thread waited, the others overlap with
-    training. `bytes` counts this rank's bytes, `total_bytes` those of all ranks. `error` is None
-    for a committed checkpoint, whose `warning` describes its missing parts. `superseded` is set if
+    Times are in seconds. `blocking` is the training time that the save cost: in the call, in
+    `wait_staged` before an update, in waits for the end of the save, and as `slowdown` of the
+    iterations during the save, if these are measured. The other times overlap with training.
+    `bytes` counts this rank's bytes, `total_bytes` those of all ranks. `error` is None for a
+    committed checkpoint, whose `warning` describes its missing parts. `superseded` is set if
     another launch has taken over the directory. `exported` is the export of this save on rank 0, if
     it was committed.
     """
@@ -62,11 +64,18 @@ class SaveReport:
     exported: Path | None = None
     bytes: int = 0
     total_bytes: int = 0
-    blocking: float = 0.0
+    call_wait: float = 0.0
+    update_wait: float = 0.0
+    end_wait: float = 0.0
+    slowdown: float = 0.0
     staging: float = 0.0
     writing: float = 0.0
     commit: float = 0.0
     total: float = 0.0
+
+    @property
+    def blocking(self) -> float:
+        return self.call_wait + self.update_wait + self.end_wait + self.slowdown
 
     @property
     def gb_per_second(self) -> float:
@@ -146,7 +155,7 @@ class SaveHandle:
             # CUDA events around the wait of the training stream for the copies
             begin, end = self.device_wait
             end.synchronize()
-            report.blocking += begin.elapsed_time(end) / 1e3
+            report.update_wait += begin.elapsed_time(end) / 1e3
         return report
 
 
@@ -180,7 +189,14 @@ class SaveThread:
     @property
     def busy(self) -> bool:
         """Return whether a save is in progress on this rank; the next one would wait for it."""
-        return self._current is not None and not self._current.done()
+        return self.in_progress is not None
+
+    @property
+    def in_progress(self) -> SaveReport | None:
+        """The report of the save in progress on this rank, if there is one."""
+        if self._current is None or self._current.done():
+            return None
+        return self._current.report
 
     def poll(self) -> list[SaveReport]:
         """Return reports of saves that ended since the last call, in order. Never blocks."""
@@ -219,12 +235,12 @@ class SaveThread:
             self.close()
 
     def _wait_for_current(self) -> None:
-        """Wait for the save in progress, if any; the wait counts as blocking time of that save."""
+        """Wait for the save in progress, if any; the wait is a cost of that save."""
         if self._current is not None:
             if not self._current.done():
                 began = time.perf_counter()
                 report = self._current.wait()
-                report.blocking += time.perf_counter() - began
+                report.end_wait += time.perf_counter() - began
             self._reports.append(self._current.end())
             self._current = None
 

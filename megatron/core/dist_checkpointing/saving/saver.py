@@ -176,7 +176,7 @@ class AsyncSaver(SaveThread):
         finally:
             # Phases 2 to 4, in the background
             self._run_in_background(current, self._stage, self._write, self._commit)
-        current.report.blocking = current.elapsed()
+        current.report.call_wait = current.elapsed()
         return current
 
     def wait_staged(self) -> None:
@@ -192,7 +192,7 @@ class AsyncSaver(SaveThread):
         if not transfer.on_device:
             begin = time.perf_counter()
             transfer.before_change()
-            current.report.blocking += time.perf_counter() - begin
+            current.report.update_wait += time.perf_counter() - begin
         elif current.device_wait is None:
             events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             events[0].record()

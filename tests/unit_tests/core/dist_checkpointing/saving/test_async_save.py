@@ -99,12 +99,13 @@ def test_waiting_for_a_save_counts_as_blocking_time(tmp_path, monkeypatch):
     training = Training(0)
     report = save(training.state(), tmp_path / "sync", common={})
     assert report.blocking >= report.writing > report.staging
+    assert report.end_wait > report.call_wait
     with AsyncSaver() as saver:
         handle = saver.save(training.state(), tmp_path / "async", common={})
         while not handle.done():
             time.sleep(0.01)
         (report,) = saver.finish()
-        assert report.blocking < report.writing
+        assert report.blocking < report.writing and report.end_wait == 0.0
         saver.save(training.state(), tmp_path / "finished", common={})
         (report,) = saver.finish()
         assert report.blocking >= report.writing

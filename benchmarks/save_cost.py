@@ -1,0 +1,93 @@
+"""Training time that an asynchronous save costs, in one run of pretrain_gpt.py.
+
+    python benchmarks/save_cost.py --save DIR FLAGS OF pretrain_gpt.py
+
+After 30 iterations to warm up, 4 windows of 15 iterations that begin with a save take turns with 4
+windows without one. The cost of a save is the difference of the times of both, divided by the
+number of saves; each must end within its window. The last line of the output is a JSON object with
+this cost and the one that the run has logged, both in ms, the bytes of a save and their throughput.
+"""
+
+import itertools
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from megatron.training.config.parsing import parse_args  # noqa: E402
+from megatron.training.reporting.intervals import Interval  # noqa: E402
+from megatron.training.training import pretrain  # noqa: E402
+from pretrain_gpt import datasets_provider, forward_step, model_provider  # noqa: E402
+
+WINDOW = 15
+WARM_UP = 2 * WINDOW
+PAIRS = 4
+TOTAL = WARM_UP + 2 * WINDOW * PAIRS
+
+
+class Saves:
+    """Writer that keeps the metrics of each save."""
+
+    def __init__(self) -> None:
+        self.metrics: list[dict[str, float]] = []
+
+    def interval(self, interval: Interval) -> None:
+        """Ignore losses."""
+
+    def scalars(self, values: dict[str, float], iteration: int, samples: int | None = None) -> None:
+        if "save-blocking-time" in values and iteration < TOTAL:
+            self.metrics.append(values)
+
+    def close(self) -> None:
+        """Keep the metrics."""
+
+
+def main() -> None:
+    flags = ["--async-save", "--keep-last-n", "1", "--save-interval", str(2 * WINDOW)]
+    config = parse_args([*sys.argv[1:], "--train-iters", str(TOTAL), *flags], 1)
+    iteration = 0
+    times = []  # at the ends of windows, before the save that follows
+
+    def after_iteration() -> None:
+        nonlocal iteration
+        iteration += 1
+        if iteration >= WARM_UP and iteration % WINDOW == 0:
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
+            times.append(time.perf_counter())
+
+    saves = Saves()
+    pretrain(
+        config,
+        model_provider,
+        datasets_provider,
+        forward_step,
+        writers=[saves],
+        on_iteration=after_iteration,
+    )
+    windows = [end - begin for begin, end in itertools.pairwise(times)]
+    with_saves = sum(windows[::2])
+    plain = sum(windows[1::2])
+    metrics = saves.metrics
+    result = {
+        "iteration_ms": plain / (PAIRS * WINDOW) * 1e3,
+        "iteration_with_saves_ms": with_saves / (PAIRS * WINDOW) * 1e3,
+        "num_saves": len(metrics),
+        "cost_ms": (with_saves - plain) / PAIRS * 1e3,
+        "logged_ms": statistics.mean(row["save-blocking-time"] for row in metrics) * 1e3,
+        "waited_ms": statistics.mean(row["save-end-wait-time"] for row in metrics) * 1e3,
+        "gigabytes": metrics[0]["save-gigabytes"],
+        "gigabytes_per_second": statistics.mean(
+            row["save-gigabytes-per-second"] for row in metrics
+        ),
+    }
+    print(json.dumps({name: round(value, 3) for name, value in result.items()}))
+
+
+if __name__ == "__main__":
+    main()
