@@ -160,7 +160,7 @@ class HuggingFaceSource:
         self.args["foreign_mixers"] = mixers
         config = model_config(self.args, self.args["vocab_size"], self.description)
         if block is not None:
-            files = dequantize(files, block, config.params_dtype)
+            files = dequantize(files, block, config.params_dtype, directory)
         zero_biases = family.list_unbiased_parts(hf)
         self._weights = StoredWeights(directory, files, family, config, zero_biases)
         self.unused = self._weights.find_unused()

@@ -118,11 +118,12 @@ def quantize(matrix: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tenso
 
 
 def dequantize(
-    tensors: Mapping[str, Stored], block: Sequence[int], dtype: torch.dtype
+    tensors: Mapping[str, Stored], block: Sequence[int], dtype: torch.dtype, directory: Path
 ) -> dict[str, Stored]:
     """Return `tensors` with matrices in `dtype` instead of 8-bit matrices and their scales.
 
-    Raises ValueError for scales without a matrix, or of the wrong shape.
+    Raises ValueError for scales without a matrix, or of the wrong shape. A read raises it for
+    scales that are not positive numbers; `directory` is named in that error.
     """
     result = {name: tensor for name, tensor in tensors.items() if not name.endswith(SCALES)}
     for name, scales in tensors.items():
@@ -131,8 +132,29 @@ def dequantize(
         matrix = name.removesuffix(SCALES)
         if matrix not in result:
             raise ValueError(f"the weights have scales {name}, but not their matrix {matrix}")
-        result[matrix] = _scale_blocks(matrix, tensors[matrix], scales, block, dtype)
+        checked = _check_scales(f"{directory}: {name}", scales)
+        result[matrix] = _scale_blocks(matrix, tensors[matrix], checked, block, dtype)
     return result
+
+
+def _check_scales(description: str, scales: Stored) -> Stored:
+    """Return scales whose reads raise ValueError for values that are not positive numbers."""
+
+    def read(offset: Shape, shape: Shape) -> torch.Tensor:
+        values = scales.read(offset, shape)
+        is_valid = torch.isfinite(values) & (values > 0)
+        if not is_valid.all():
+            first = (~is_valid).nonzero()[0]
+            index = (first + torch.tensor(offset)).tolist()
+            raise ValueError(
+                f"{description}{index} is {values[tuple(first)].item()}, but scales are positive "
+                "numbers: all weights of this block would be wrong. The file is damaged, or was "
+                "written from weights that had diverged: download the file that contains it "
+                "again, or convert the unquantized original of the model"
+            )
+        return values
+
+    return Stored(scales.shape, scales.dtype, read)
 
 
 def _scale_blocks(

@@ -1,6 +1,8 @@
 """Imports of directories as found on the hub, and of directories that must be refused."""
 
 import json
+import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -485,6 +487,21 @@ def test_other_matrices_with_block_scales_are_refused(dtype: torch.dtype, llama:
     edit_config(llama, quantization_config={"quant_method": "fp8", "weight_block_size": [16, 16]})
     with pytest.raises(ValueError, match=rf"{name} has scales .* and dtype {dtype}"):
         HuggingFaceSource(llama)
+
+
+@pytest.mark.parametrize("scale", [math.nan, math.inf, -math.inf, 0.0, -0.5])
+def test_scales_that_are_not_positive_numbers_are_refused(scale: float, llama: Path) -> None:
+    """NaN and zero would pass for weights, and a loss of NaN would not name the file."""
+    name = "model.layers.1.mlp.up_proj.weight"
+    scales = torch.ones(3, 2)
+    scales[2, 1] = scale
+    matrix = torch.ones(48, 32).to(torch.float8_e4m3fn)
+    edit_weights(llama, **{name: matrix, f"{name}_scale_inv": scales})
+    edit_config(llama, quantization_config={"quant_method": "fp8", "weight_block_size": [16, 16]})
+    source = HuggingFaceSource(llama)
+    reason = re.escape(f"{llama}: {name}_scale_inv[2, 1] is {scale}, ")
+    with pytest.raises(ValueError, match=f"{reason}.* download the file that contains it again"):
+        read_whole(source, "decoder.layers.1.mlp.linear_fc1.weight")
 
 
 @pytest.mark.parametrize("name", ["hf_quant_config.json", "quantize_config.json"])
