@@ -2,43 +2,42 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
-from megatron.commands.conversion_options import make_read_options, make_write_options
+from megatron.commands.conversion_options import ConvertOptions
 from megatron.conversion.convert import ConversionReport, convert
+from megatron.conversion.options import ReadOptions, WriteOptions
 from megatron.core.progress import ProgressBar
 from megatron.core.safe_files.reading import allow_links
 
 
 def run(
-    args: argparse.Namespace,
-    model_args: dict[str, Any],
+    options: ConvertOptions,
+    read_options: ReadOptions,
+    write_options: WriteOptions,
     note: Callable[[str], None] = lambda text: None,
 ) -> ConversionReport:
     """Convert as the command line specifies."""
-    if args.follow_links:
+    assert options.load_dir is not None and options.save_dir is not None
+    assert options.saver is not None
+    if read_options.follow_links:
         allow_links()
-    options = make_write_options(args, not args.no_optim, note)
-    options = dataclasses.replace(options, average=args.weights == "ema")
-    read_options = make_read_options(args, model_args, optimizer=not args.no_optim)
     # Everything is checked before the first tensor is read.
-    with ProgressBar(f"-> {args.saver}") as progress:
+    with ProgressBar(f"-> {options.saver}") as progress:
         report = convert(
-            args.load_dir,
-            args.save_dir,
-            args.saver,
-            loader=args.loader,
-            step=args.ckpt_step,
+            options.load_dir,
+            options.save_dir,
+            options.saver,
+            loader=options.loader,
+            step=options.ckpt_step,
             read_options=read_options,
-            options=options,
-            overwrite=args.overwrite,
-            verify=args.verify_target,
+            options=dataclasses.replace(write_options, note=note),
+            overwrite=options.overwrite,
+            verify=options.verify_target,
             progress=progress.add,
             starting=progress.restart,
         )
-    if report.unused and not args.keep_foreign:
+    if report.unused and not read_options.keep_foreign and write_options.foreign is None:
         note("unused tensors are copied with --keep-foreign")
     return report

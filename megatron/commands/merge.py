@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from megatron.commands.conversion_options import make_read_options, make_write_options
+from megatron.commands.conversion_options import MergeOptions
 from megatron.conversion.convert import ConversionReport, write_checkpoint
 from megatron.conversion.merge import (
     MergedSource,
@@ -21,15 +19,16 @@ from megatron.conversion.merge import (
     parse_input,
     resolve_weights,
 )
-from megatron.conversion.model_space.views import AveragedWeights
+from megatron.conversion.model_space.views import AveragedWeights, get_dtype
 from megatron.conversion.opening import open_found, require_checkpoint
+from megatron.conversion.options import ReadOptions, WriteOptions
 from megatron.core.object_path import path_of
 from megatron.core.progress import ProgressBar
 from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS, average_key
 from megatron.core.safe_files.reading import allow_links
 
 
-def choose_inputs(args: argparse.Namespace) -> tuple[list[Path], list[float]]:
+def choose_inputs(args: MergeOptions) -> tuple[list[Path], list[float]]:
     """Return the paths of the checkpoints to merge and their weights."""
     inputs = [parse_input(text) for text in args.input]
 
@@ -89,15 +88,14 @@ def explain_removals(paths: Sequence[Path]) -> Iterator[None]:
 
 
 def run(
-    args: argparse.Namespace,
-    model_args: dict[str, Any],
+    args: MergeOptions,
+    read_options: ReadOptions,
+    write_options: WriteOptions,
     note: Callable[[str], None] = lambda text: None,
 ) -> ConversionReport:
-    """Merge as the command line specifies.
-
-    `model_args` are the model's arguments on the command line, `note` receives notes for the user.
-    """
-    if args.follow_links:
+    """Merge as the command line specifies. `note` receives notes for the user."""
+    assert args.save_dir is not None
+    if read_options.follow_links:
         allow_links()
 
     # Choose the inputs.
@@ -106,8 +104,8 @@ def run(
     for path, weight in zip(paths, weights, strict=True):
         note(f"{weight:.6g} x {path}")
 
-    # Open the inputs. Their main parameters are part of the optimizer state.
-    read_options = make_read_options(args, model_args, optimizer=not args.no_optim)
+    # Open the inputs. Their main parameters are part of the optimizer state, which is read even if
+    # the result has none.
     # Only paths that a search has found are known to have existed.
     existing = [] if args.average_last is None else paths
     with explain_removals(existing):
@@ -116,9 +114,10 @@ def run(
 
     # Merge them, which evaluates one tensor at a time while the target is written.
     saver = args.saver or checkpoints[base].format
-    options = make_write_options(args, True, note)
-    dtype = options.dtype
-    if args.weights == "ema":
+    # A sum of averages has no averages.
+    options = dataclasses.replace(write_options, optimizer=True, weights="model", note=note)
+    dtype = get_dtype(options.dtype)
+    if write_options.weights == "ema":
         # The averages are fp32, and their sum is rounded once.
         dtype = dtype or sources[base].tensors[WORD_EMBEDDINGS].dtype
         sources = [AveragedWeights(source, torch.float32) for source in sources]
@@ -141,7 +140,7 @@ def run(
             progress=progress.add,
             starting=progress.restart,
         )
-    if report.unused and not args.keep_foreign:
+    if report.unused and not read_options.keep_foreign and options.foreign is None:
         note("unused tensors are merged with --keep-foreign")
     if options.foreign is not None:  # copied from another checkpoint
         return report

@@ -36,7 +36,7 @@ from megatron.conversion.model_space.optimizer_states import (
     optimizer_states,
 )
 from megatron.conversion.model_space.pieces import is_bitwise_equal
-from megatron.conversion.model_space.views import AveragedWeights, SourceView
+from megatron.conversion.model_space.views import AveragedWeights, SourceView, get_dtype
 from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import ReadOptions, WriteOptions
 from megatron.conversion.output_directory import exclusive_output_dir, pending_name
@@ -229,12 +229,12 @@ def write_checkpoint(
         optim_sidecar=options.optim_sidecar and source.training is not None,
     )
     if options.foreign is not None:
-        kept = ReadOptions(keep_foreign=True, optimizer=False)
+        kept = ReadOptions(keep_foreign=True, no_optim=True)
         original = open_checkpoint(options.foreign, read_options=kept)
         source = WithForeignTensors(source, original)
     notes = []
-    if options.average:
-        source = AveragedWeights(source, options.dtype)
+    if options.weights == "ema":
+        source = AveragedWeights(source, get_dtype(options.dtype))
     elif saver != "torch_dist" and average_key(WORD_EMBEDDINGS) in source.tensors:
         notes.append("average of the weights (ema.*): give --weights ema to write it as weights")
     changed = CastSource(apply_edits(source, options), options)
@@ -263,8 +263,8 @@ def write_checkpoint(
             # Universal files of a source without optimizer state contain zeros.
             has_optimizer = bool(optimizer_states(changed.tensors))
             written = ReadOptions(
-                optimizer=has_optimizer,
-                ignored_fields=tuple(list_foreign_fields(changed.args)),
+                no_optim=not has_optimizer,
+                ignored_fields=list_foreign_fields(changed.args),
                 keep_foreign=bool(foreign),
             )
             target = open_checkpoint(directory, read_options=written)
@@ -329,13 +329,14 @@ class CastSource(SourceView):
 
     def __init__(self, source: Source, options: WriteOptions) -> None:
         super().__init__(source)
-        if options.dtype is not None:
-            self.cast_weights(options.dtype)
-            self.args["bf16"] = options.dtype == torch.bfloat16
-            self.args["fp16"] = options.dtype == torch.float16
-            self.args["params_dtype"] = options.dtype
-        if options.transformer_impl is not None:
-            self.args["transformer_impl"] = options.transformer_impl
+        dtype = get_dtype(options.dtype)
+        if dtype is not None:
+            self.cast_weights(dtype)
+            self.args["bf16"] = dtype == torch.bfloat16
+            self.args["fp16"] = dtype == torch.float16
+            self.args["params_dtype"] = dtype
+        if options.target_transformer_impl is not None:
+            self.args["transformer_impl"] = options.target_transformer_impl
         if not options.optimizer:
             self.drop_optimizer()
 

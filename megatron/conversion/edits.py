@@ -19,7 +19,7 @@ from megatron.conversion.model_space.model import (
     read_vocabulary_rows,
 )
 from megatron.conversion.model_space.optimizer_states import full_precision_key, optimizer_states
-from megatron.conversion.model_space.views import SourceView
+from megatron.conversion.model_space.views import SourceView, get_dtype
 from megatron.conversion.options import EditOptions, WriteOptions
 from megatron.core.dist_checkpointing.mapping import Box, Shape, TensorInfo, cut_rows
 from megatron.core.distributed.param_and_grad_buffer import ParamSpec
@@ -52,8 +52,8 @@ def apply_edits(source: Source, options: WriteOptions) -> Source:
         _refuse_foreign(edits)
     if not source.args.get("mtp_num_layers"):
         source = leave_out_prediction_layers(source, options)
-    if edits.vocab_size is not None:
-        source = ResizedVocabulary(source, edits.vocab_size, edits.new_rows, options)
+    if edits.target_vocab_size is not None:
+        source = ResizedVocabulary(source, edits.target_vocab_size, edits.new_rows, options)
     if edits.adapters:
         source = merge_adapters(source, edits.adapters, options)
     if edits.layers is not None:
@@ -346,6 +346,7 @@ class UpcycledExperts(SourceView):
         self._scale = _compute_expert_scale(config)
         self._parameters = {spec.name: spec for spec in model_parameters(config)}
         self._dense_keys: dict[str, str] = {}  # new key -> key of the dense model
+        cast = get_dtype(options.dtype)
         self.tensors = {}
         for key, spec in self._parameters.items():
             dense_key = self._find_dense_key(spec)
@@ -356,8 +357,8 @@ class UpcycledExperts(SourceView):
                 dtype = source.tensors[WORD_EMBEDDINGS].dtype
             if not is_trained(key):
                 dtype = torch.float32
-            elif options.dtype is not None:
-                dtype = options.dtype
+            elif cast is not None:
+                dtype = cast
             self.tensors[key] = TensorInfo(spec.shape, dtype)
 
         if optimizer_states(source.tensors):

@@ -27,7 +27,7 @@ from megatron.conversion.model_space.model import (
     model_tensors,
 )
 from megatron.conversion.model_space.optimizer_states import full_precision_key, optimizer_states
-from megatron.conversion.model_space.views import SourceView
+from megatron.conversion.model_space.views import SourceView, get_dtype
 from megatron.conversion.options import WriteOptions
 from megatron.core.dist_checkpointing.mapping import Shape
 from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS, average_key, foreign_name, is_foreign
@@ -40,7 +40,7 @@ def merge_adapters(source: Source, directories: Sequence[Path], options: WriteOp
         options.note("optimizer state: dropped, since it belongs to the weights before the merge")
     if average_key(WORD_EMBEDDINGS) in source.tensors:
         options.note("average of the weights (ema.*): dropped, like the optimizer state")
-    source = PlainWeights(source, options.dtype)
+    source = PlainWeights(source, get_dtype(options.dtype))
     for directory in directories:
         family = _choose_family(source)
         adapter = LoraAdapter(directory, family)

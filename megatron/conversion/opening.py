@@ -34,7 +34,7 @@ def open_checkpoint(
 def open_found(checkpoint_ref: CheckpointRef, read_options: ReadOptions | None = None) -> Source:
     """Open a checkpoint that was already found, possibly by another process."""
     read_options = read_options or ReadOptions()
-    if read_options.verify:
+    if read_options.verify_source:
         require_checksums(checkpoint_ref)
     if read_options.renames and checkpoint_ref.format not in _RENAMING_READERS:
         raise ValueError(
@@ -66,7 +66,9 @@ def open_for_run(
     """Open a checkpoint for a run (see `run_checkpoint.formats.open_in_any_form`)."""
     return open_found(
         checkpoint_ref,
-        ReadOptions(optimizer=optimizer, verify=verify, waits_for_shards=waits_for_shards),
+        ReadOptions(
+            no_optim=not optimizer, verify_source=verify, waits_for_shards=waits_for_shards
+        ),
     )
 
 

@@ -1,4 +1,4 @@
-"""Options of reading, editing and writing a checkpoint: values, and parsers of their words.
+"""Options of reading, editing and writing a checkpoint: their values, flags and parsers.
 
 This module does not import torch, because tools parse these options before they import it.
 """
@@ -6,13 +6,13 @@ This module does not import torch, because tools parse these options before they
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-if TYPE_CHECKING:
-    import torch
+from megatron.core.flags import CHANGED, FlagSection, flag
+from megatron.core.object_path import path_of
 
 FORMAT_NAMES = ("torch_dist", "legacy", "hf", "universal")
 UNIVERSAL_STYLES = ("pipeline", "bigscience", "no-pipeline")  # of parameter names
@@ -24,107 +24,6 @@ QUANTIZATIONS = ("fp8-block",)  # of the weights of a Hugging Face model
 _T = TypeVar("_T")
 
 _MAX_LAYERS = 10_000
-
-
-@dataclass(frozen=True)
-class EditOptions:
-    """Changes of the model between reading and writing. None leaves the model unchanged."""
-
-    layers: tuple[int, ...] | None = None
-    """Number in the source of each layer of the result."""
-    vocab_size: int | None = None
-    """Number of rows of the word embedding and the output layer."""
-    new_rows: str = "mean"
-    """Values of rows that are added."""
-    experts: int | None = None
-    """Number of copies of each dense MLP that become experts."""
-    topk: int | None = None
-    """Experts per token. Default: as in the arguments, else 2."""
-    adapters: tuple[Path, ...] = ()
-    """Directories of LoRA adapters of PEFT to merge, in order."""
-
-
-@dataclass(frozen=True)
-class ReadOptions:
-    """Read options: facts missing from the files, and the parts to read."""
-
-    args: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments under Megatron-LM's names. They override those in the files."""
-    ignored_fields: tuple[str, ...] = ()
-    """Fields of config.json that are known to be harmless."""
-    qkv_layout: str | None = None
-    """Layout of QKV rows in a universal checkpoint: "groups" (for each query group its queries, key
-    and value) or "tp-blocks" (Megatron-DeepSpeed since December 2024: for each tensor-parallel rank
-    all queries, keys and values). Default: the layout that the arguments imply.
-    """
-    optimizer: bool = True
-    """Read the optimizer state."""
-    verify: bool | None = None
-    """Whether to compare blocks that are read with checksums.bin. None: if the checkpoint contains
-    it; True: it is required; False: never.
-    """
-    waits_for_shards: bool = False
-    """Wait for shards of a torch_dist checkpoint that a network file system does not show yet:
-    another rank has seen all of them.
-    """
-    renames: tuple[Rename, ...] = ()
-    """New names of tensors in the files of a Hugging Face or torch_dist source."""
-    keep_foreign: bool = False
-    """Read tensors that the model does not have, to copy them byte for byte."""
-    foreign_splits: tuple[ForeignSplit, ...] = ()
-    """Axes that tensor-parallel ranks of a legacy source split such tensors over. Others are equal
-    on all ranks.
-    """
-
-
-@dataclass(frozen=True)
-class WriteOptions:
-    """Write options. None keeps the value of the source."""
-
-    tensor_parallel: int | None = None
-    pipeline_parallel: int | None = None
-    virtual_pipeline_parallel: int | None = None
-    expert_parallel: int | None = None
-    expert_tensor_parallel: int | None = None
-    dtype: torch.dtype | None = None
-    """Dtype of the weights."""
-    quantization: str | None = None
-    """Quantization of the matrices of linear layers in a Hugging Face model: "fp8-block"."""
-    optimizer: bool = True
-    """Write the optimizer state."""
-    average: bool = False
-    """Write the average of the weights (--ema-decay) as the weights, without optimizer state."""
-    vocab_size: int | None = None
-    """Number of embedding rows to keep."""
-    tokenizer: Path | None = None
-    """A tokenizer directory or SentencePiece model. Default: the tokenizer named in the arguments.
-    """
-    max_shard_size: int = 5 * 10**9
-    """Maximum size of a Hugging Face weight file in bytes."""
-    optim_sidecar: bool = False
-    """Store the optimizer state next to the Hugging Face model."""
-    workers: int = 1
-    """Number of files written at once."""
-    universal_style: str | None = None
-    """Style of parameter names: pipeline, bigscience or no-pipeline. Default: bigscience for models
-    like BLOOM, pipeline for others.
-    """
-    qkv_blocks: bool = False
-    """Write QKV rows in the "tp-blocks" layout for the target's tensor-parallel size."""
-    transformer_impl: str | None = None
-    """Implementation of Megatron-LM's modules that legacy files are for."""
-    stacked_layers: bool = False
-    """Write one tensor for all layers instead of one per layer."""
-    hybrid_layers: bool = False
-    """Write the keys of HybridModel, with two layers for each."""
-    foreign: Path | None = None
-    """Checkpoint with the tensors that the model does not have, instead of the source."""
-    trusted: tuple[Path, ...] = ()
-    """Directories next to the checkpoint's own from which a tokenizer named in it may be copied."""
-    note: Callable[[str], None] = lambda text: None
-    """Receives notes for the user."""
-    edits: EditOptions = field(default_factory=EditOptions)
-    """Changes of the model."""
 
 
 def parse_layers(text: str) -> tuple[int, ...]:
@@ -201,6 +100,169 @@ def parse_rename(text: str) -> Rename:
     return Rename(old, new)
 
 
+def parse_size(text: str | int) -> int:
+    """Return the bytes of "5GB", "300MB", "2GiB" or a plain number; units as in `transformers`."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) *(?:([KMGT])(I?))?B?", str(text).strip().upper())
+    size = 0
+    if match is not None:
+        amount, unit, binary = match.groups()
+        base = 1024 if binary else 1000
+        exponent = " KMGT".index(unit or " ")
+        size = int(float(amount) * base**exponent)
+    if size <= 0:
+        raise ValueError(
+            f"{text!r} is not a size: use a number with KB, MB, GB, KiB, MiB or GiB, e.g. 5GB"
+        )
+    return size
+
+
+def _target_flag(*names: str, savers: tuple[str, ...], **checks: Any) -> Any:
+    """Return an optional flag that only files of the formats `savers` depend on."""
+    return flag(None, *names, when={"saver": savers}, **checks)
+
+
+def _target_switch(*names: str, savers: tuple[str, ...]) -> Any:
+    return flag(False, *names, when={"saver": savers})
+
+
+@dataclass(frozen=True)
+class ReadOptions(FlagSection):
+    """Facts missing from the files, and the parts to read."""
+
+    args: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments under Megatron-LM's names. They override those in the files."""
+    ignored_fields: list[str] = flag((), "--hf-ignore-fields")
+    """Fields of config.json to ignore because they do not change the model."""
+    qkv_layout: str | None = flag(None, "--universal-qkv-layout", choices=QKV_LAYOUTS)
+    """QKV layout of a universal checkpoint: groups (for each query group its queries, key and
+    value) or tp-blocks (Megatron-DeepSpeed since December 2024: for each tensor-parallel rank all
+    queries, keys and values). Default: as its arguments imply.
+    """
+    no_optim: bool = flag(False)
+    """Leave the optimizer state out, and merge the weights even if there are main parameters."""
+    verify_source: bool | None = flag(None)
+    """Require the source's checksums (checksums.bin), and compare the blocks that are read with
+    them. Default: compare them if the source has any; --no-verify-source: never.
+    """
+    waits_for_shards: bool = False
+    """Wait for shards of a torch_dist checkpoint that a network file system does not show yet:
+    another rank has seen all of them.
+    """
+    renames: list[Rename] = flag((), "--rename", parse=parse_rename)
+    """New names OLD=NEW for tensors in the files of an hf or torch_dist source; one * in OLD and in
+    NEW matches any text, e.g. language_model.*=*
+    """
+    keep_foreign: bool | Path = flag(False, parse=path_of)
+    """Keep tensors that the model does not have, under their names: convert.py copies them byte for
+    byte, merge.py merges them like weights. With a path, those of this checkpoint, which the source
+    was trained from, are copied. Default: list them as unused and leave them out.
+    """
+    foreign_splits: list[ForeignSplit] = flag((), "--foreign-split", parse=parse_foreign_split)
+    """Axis NAME=AXIS that tensor-parallel ranks of a legacy source split a foreign tensor over; one
+    * in NAME matches any text. Default: all ranks have the same tensor.
+    """
+    follow_links: bool = flag(False)
+    """Follow links that leave a source's directory."""
+
+    def find_problems(self) -> Iterator[str]:
+        if self.foreign_splits and self.keep_foreign is not True:
+            yield "--foreign-split requires --keep-foreign without a path"
+
+
+@dataclass(frozen=True)
+class EditOptions(FlagSection):
+    """Changes of the model between reading and writing."""
+
+    adapters: list[Path] = flag((), "--lora", parse=path_of)
+    """Directories of LoRA adapters of PEFT to merge, one after the other, as merge_and_unload()
+    does.
+    """
+    layers: tuple[int, ...] | None = flag(None, parse=parse_layers)
+    """Layers of the source that the result consists of, in order, e.g. 0-11,6-17"""
+    target_vocab_size: int | None = flag(None, at_least=1)
+    """Grow the vocabulary to N rows, or remove rows that no token uses."""
+    new_rows: str = flag("mean", choices=NEW_ROWS)
+    """Values of new rows of the vocabulary: the mean of the existing rows, the initial values of
+    training, or zero.
+    """
+    experts: int | None = flag(None, "--upcycle-experts", at_least=1)
+    """Make N experts in each layer of a dense model, copies of its MLP."""
+    topk: int | None = flag(None, at_least=1, requires={"experts": CHANGED})
+    """For --upcycle-experts: experts per token. Default: --moe-router-topk, or 2."""
+
+
+@dataclass(frozen=True)
+class WriteOptions(FlagSection):
+    """Properties of the result that differ from the source."""
+
+    tensor_parallel: int | None = _target_flag(
+        "--target-tensor-parallel-size", at_least=1, savers=("legacy", "universal")
+    )
+    """Tensor-parallel size of the target."""
+    pipeline_parallel: int | None = _target_flag(
+        "--target-pipeline-parallel-size", at_least=1, savers=("legacy",)
+    )
+    """Pipeline-parallel size of the target."""
+    virtual_pipeline_parallel: int | None = _target_flag(
+        "--target-virtual-pipeline-parallel-size", at_least=1, savers=("legacy",)
+    )
+    """Model chunks per stage."""
+    expert_parallel: int | None = _target_flag(
+        "--target-expert-model-parallel-size", at_least=1, savers=("legacy",)
+    )
+    """Expert-parallel size of the target."""
+    expert_tensor_parallel: int | None = _target_flag(
+        "--target-expert-tensor-parallel-size", at_least=1, savers=("legacy",)
+    )
+    """Expert-tensor-parallel size of the target."""
+    dtype: str | None = flag(None, choices=tuple(DTYPES))
+    """Dtype of the weights."""
+    quantization: str | None = _target_flag("--quantize", choices=QUANTIZATIONS, savers=("hf",))
+    """Store the matrices of linear layers in fp8 with a scale per block of 128 x 128, as
+    DeepSeek-V3 does; other weights keep their dtype.
+    """
+    optimizer: bool = True
+    """Write the optimizer state."""
+    weights: str = flag("model", choices=("model", "ema"))
+    """Weights to write: the model's, or their average (--ema-decay of training), without optimizer
+    state.
+    """
+    true_vocab_size: int | None = _target_flag(at_least=1, savers=("hf", "universal"))
+    """Number of tokens to keep: rows of the embedding."""
+    tokenizer: Path | None = _target_flag(savers=("hf",))
+    """A tokenizer directory or SentencePiece model to store next to the model. Default: the
+    tokenizer named in the arguments.
+    """
+    max_shard_size: int = flag(5 * 10**9, parse=parse_size, when={"saver": ("hf",)})
+    """Maximum size of a weight file, e.g. 5GB."""
+    optim_sidecar: bool = _target_switch("--save-optim-sidecar", savers=("hf",))
+    """Store the optimizer state next to the model."""
+    workers: int = flag(2, at_least=1)
+    """Number of files written at once."""
+    universal_style: str | None = _target_flag(choices=UNIVERSAL_STYLES, savers=("universal",))
+    """Style of parameter names. Default: bigscience for models like BLOOM, pipeline for others."""
+    qkv_blocks: bool = _target_switch("--target-qkv-blocks", savers=("universal",))
+    """Order q, k and v as Megatron-DeepSpeed since December 2024 does at the target's TP size."""
+    target_transformer_impl: str | None = _target_flag(
+        choices=("local", "transformer_engine"), savers=("legacy", "torch_dist")
+    )
+    """Implementation of Megatron-LM's modules that the files are for. Default: as the source, else
+    transformer_engine.
+    """
+    stacked_layers: bool = _target_switch(savers=("torch_dist",))
+    """Write one tensor for all layers instead of one per layer."""
+    hybrid_layers: bool = _target_switch(savers=("torch_dist",))
+    """Write a checkpoint of Megatron-core's HybridModel, with the layer pattern *- or *E."""
+    foreign: Path | None = None
+    """Checkpoint with the tensors that the model does not have, instead of the source."""
+    trusted: tuple[Path, ...] = ()
+    """Directories next to the checkpoint's own from which a tokenizer named in it may be copied."""
+    note: Callable[[str], None] = lambda text: None
+    """Receives notes for the user."""
+    edits: EditOptions = field(default_factory=EditOptions)
+    """Changes of the model."""
+
+
 def rename_tensors(
     tensors: Mapping[str, _T], renames: Sequence[Rename], location: str
 ) -> dict[str, _T]:
@@ -228,20 +290,3 @@ def rename_tensors(
     if unused:
         raise ValueError(f"--rename {unused[0].old}={unused[0].new}: {location} has no such tensor")
     return result
-
-
-def parse_size(text: str | int) -> int:
-    """Return the bytes of "5GB", "300MB", "2GiB" or a plain number; units as in `transformers`."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) *(?:([KMGT])(I?))?B?", str(text).strip().upper())
-    size = 0
-    if match is not None:
-        amount, unit, binary = match.groups()
-        base = 1024 if binary else 1000
-        exponent = " KMGT".index(unit or " ")
-        size = int(float(amount) * base**exponent)
-    if size <= 0:
-        raise ValueError(
-            f"--max-shard-size {text!r} is not a size: use a number with KB, MB, GB, KiB, MiB or "
-            "GiB, for example 5GB"
-        )
-    return size

@@ -13,8 +13,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megatron.conversion.convert import convert
 from megatron.conversion.huggingface.directory import check_quantizable, remove_model
 from megatron.conversion.huggingface.export_plan import plan_export
@@ -22,6 +20,7 @@ from megatron.conversion.huggingface.families import choose_family
 from megatron.conversion.megatron_lm.args import read_arguments
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
 from megatron.conversion.model_space.model import Layout
+from megatron.conversion.model_space.views import get_dtype
 from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import WriteOptions
 from megatron.conversion.output_directory import pending_name
@@ -73,15 +72,13 @@ class HuggingFaceExporter:
         directory: Path,
         is_periodic: bool,
         keep_last: int | None,
-        dtype: torch.dtype | None,
-        dtype_name: str | None,
+        dtype: str | None,
         quantization: str | None,
         tokenizer_files: tuple[Path, ...],
     ) -> None:
         self._directory = directory
         self._is_periodic = is_periodic
         self._keep_last = keep_last
-        self._dtype_name = dtype_name
         self._options = WriteOptions(
             trusted=tokenizer_files, dtype=dtype, quantization=quantization
         )
@@ -123,7 +120,7 @@ class HuggingFaceExporter:
         args = read_arguments(common, "this run")
         args["model_vocab_size"] = vocab_size
         try:
-            plan = plan_export(args, self._options.trusted, dtype=self._options.dtype)
+            plan = plan_export(args, self._options.trusted, dtype=get_dtype(self._options.dtype))
         except ValueError as error:
             raise ValueError(f"--save-hf-interval: {error}") from error
         # Ranks have parts of the blocks of a quantized matrix, and cannot write to the middle of an
@@ -165,8 +162,8 @@ class HuggingFaceExporter:
         options = ""
         if self._options.quantization is not None:
             options = f" --quantize {self._options.quantization}"
-        elif self._dtype_name is not None:
-            options = f" --dtype {self._dtype_name}"
+        elif self._options.dtype is not None:
+            options = f" --dtype {self._options.dtype}"
         logger.warning(
             f"the checkpoint of iteration {iteration} was saved without its export {export}, e.g., "
             "because the run was killed in between. To make it: python tools/checkpoint/convert.py "

@@ -195,12 +195,19 @@ def _get_arms(hint: Any) -> tuple[Any, ...]:
 def describe_type(hint: Any) -> str:
     """Return a type as an error message names it, e.g. "an integer"."""
     if typing.get_origin(hint) is tuple:
+        if typing.get_args(hint)[-1] is Ellipsis:
+            return "a tuple"
         return f"{len(typing.get_args(hint))} numbers joined by commas"
     if typing.get_origin(hint) is list:
         return "a list"
     names = {int: "an integer", float: "a number", str: "a string", bool: "a boolean"}
-    arms = [arm for arm in _get_arms(hint) if arm is not types.NoneType]
-    return " or ".join(names.get(arm) or describe_type(arm) for arm in arms)
+    descriptions = []
+    for arm in _get_arms(hint):
+        if typing.get_origin(arm) is not None:
+            descriptions.append(describe_type(arm))
+        elif arm is not types.NoneType:
+            descriptions.append(names.get(arm) or f"a {arm.__name__}")
+    return " or ".join(descriptions)
 
 
 def _has_type(value: Any, hint: Any) -> bool:
@@ -213,6 +220,8 @@ def _has_type(value: Any, hint: Any) -> bool:
         return isinstance(value, list | tuple) and all(_has_type(item, item_type) for item in value)
     if typing.get_origin(hint) is tuple:
         item_types = typing.get_args(hint)
+        if item_types[-1] is Ellipsis and isinstance(value, list | tuple):
+            item_types = item_types[:1] * len(value)
         is_sequence = isinstance(value, list | tuple) and len(value) == len(item_types)
         return is_sequence and all(map(_has_type, value, item_types))
     # A bool is an int in Python, but not for a flag.

@@ -7,7 +7,6 @@ import sys
 from unittest import mock
 
 import pytest
-import torch
 
 from megatron.conversion.convert import convert
 from megatron.conversion.opening import open_checkpoint
@@ -102,7 +101,7 @@ def test_weights_are_cast(pool, tmp_path):
     """The shards of an fp32 run are cast one by one."""
     flags = f"{LLAMA} --async-save --save-hf-dtype bf16"
     launch(pool, TP2_ZERO, flags, tmp_path)
-    check_exports(tmp_path, [2, 4], WriteOptions(dtype=torch.bfloat16))
+    check_exports(tmp_path, [2, 4], WriteOptions(dtype="bf16"))
 
 
 def test_final_model_is_quantized(pool, tmp_path):

@@ -126,7 +126,7 @@ def test_legacy_sgd_resumes(pool, tmp_path, momentum):
         tmp_path / "hf",
         "hf",
         options=WriteOptions(optimizer=False),
-        read_options=ReadOptions(optimizer=False),
+        read_options=ReadOptions(no_optim=True),
     )
     weights = open_checkpoint(tmp_path / "hf").tensors
     assert weights.keys() == {key for key in whole(saved) if not key.startswith("optimizer.")}

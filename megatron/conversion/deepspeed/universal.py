@@ -111,7 +111,7 @@ class UniversalSource:
             native = find_native_key(key, config)
             if native is not None and native != key:
                 files.rename(key, native)
-        self.tensors = _list_tensors(files, config, read_options.optimizer)
+        self.tensors = _list_tensors(files, config, not read_options.no_optim)
         self._qkv_map = None
         blocks = self._find_qkv_blocks(read_options.qkv_layout, config)
         if blocks is not None:
@@ -120,7 +120,7 @@ class UniversalSource:
 
         # Parts that are not converted
         optimizer = None
-        if read_options.optimizer:
+        if not read_options.no_optim:
             optimizer = files.read_optimizer_state()
         self.unused = [f"state: {name}" for name in list_lost_state(files.state, optimizer)]
         self._foreign = ForeignFile(files.directory / FOREIGN_FILE)
@@ -133,7 +133,7 @@ class UniversalSource:
         self._check_groups(optimizer, config)
         step = files.read_step()
         training = read_training(files.state, optimizer, step, self.args)
-        if not read_options.optimizer:
+        if read_options.no_optim:
             training.param_groups = None
             training.grad_scaler = None
         self.training: TrainingState | None = training
@@ -405,7 +405,7 @@ class _UniversalWriter:
 
     def __init__(self, source: Source, options: WriteOptions) -> None:
         # Model
-        config = make_export_config(source, options.vocab_size)
+        config = make_export_config(source, options.true_vocab_size)
         self.source = source
         self.config = config
         self.parameters = {parameter.name: parameter for parameter in model_parameters(config)}

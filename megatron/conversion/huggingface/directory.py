@@ -70,6 +70,7 @@ from megatron.conversion.model_space.model import (
 )
 from megatron.conversion.model_space.optimizer_states import full_precision_key, optimizer_key
 from megatron.conversion.model_space.pieces import is_bitwise_equal, make_empty_directory
+from megatron.conversion.model_space.views import get_dtype
 from megatron.conversion.options import ReadOptions, WriteOptions, rename_tensors
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.dist_checkpointing.files import CLAIM
@@ -202,7 +203,7 @@ class HuggingFaceSource:
 
         # Add the optimizer and the run, if an export left them.
         self._sidecar: Sidecar | None = None
-        if read_options.optimizer:
+        if not read_options.no_optim:
             self._sidecar = open_sidecar(directory / DIRECTORY)
         self.training: TrainingState | None = None
         if self._sidecar is not None:
@@ -504,10 +505,10 @@ def has_none(name: str) -> bool:
 
 def _make_config(source: Source, options: WriteOptions) -> TransformerConfig:
     """Return the model of `source` in the dtype of the export."""
-    dtype = options.dtype or source.tensors[WORD_EMBEDDINGS].dtype
+    dtype = get_dtype(options.dtype) or source.tensors[WORD_EMBEDDINGS].dtype
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"weights of {dtype} cannot be written: give --dtype fp32, bf16 or fp16")
-    config = make_export_config(source, options.vocab_size)
+    config = make_export_config(source, options.true_vocab_size)
     return dataclasses.replace(config, bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16)
 
 

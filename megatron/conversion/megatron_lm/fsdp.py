@@ -110,7 +110,7 @@ class MegatronFsdpSource:
     def __init__(self, directory: Path, read_options: ReadOptions) -> None:
         location = str(directory)
         self.description = f"Megatron-FSDP checkpoint {directory}"
-        self._reader = Reader(directory, verify=read_options.verify is not False)
+        self._reader = Reader(directory, verify=read_options.verify_source is not False)
 
         # Keys in the files: of the weight of each parameter, and of each (parameter, state).
         self._weights: dict[str, str] = {}
@@ -134,7 +134,7 @@ class MegatronFsdpSource:
         # Weights and optimizer state
         states: list[str] = []
         groups = None
-        if read_options.optimizer:
+        if not read_options.no_optim:
             states = self._list_states()
             groups = self._read_groups(common, parameters)
         is_optimizer_stored = bool(states) or has_optimizer(self.args, (), groups)
@@ -150,7 +150,7 @@ class MegatronFsdpSource:
             self._add_foreign()
         else:
             self.unused += sorted(self._weights.values())
-        if read_options.optimizer:
+        if not read_options.no_optim:
             self.unused += sorted(self._states.values())
 
         self.training: TrainingState | None = read_training_state(common, self.args, groups)

@@ -131,7 +131,7 @@ class LegacySource:
 
     def __init__(self, directory: Path, read_options: ReadOptions | None = None) -> None:
         read_options = read_options or ReadOptions()
-        with_optimizer = read_options.optimizer
+        with_optimizer = not read_options.no_optim
         self.description = f"legacy checkpoint {directory}"
 
         # The arguments in the first file determine the layout.

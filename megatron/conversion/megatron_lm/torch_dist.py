@@ -170,8 +170,8 @@ class TorchDistSource:
         compares_weights: bool = True,
     ) -> None:
         read_options = read_options or ReadOptions()
-        with_optimizer = read_options.optimizer
-        verify = read_options.verify is not False
+        with_optimizer = not read_options.no_optim
+        verify = read_options.verify_source is not False
         location = str(directory)
         self.description = f"torch_dist checkpoint {directory}"
         self._reader = Reader(
@@ -217,7 +217,7 @@ class TorchDistSource:
         self.training: TrainingState | None = read_training_state(common, self.args, groups)
         self.training.rng = list_generators(self._reader)
         self.tensors = self._table.tensors
-        self._check_model(directory, read_options.keep_foreign)
+        self._check_model(directory, read_options.keep_foreign is True)
 
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
         return self._table.read(foreign_name(key), offset, shape)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from megatron.conversion.options import DTYPES
 from megatron.core.dist_checkpointing.mapping import Shape, TensorInfo
 from megatron.core.optimizer import AVERAGE_PREFIX
 from megatron.core.run_checkpoint.keys import (
@@ -17,6 +18,14 @@ from megatron.core.run_checkpoint.keys import (
     is_weight,
 )
 from megatron.core.run_checkpoint.source import Source, TrainingState
+
+
+def get_dtype(name: str | None) -> torch.dtype | None:
+    """Return the dtype that an option names, e.g. "bf16"."""
+    if name is None:
+        return None
+    dtype: torch.dtype = getattr(torch, DTYPES[name])
+    return dtype
 
 
 class SourceView:

@@ -78,8 +78,7 @@ def _make_exporter(config: Config) -> ModelExporter | None:
         path_of(flags.save_hf),
         is_periodic=flags.save_hf_interval is not None,
         keep_last=flags.save_hf_keep_last,
-        dtype=HF_DTYPES.get(dtype or ""),
-        dtype_name=dtype,
+        dtype=dtype if dtype in HF_DTYPES else None,
         quantization=dtype if dtype in HF_QUANTIZATIONS else None,
         # transformers needs these files, too. The user has named them, so they may be outside of
         # the checkpoint.

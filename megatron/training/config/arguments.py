@@ -79,10 +79,17 @@ def both_spellings(field: FlagField) -> tuple[list[str], list[str]]:
 
 
 def flag_type(field: FlagField, section: type) -> Any:
-    """Return the type of a given value; str if the field parses the word itself."""
+    """Return the type of a given value; str for words that the field parses itself."""
+    hint = get_field_types(section)[field.name]
     if field.metadata["parse"]:
-        return str
-    return get_field_types(section)[field.name]
+        return list[str] if typing.get_origin(hint) is list else str
+    return hint
+
+
+def may_lack_word(field: FlagField, section: type) -> bool:
+    """Return whether the flag is a switch that can also have a value."""
+    arms = typing.get_args(get_field_types(section)[field.name])
+    return bool in arms
 
 
 def get_word_type(hint: Any) -> Any:
@@ -113,7 +120,7 @@ class Spelling:
     """The meaning of one spelling of a flag."""
 
     dest: str
-    words: str  # number of values: "0", "1", or "*" for all up to the next flag
+    words: str  # number of values: "0", "1", "?" for at most 1, "*" for all up to the next flag
     word_type: Any = str
     # Of the field: `parse`, choices and bounds.
     metadata: Mapping[str, Any] = field(default_factory=dict)
@@ -121,7 +128,7 @@ class Spelling:
 
     def parse(self, name: str, words: Sequence[str]) -> Any:
         """Return the value for the words after flag `name`; ValueError if they are invalid."""
-        if self.words == "0":
+        if self.words == "0" or (self.words == "?" and not words):
             return self.const
         values = [self._parse_word(name, word) for word in words]
         return values if self.words == "*" else values[0]
@@ -155,14 +162,17 @@ class Spelling:
             raise ValueError(f"{name}: {word!r} is not {expected_type}") from None
 
 
-def _make_spellings(field: FlagField, hint: Any) -> dict[str, Spelling]:
+def _make_spellings(field: FlagField, section: type) -> dict[str, Spelling]:
     """Return every spelling of a field: `--name VALUE`, or both switches of a bool."""
+    hint = flag_type(field, section)
     if hint is bool:
         on, off = both_spellings(field)
         switches = dict.fromkeys(on, Spelling(field.name, "0", const=True))
         return switches | dict.fromkeys(off, Spelling(field.name, "0", const=False))
     words = "*" if typing.get_origin(hint) is list else "1"
-    spelling = Spelling(field.name, words, get_word_type(hint), field.metadata)
+    if may_lack_word(field, section):
+        words = "?"
+    spelling = Spelling(field.name, words, get_word_type(hint), field.metadata, const=True)
     return dict.fromkeys(option_names(field), spelling)
 
 
@@ -182,7 +192,7 @@ class FlagParser:
         self.spellings: dict[str, Spelling] = {}
         for section in sections.values():
             for flag_field in flag_fields(section):
-                self.spellings |= _make_spellings(flag_field, flag_type(flag_field, section))
+                self.spellings |= _make_spellings(flag_field, section)
         # Last, because an alias refers to the spellings of fields.
         self.other_names = self._add_other_names()
 
@@ -320,7 +330,7 @@ def build(section: type, flag_values: FlagValues) -> Any:
 def _take_values(words: collections.deque[str], arity: str) -> list[str]:
     """Remove the words of a flag from the front of `words`, and return them."""
     # Values of other options of Megatron-LM end at the next flag, e.g. "+" and "*".
-    limit = {"0": 0, "1": 1}.get(arity, len(words))
+    limit = {"0": 0, "1": 1, "?": 1}.get(arity, len(words))
     taken: list[str] = []
     while words and len(taken) < limit and not words[0].startswith("--"):
         taken.append(words.popleft())

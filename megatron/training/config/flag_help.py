@@ -17,6 +17,7 @@ from megatron.training.config.arguments import (
     flag_fields,
     flag_type,
     get_word_type,
+    may_lack_word,
     option_names,
 )
 
@@ -69,7 +70,7 @@ def get_metavariable(hint: Any) -> str:
     """Return the name of a word of this type in --help."""
     if typing.get_origin(hint) is tuple:
         return ",".join(map(get_metavariable, typing.get_args(hint)))
-    return {int: "N", float: "X", str: "STR"}[hint]
+    return {int: "N", float: "X"}.get(hint, "STR")
 
 
 def _add_help(group: argparse._ArgumentGroup, section: type, field: FlagField) -> None:
@@ -84,6 +85,8 @@ def _add_help(group: argparse._ArgumentGroup, section: type, field: FlagField) -
         options["metavar"] = get_metavariable(get_word_type(hint))
         if typing.get_origin(hint) is list:
             options["nargs"] = "+"
+        elif may_lack_word(field, section):
+            options["nargs"] = "?"
     text = _make_help_text(section, field)
     group.add_argument(option_names(field)[0], help=text.replace("%", "%%"), **options)
 
@@ -100,8 +103,13 @@ def _make_help_text(section: type, field: FlagField) -> str:
     default = field.default
     if isinstance(default, tuple):
         default = " ".join(map(str, default))
-    if default is not None and not isinstance(default, bool):
+    if default not in (None, "") and not isinstance(default, bool):
         text += f" (default: {default})"
+    for name, expected in field.metadata["when"].items():
+        if isinstance(expected, str):
+            expected = (expected,)
+        if isinstance(expected, tuple):
+            text += f" Only with --{name.replace('_', '-')} {' or '.join(expected)}."
     for other_name in option_names(field)[1:]:
         text += f" Also {other_name}."
     return text

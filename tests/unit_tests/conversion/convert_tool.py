@@ -8,7 +8,7 @@ import sys
 from types import ModuleType
 from unittest import mock
 
-from megatron.conversion import command_line
+from megatron.commands import conversion_options
 from tools.checkpoint import convert, merge
 
 
@@ -28,7 +28,7 @@ def run_tool(tool: ModuleType, *words: object) -> subprocess.CompletedProcess[st
     err = io.StringIO()
     status = 0
     command = [tool.__name__, *map(str, words)]
-    handlers = {number: signal.getsignal(number) for number in command_line.STOPPING}
+    handlers = {number: signal.getsignal(number) for number in conversion_options.STOPPING}
     try:
         with (
             mock.patch.object(sys, "argv", command),

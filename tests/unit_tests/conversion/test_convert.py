@@ -78,7 +78,7 @@ def test_without_optimizer_and_in_another_dtype(tmp_path):
         tmp_path / "run",
         tmp_path / "out",
         "legacy",
-        options=WriteOptions(optimizer=False, dtype=torch.bfloat16),
+        options=WriteOptions(optimizer=False, dtype="bf16"),
     )
     result = open_checkpoint(tmp_path / "out")
     assert not any(key.startswith("optimizer.") for key in result.tensors)
@@ -169,14 +169,16 @@ def test_checksums_of_earlier_releases_are_verified(tmp_path):
     first_checkpoint(tmp_path / "run")
     with_older_checksums(tmp_path / "run" / "iter_0000007")
     assert (
-        open_checkpoint(tmp_path / "run", read_options=ReadOptions(verify=True)).training.iteration
+        open_checkpoint(
+            tmp_path / "run", read_options=ReadOptions(verify_source=True)
+        ).training.iteration
         == 7
     )
     (tmp_path / "run" / "iter_0000007" / "checksums.json").unlink()
     with pytest.raises(
         ValueError, match=r"--ckpt-verify: .* has neither checksums.bin nor integrity.json"
     ):
-        open_checkpoint(tmp_path / "run", read_options=ReadOptions(verify=True))
+        open_checkpoint(tmp_path / "run", read_options=ReadOptions(verify_source=True))
 
 
 def test_damaged_source_is_refused(tmp_path):
@@ -203,7 +205,7 @@ def test_damaged_source_is_refused(tmp_path):
     damaged = bytearray(intact)
     damaged[-1] ^= 1  # in the padding of a file
     shard.write_bytes(damaged)
-    convert(tmp_path / "run", tmp_path / "out", "hf", read_options=ReadOptions(verify=False))
+    convert(tmp_path / "run", tmp_path / "out", "hf", read_options=ReadOptions(verify_source=False))
 
 
 def test_wrong_loader_is_refused(tmp_path):

@@ -139,4 +139,4 @@ def test_ckpt_step_selects_a_universal_directory(tmp_path: Path) -> None:
 )
 def test_zero_sizes_are_refused(flag: str) -> None:
     done = run_convert("--load-dir", "a", "--save-dir", "b", "--saver", "legacy", flag, "0")
-    assert done.returncode and f"argument {flag}: 0 must be at least 1" in done.stderr
+    assert done.returncode and f"{flag} must be at least 1, got 0" in done.stderr

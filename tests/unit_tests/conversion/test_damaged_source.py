@@ -63,10 +63,10 @@ def test_required_checksums_may_be_megatrons(tmp_path: Path, pristine: Path) -> 
     shutil.copytree(pristine, run)
     (run / "checksums.bin").unlink()
     with pytest.raises(CheckpointError, match=r"has neither checksums.bin nor integrity.json"):
-        open_checkpoint(run, read_options=ReadOptions(verify=True))
+        open_checkpoint(run, read_options=ReadOptions(verify_source=True))
     files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in run.iterdir()}
     (run / "integrity.json").write_text(json.dumps({"algorithm": "sha256", "files": files}))
-    open_checkpoint(run, read_options=ReadOptions(verify=True))
+    open_checkpoint(run, read_options=ReadOptions(verify_source=True))
     flip_bit(run / "__0_0.distcp", 4000)
     with pytest.raises(CheckpointError, match=r"__0_0.distcp: damaged: .* integrity.json"):
-        open_checkpoint(run, read_options=ReadOptions(verify=True))
+        open_checkpoint(run, read_options=ReadOptions(verify_source=True))

@@ -4,7 +4,6 @@ import json
 import re
 import shlex
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -67,21 +66,21 @@ def sources(tmp_path_factory):
 @pytest.mark.parametrize("command", list(commands()))
 def test_documented_commands_work(command, sources, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    args, given = parse(shlex.split(command))
-    form = SOURCES[str(args.load_dir)]
-    shutil.copytree(sources / form, args.load_dir)
-    if isinstance(args.keep_foreign, Path):  # an original with more tensors
-        shutil.copytree(sources / "hf", args.keep_foreign)
-        weights = args.keep_foreign / "model.safetensors"
+    options, read_options, write_options = parse(shlex.split(command))
+    form = SOURCES[str(options.load_dir)]
+    shutil.copytree(sources / form, options.load_dir)
+    if write_options.foreign is not None:  # an original with more tensors
+        shutil.copytree(sources / "hf", write_options.foreign)
+        weights = write_options.foreign / "model.safetensors"
         save_file(load_file(weights) | {"vision.weight": torch.ones(2)}, weights)
-    for directory in args.lora:
+    for directory in write_options.edits.adapters:
         write_adapter(directory)
-    outcome = run(args, given)
-    result = open_checkpoint(outcome.target, args.saver)
+    outcome = run(options, read_options, write_options)
+    result = open_checkpoint(outcome.target, options.saver)
     assert outcome.num_tensors and result.tensors
-    if args.saver == "legacy":
-        assert result.args["tensor_model_parallel_size"] == args.target_tensor_parallel_size
-        assert result.args["pipeline_model_parallel_size"] == args.target_pipeline_parallel_size
+    if options.saver == "legacy":
+        assert result.args["tensor_model_parallel_size"] == write_options.tensor_parallel
+        assert result.args["pipeline_model_parallel_size"] == write_options.pipeline_parallel
 
 
 @pytest.fixture(scope="module")

@@ -78,7 +78,7 @@ def test_lists_of_layers(text, layers):
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("", "'' is not a layer"),
+        ("", "its value is empty"),
         ("0-", "'0-' is not a layer"),
         ("a", "'a' is not a layer"),
         ("-1", "'-1' is not a layer"),
@@ -198,7 +198,7 @@ def test_logits_of_old_tokens_are_equal(tmp_path, args, new_rows):
 
 def test_mean_rows_equal_numpy_on_the_same_files(tmp_path):
     write_huggingface(random_source(LLAMA_ARGS, optimizer=False), tmp_path / "original")
-    options = WriteOptions(edits=EditOptions(vocab_size=70))
+    options = WriteOptions(edits=EditOptions(target_vocab_size=70))
     convert(tmp_path / "original", tmp_path / "grown", "hf", options=options)
     old = load_file(tmp_path / "original/model.safetensors")
     new = load_file(tmp_path / "grown/model.safetensors")
@@ -211,7 +211,7 @@ def test_mean_rows_equal_numpy_on_the_same_files(tmp_path):
 def test_initial_rows_depend_on_the_seed_only():
     def rows(seed, vocab_size=90, key=WORD_EMBEDDINGS):
         source = random_source(LLAMA_ARGS | {"seed": seed, "init_method_std": 0.5})
-        result = edit(source, vocab_size=vocab_size, new_rows="init")
+        result = edit(source, target_vocab_size=vocab_size, new_rows="init")
         return read_whole(result, optimizer_key("param", key))[ROWS:]
 
     assert torch.equal(rows(1), rows(1))
@@ -222,7 +222,7 @@ def test_initial_rows_depend_on_the_seed_only():
 
 
 def test_boxes_of_a_grown_vocabulary_fit_together():
-    result = edit(random_source(LLAMA_ARGS), vocab_size=75)
+    result = edit(random_source(LLAMA_ARGS), target_vocab_size=75)
     whole = read_whole(result, WORD_EMBEDDINGS)
     for start, stop in ((0, 10), (60, 70), (66, 67), (67, 75), (70, 72)):
         box = result.read(WORD_EMBEDDINGS, (start, 5), (stop - start, 9))
@@ -233,7 +233,7 @@ def test_sizes_in_the_arguments_follow(tmp_path):
     source = random_source(LLAMA_ARGS)
     sizes = {"vocab_size": 67, "model_vocab_size": 67, "padded_vocab_size": 72}
     source.args |= {**sizes, "make_vocab_size_divisible_by": 8, "tensor_model_parallel_size": 1}
-    result = edit(source, vocab_size=75)
+    result = edit(source, target_vocab_size=75)
     assert [result.args[name] for name in sizes] == [75, 75, 80]
 
 
@@ -262,13 +262,15 @@ def test_without_a_tokenizer_only_zero_rows_are_removed(tmp_path):
     for key in (WORD_EMBEDDINGS, OUTPUT):
         source.values[key][63:] = 0
     with pytest.raises(ValueError, match=f"row 62 of {WORD_EMBEDDINGS} is not zero.*--tokenizer"):
-        edit(source, vocab_size=62)
-    result = edit(source, vocab_size=63)
+        edit(source, target_vocab_size=62)
+    result = edit(source, target_vocab_size=63)
     for key in (OUTPUT, optimizer_key("exp_avg", OUTPUT)):
         assert torch.equal(read_whole(result, key), source.values[key][:63])
     (tmp_path / "tokenizer").mkdir()
     write_tokenizer(tmp_path / "tokenizer", 50)
-    options = WriteOptions(edits=EditOptions(vocab_size=50), tokenizer=tmp_path / "tokenizer")
+    options = WriteOptions(
+        edits=EditOptions(target_vocab_size=50), tokenizer=tmp_path / "tokenizer"
+    )
     assert apply_edits(source, options).tensors[OUTPUT].shape == (50, 32)
 
 
@@ -390,7 +392,7 @@ def test_boxes_of_experts_fit_together():
         (["--upcycle-experts", "1"], "has at least 2"),
         (["--upcycle-experts", "4", "--topk", "5"], "--moe-router-topk 5 must be between 1 and"),
         (["--upcycle-experts", "4", "--topk", "1"], "requires --moe-router-pre-softmax"),
-        (["--topk", "2"], "--topk 2 needs --upcycle-experts"),
+        (["--topk", "2"], "--topk 2 requires --upcycle-experts"),
         (
             ["--upcycle-experts", "4", "--moe-shared-expert-intermediate-size", "8"],
             "can be copied from: leave out the flags that add it",

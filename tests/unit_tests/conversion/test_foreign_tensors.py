@@ -376,7 +376,7 @@ def test_foreign_tensors_of_ranks_are_reported_without_the_flag(
         "--foreign-split",
         "a=0",
     )
-    assert "--foreign-split needs --keep-foreign" in needs.stderr
+    assert "--foreign-split requires --keep-foreign" in needs.stderr
 
 
 def test_selected_layers_with_foreign_tensors_are_refused(model: Path, tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_no_optim_reads_the_stored_weights(tmp_path: Path) -> None:
         tmp_path / "hf",
         "hf",
         options=WriteOptions(optimizer=False),
-        read_options=ReadOptions(optimizer=False),
+        read_options=ReadOptions(no_optim=True),
     )
     result = open_checkpoint(tmp_path / "hf")
     assert all(torch.equal(read_whole(result, key), source.values[key]) for key in result.tensors)
@@ -107,7 +107,7 @@ def test_unsupported_optimizers_are_refused_by_name(
     assert not any(
         key.startswith("optimizer.")
         for key in open_checkpoint(
-            tmp_path / "run", read_options=ReadOptions(optimizer=False)
+            tmp_path / "run", read_options=ReadOptions(no_optim=True)
         ).tensors
     )
 

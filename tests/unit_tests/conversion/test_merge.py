@@ -268,7 +268,7 @@ def test_copies_under_other_names_are_not_merged(pool, tmp_path):
         find_last_checkpoints(run, 4)
 
 
-@pytest.mark.parametrize("step", ["choose_inputs", "make_write_options"])
+@pytest.mark.parametrize("step", ["choose_inputs", "MergedSource"])
 def test_input_that_its_run_removes_is_named(tmp_path, monkeypatch, step):
     """It is removed before it is opened, or before it is read."""
     make_run(tmp_path / "run", [1, 2, 3])
@@ -379,20 +379,20 @@ def test_last_checkpoints_of_other_formats(tmp_path, form):
         (["{a}", "--schedule", "ema"], "DECAY must be at least 0 and less than 1"),
         (["{a}", "--schedule", "ema:1"], "DECAY must be at least 0 and less than 1"),
         (["{run}", "--average-last", "4"], "has 2 complete checkpoints (iter_0000002"),
-        (["{run}", "--average-last", "0"], "0 must be at least 1"),
+        (["{run}", "--average-last", "0"], "--average-last must be at least 1, got 0"),
         (["{run}", "--average-last", "1", "--ckpt-step", "9"], "--ckpt-step 9: "),
         (["{run}", "--average-last", "1", "--ckpt-step", "1", "--schedule", "x"], "is not one of"),
         (["{a}", "--average-last", "2"], "is one checkpoint, not the directory of a run"),
         (["{run}:1", "--average-last", "2"], "takes one --input"),
         (["{run}", "{a}", "--average-last", "2"], "takes one --input"),
-        (["{a}:1", "--ckpt-step", "1"], "--ckpt-step 1 needs --average-last"),
+        (["{a}:1", "--ckpt-step", "1"], "--ckpt-step 1 requires --average-last"),
         (["{a}:1", "--optimizer", "from=2"], "from=N with N from 1 to 1"),
         (["{a}:1", "--optimizer", "last"], "give from=LAST, from=FIRST"),
         (["{a}:1", "--optimizer", "from=LAST", "--no-optim"], "are mutually exclusive"),
         (["{hf}:1", "--optimizer", "from=LAST"], "has no optimizer state"),
         (["{a}:1", "--weights", "ema"], "has no average of"),
         (["{a}:1", "--weights", "ema", "--optimizer", "from=1"], "are mutually exclusive"),
-        (["{a}:1", "--foreign-split", "a=0"], "--foreign-split needs --keep-foreign"),
+        (["{a}:1", "--foreign-split", "a=0"], "--foreign-split requires --keep-foreign"),
         (["{a}:1", "{other}:0"], "is another model than"),
         (["{a}:1", "/nowhere:0"], "/nowhere: no such directory"),
         (["{a}:1", "--lr", "3"], "--lr"),

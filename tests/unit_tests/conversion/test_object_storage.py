@@ -143,7 +143,7 @@ def test_writer_that_lost_its_target_changes_nothing(converted, monkeypatch):
         check(*args)
         monkeypatch.setattr(directory, "check_weight_files", check)
         directory.remove_model(target)
-        convert(converted, target, "hf", options=WriteOptions(dtype=torch.float16))
+        convert(converted, target, "hf", options=WriteOptions(dtype="fp16"))
 
     monkeypatch.setattr(directory, "check_weight_files", take_over)
     with pytest.raises(CheckpointError, match="another program has taken it over"):

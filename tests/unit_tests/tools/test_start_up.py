@@ -48,7 +48,7 @@ def run(*words: object) -> str:
     "words, expected",
     [
         ((CONVERT, "--help"), "--target-tensor-parallel-size"),
-        ((CONVERT, "--saver", "zip", "--load-dir", "a", "--save-dir", "b"), "invalid choice"),
+        ((CONVERT, "--saver", "zip", "--load-dir", "a", "--save-dir", "b"), "is not one of"),
         (
             (CONVERT, "--saver", "hf", "--load-dir", "a", "--save-dir", "b", "--num-layrs", "2"),
             "mean --num-layers",

@@ -431,7 +431,7 @@ def test_other_parameter_groups_are_refused(written: Path, change: Any) -> None:
     torch.save(optimizer, written / "zero" / "optimizer_state.pt")
     with pytest.raises(ValueError, match=f"{message}.*--no-optim"):
         opened(written)
-    weights = UniversalSource(written, ReadOptions(optimizer=False))
+    weights = UniversalSource(written, ReadOptions(no_optim=True))
     assert weights.training is not None and weights.training.param_groups is None
 
 

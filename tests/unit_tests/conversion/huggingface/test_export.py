@@ -47,11 +47,11 @@ def assert_same_source(found: Source, wanted: Source) -> None:
         assert torch.equal(read_whole(found, key), read_whole(wanted, key)), key
 
 
-@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [None, "fp32", "bf16"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("args", [LLAMA_ARGS, GPT_ARGS, BLOOM_ARGS], ids=["llama", "gpt", "bloom"])
 def test_sidecar_restores_everything(
-    args: dict, precision: str, dtype: torch.dtype | None, tmp_path: Path
+    args: dict, precision: str, dtype: str | None, tmp_path: Path
 ) -> None:
     """Weights, optimizer and run come back bitwise, for any dtype of the exported weights."""
     source = random_source(args | {"bf16": precision == "bf16", "lr": 0.003})
@@ -67,9 +67,7 @@ def test_sidecar_keeps_fp32_weights_without_main_parameters(tmp_path: Path) -> N
     """An fp32 run without main parameters, exported in bf16, keeps its fp32 weights."""
     source = random_source(LLAMA_ARGS)
     source.values = {key: value for key, value in source.values.items() if "state.param" not in key}
-    write_huggingface(
-        source, tmp_path / "hf", WriteOptions(optim_sidecar=True, dtype=torch.bfloat16)
-    )
+    write_huggingface(source, tmp_path / "hf", WriteOptions(optim_sidecar=True, dtype="bf16"))
     back = HuggingFaceSource(tmp_path / "hf")
     for key in source.values:
         assert torch.equal(read_whole(back, key), source.values[key]), key
@@ -86,7 +84,7 @@ def test_sidecar_of_other_weights_is_refused(tmp_path: Path) -> None:
         ValueError, match=r"layers\.1\.mlp\.linear_fc1\.weight was changed after the export"
     ):
         read_whole(back, optimizer_key("param", "decoder.layers.1.mlp.linear_fc1.weight"))
-    without = HuggingFaceSource(tmp_path / "hf", ReadOptions(optimizer=False))
+    without = HuggingFaceSource(tmp_path / "hf", ReadOptions(no_optim=True))
     assert without.training is None and not any(
         key.startswith("optimizer.") for key in without.tensors
     )
@@ -115,7 +113,7 @@ def test_incomplete_sidecar_is_refused(tmp_path: Path) -> None:
 def test_main_parameters_are_cast_once(tmp_path: Path) -> None:
     """An fp32 export of a bf16 run contains the fp32 main parameters, not widened weights."""
     source = random_source(LLAMA_ARGS | {"bf16": True})
-    lost = write_huggingface(source, tmp_path / "hf", WriteOptions(dtype=torch.float32))
+    lost = write_huggingface(source, tmp_path / "hf", WriteOptions(dtype="fp32"))
     assert len(lost) == 1 and "--save-optim-sidecar" in lost[0]
     found = load_file(tmp_path / "hf" / "model.safetensors")["model.norm.weight"]
     assert torch.equal(
@@ -133,7 +131,7 @@ def test_rounded_weights_are_reported(tmp_path: Path) -> None:
         source.values[key] = value.float() if is_norm else value.bfloat16()
     notes = write_huggingface(source, tmp_path / "bf16")
     assert [note for note in notes if note.startswith("fp32 precision of 5 weights")]
-    notes = write_huggingface(source, tmp_path / "fp32", WriteOptions(dtype=torch.float32))
+    notes = write_huggingface(source, tmp_path / "fp32", WriteOptions(dtype="fp32"))
     assert not [note for note in notes if "fp32 precision" in note]
     back = HuggingFaceSource(tmp_path / "fp32")
     for key, value in source.values.items():
@@ -142,13 +140,13 @@ def test_rounded_weights_are_reported(tmp_path: Path) -> None:
 
 def test_vocabulary_is_cropped(tmp_path: Path) -> None:
     source = random_source(LLAMA_ARGS, vocab_size=96, optimizer=False)
-    write_huggingface(source, tmp_path / "hf", WriteOptions(vocab_size=67))
+    write_huggingface(source, tmp_path / "hf", WriteOptions(true_vocab_size=67))
     weights = load_file(tmp_path / "hf" / "model.safetensors")
     assert torch.equal(weights["lm_head.weight"], source.values["output_layer.weight"][:67])
     assert torch.equal(weights["model.embed_tokens.weight"], source.values[WORD_EMBEDDINGS][:67])
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf").config.vocab_size == 67
     with pytest.raises(ValueError, match="--true-vocab-size 97 is more than the 96 rows"):
-        write_huggingface(source, tmp_path / "more", WriteOptions(vocab_size=97))
+        write_huggingface(source, tmp_path / "more", WriteOptions(true_vocab_size=97))
 
 
 def test_shards_may_exceed_the_limit_of_open_files(tmp_path: Path) -> None:

@@ -373,13 +373,13 @@ def test_router_bias_stays_in_full_precision(saved, tmp_path):
         tmp_path / "run",
         tmp_path / "half",
         "torch_dist",
-        options=WriteOptions(dtype=torch.bfloat16),
+        options=WriteOptions(dtype="bf16"),
     )
     convert(
         tmp_path / "run",
         tmp_path / "hf",
         "hf",
-        options=WriteOptions(dtype=torch.bfloat16, optim_sidecar=True),
+        options=WriteOptions(dtype="bf16", optim_sidecar=True),
     )
     stored = load_file(tmp_path / "hf/model.safetensors")
     assert {value.dtype for name, value in stored.items() if "e_score_correction" in name} == {

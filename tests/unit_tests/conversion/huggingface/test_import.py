@@ -158,9 +158,7 @@ def test_different_dtypes_of_q_k_v_are_promoted(llama: Path) -> None:
 
 def test_dtype_of_config_or_weights(llama: Path, tmp_path: Path) -> None:
     assert not HuggingFaceSource(llama).args["bf16"]
-    write_huggingface(
-        HuggingFaceSource(llama), tmp_path / "bf16", WriteOptions(dtype=torch.bfloat16)
-    )
+    write_huggingface(HuggingFaceSource(llama), tmp_path / "bf16", WriteOptions(dtype="bf16"))
     source = HuggingFaceSource(tmp_path / "bf16")
     assert source.args["bf16"] and source.tensors[WORD_EMBEDDINGS].dtype == torch.bfloat16
     edit_config(tmp_path / "bf16", torch_dtype=None)

@@ -65,6 +65,9 @@ def write_adapter(directory: Path, tensors: Mapping[str, torch.Tensor], **fields
     return directory
 
 
+DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
 def load_tensors(directory: Path) -> dict[str, torch.Tensor]:
     return load_file(directory / "model.safetensors")
 
@@ -104,7 +107,7 @@ def test_golden_adapter_is_merged_as_by_peft(name: str, tmp_path: Path) -> None:
     adapter = GOLDEN / "peft" / name
     expected = load_file(adapter / "merged.safetensors")
     dtype = next(iter(expected.values())).dtype
-    found = merge(base, tmp_path / "merged", adapter, dtype=dtype)
+    found = merge(base, tmp_path / "merged", adapter, dtype=DTYPE_NAMES[dtype])
     before = load_tensors(base)
     for key, value in found.items():
         if key in expected:
@@ -220,8 +223,8 @@ def test_weights_are_cast_before_the_merge(tmp_path: Path) -> None:
     key = "decoder.layers.0.self_attention.linear_proj.weight"
     main = run.values[f"optimizer.state.param.{key}"]
     for dtype in (torch.float32, torch.bfloat16):
-        name = str(dtype)
-        found = merge(tmp_path / "run", tmp_path / name, adapter, dtype=dtype)
+        name = DTYPE_NAMES[dtype]
+        found = merge(tmp_path / "run", tmp_path / name, adapter, dtype=name)
         expected = (main.to(dtype) + product).to(dtype)
         assert torch.equal(found[f"{ATTENTION}.o_proj.weight"], expected)
 
@@ -234,7 +237,7 @@ def test_product_of_an_embedding_is_rounded_first(llama: Path, tmp_path: Path) -
         f"{name}.lora_embedding_B": draw(HIDDEN, RANK),
     }
     adapter = write_adapter(tmp_path / "adapter", pair)
-    found = merge(llama, tmp_path / "merged", adapter, dtype=torch.bfloat16)[f"{name}.weight"]
+    found = merge(llama, tmp_path / "merged", adapter, dtype="bf16")[f"{name}.weight"]
     weight = load_tensors(llama)[f"{name}.weight"].bfloat16()
     product = (pair[f"{name}.lora_embedding_B"] @ pair[f"{name}.lora_embedding_A"]).T * 2.0
     assert torch.equal(found, weight + product.bfloat16())
@@ -301,7 +304,7 @@ def test_tokens_added_before_training(llama: Path, tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "adapter", tensors, modules_to_save=modules)
     with pytest.raises(CheckpointError, match="give --target-vocab-size 69"):
         merge(llama, tmp_path / "merged", adapter)
-    edits = EditOptions(adapters=(adapter,), vocab_size=ROWS + 2)
+    edits = EditOptions(adapters=(adapter,), target_vocab_size=ROWS + 2)
     convert(llama, tmp_path / "grown", "hf", options=WriteOptions(edits=edits))
     found = load_tensors(tmp_path / "grown")
     for key, value in tensors.items():

@@ -28,7 +28,7 @@ def export(args: dict[str, Any], directory: Path) -> MemorySource:
     """Write a random model quantized to `directory`/fp8 and as it is to `directory`/plain."""
     source = random_source(args)
     write_huggingface(source, directory / "fp8", QUANTIZE)
-    write_huggingface(source, directory / "plain", WriteOptions(dtype=torch.float32))
+    write_huggingface(source, directory / "plain", WriteOptions(dtype="fp32"))
     return source
 
 

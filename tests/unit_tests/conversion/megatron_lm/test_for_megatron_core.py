@@ -99,7 +99,7 @@ def test_legacy_names_follow_the_transformer_implementation(tmp_path: Path) -> N
         GOLDEN / "legacy",
         tmp_path / "te",
         "legacy",
-        options=WriteOptions(transformer_impl="transformer_engine"),
+        options=WriteOptions(target_transformer_impl="transformer_engine"),
     )
     assert (
         "decoder.layers.0.mlp.linear_fc1.layer_norm_weight"
@@ -109,7 +109,7 @@ def test_legacy_names_follow_the_transformer_implementation(tmp_path: Path) -> N
         tmp_path / "te",
         tmp_path / "local",
         "legacy",
-        options=WriteOptions(transformer_impl="local"),
+        options=WriteOptions(target_transformer_impl="local"),
     )
     back, first = (
         safe_load(root / golden)["model"] for root in (tmp_path / "local", GOLDEN / "legacy")

@@ -129,7 +129,7 @@ def test_version_1_is_read_with_its_optimizer(tmp_path, case):
     assert (found.training.iteration, found.training.consumed_train_samples) == (7, 28)
 
     # Weights alone, and as a checkpoint of this program.
-    weights = open_checkpoint(tmp_path / "run", read_options=ReadOptions(optimizer=False))
+    weights = open_checkpoint(tmp_path / "run", read_options=ReadOptions(no_optim=True))
     assert not any(key.startswith("optimizer.") for key in weights.tensors)
     assert weights.training.param_groups is None
     convert(tmp_path / "run", tmp_path / "ours", "torch_dist", verify=True)

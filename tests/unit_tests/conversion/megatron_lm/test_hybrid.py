@@ -109,5 +109,5 @@ def test_other_optimizers_are_rejected_by_name(tmp_path, prefix, optimizer, stat
     save(content, tmp_path / "run", common=common)
     with pytest.raises(CheckpointError, match=f"optimizer is {optimizer}.*--no-load-optim"):
         open_checkpoint(tmp_path / "run")
-    weights = open_checkpoint(tmp_path / "run", read_options=ReadOptions(optimizer=False))
+    weights = open_checkpoint(tmp_path / "run", read_options=ReadOptions(no_optim=True))
     assert compare(source, weights) == len(source.tensors)

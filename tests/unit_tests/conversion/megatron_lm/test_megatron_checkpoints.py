@@ -352,5 +352,5 @@ def test_optimizer_gathered_on_a_rank_is_refused(tmp_path: Path) -> None:
     save(state | {key: gathered}, tmp_path / "run", common=load_common(tmp_path / "plain"))
     with pytest.raises(CheckpointError, match=r"gathered on a rank \(.*--no-optim"):
         open_checkpoint(tmp_path / "run")
-    weights = open_checkpoint(tmp_path / "run", read_options=ReadOptions(optimizer=False))
+    weights = open_checkpoint(tmp_path / "run", read_options=ReadOptions(no_optim=True))
     assert_same(read_all(weights), read_all(source))

@@ -230,7 +230,7 @@ def test_legacy_grouped_gemm_experts_are_read(archive, tmp_path):
                 model[f"{layer}experts.weight1"] = first.view(16, -1).clone()  # [h, n * 2f]
                 model[f"{layer}experts.weight2"] = second.view(-1, 16).clone()  # [n * f, h]
             torch.save(content, path)
-        source = open_checkpoint(directory.parent, read_options=ReadOptions(optimizer=False))
+        source = open_checkpoint(directory.parent, read_options=ReadOptions(no_optim=True))
         weights = {
             key: value for key, value in read_all(plain).items() if not key.startswith("optimizer.")
         }
@@ -250,7 +250,7 @@ def test_legacy_grouped_gemm_experts_are_read(archive, tmp_path):
         CheckpointError,
         match=r"experts.weight1 has shape \(16, 100\), but the stored arguments make",
     ):
-        open_checkpoint(directory.parent, read_options=ReadOptions(optimizer=False))
+        open_checkpoint(directory.parent, read_options=ReadOptions(no_optim=True))
 
 
 @pytest.mark.parametrize("distributed", [True, False])
