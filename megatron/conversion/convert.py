@@ -228,19 +228,12 @@ def write_checkpoint(
         trusted=(*options.trusted, *origins),
         optim_sidecar=options.optim_sidecar and source.training is not None,
     )
-    if options.foreign is not None:
-        kept = ReadOptions(keep_foreign=True, no_optim=True)
-        original = open_checkpoint(options.foreign, read_options=kept)
-        source = WithForeignTensors(source, original)
-    notes = []
-    if options.weights == "ema":
-        source = AveragedWeights(source, get_dtype(options.dtype))
-    elif saver != "torch_dist" and average_key(WORD_EMBEDDINGS) in source.tensors:
-        notes.append("average of the weights (ema.*): give --weights ema to write it as weights")
-    changed = CastSource(apply_edits(source, options), options)
-    if saver != "torch_dist":
-        changed.drop_average()
-    _check_optimizer(changed, saver)
+    if isinstance(save_dir, ObjectPath) and options.optim_sidecar and saver == "hf":
+        raise ValueError(
+            f"--save-dir {save_dir}: --save-optim-sidecar needs a directory; in object storage "
+            "give --saver torch_dist, which contains the optimizer state"
+        )
+    source, changed, notes = _apply_options(source, saver, options)
     num_bytes = estimate_bytes(changed, saver, options)
     starting(num_bytes)
 
@@ -248,26 +241,11 @@ def write_checkpoint(
         lost = WRITERS[saver](changed, directory, options, progress)
         lost += notes
         lost += [f"unused in the source: {name}" for name in source.unused]
-        foreign = {}
-        for key, info in changed.tensors.items():
-            if is_foreign(key):
-                action = "copied as it is"
-                if info != source.tensors[key]:
-                    action = f"cast to {info.dtype_name}"
-                elif options.edits.adapters:
-                    action = "copied, unless an adapter changes it"
-                foreign[foreign_name(key)] = action
+        foreign = _describe_foreign(source, changed, options)
         compared = None
         rounded = 0
         if verify:
-            # Universal files of a source without optimizer state contain zeros.
-            has_optimizer = bool(optimizer_states(changed.tensors))
-            written = ReadOptions(
-                no_optim=not has_optimizer,
-                ignored_fields=list_foreign_fields(changed.args),
-                keep_foreign=bool(foreign),
-            )
-            target = open_checkpoint(directory, read_options=written)
+            target = _reopen(changed, directory, bool(foreign))
             starting(_sum_bytes(target.tensors.values()))
             compared = compare(changed, target, progress)
             rounded = _count_rounded(source, target)
@@ -285,14 +263,61 @@ def write_checkpoint(
 
     # Object storage: the checkpoint or model is committed with one request at the end.
     if isinstance(save_dir, ObjectPath):
-        if options.optim_sidecar and saver == "hf":
-            raise ValueError(
-                f"--save-dir {save_dir}: --save-optim-sidecar needs a directory; in object storage "
-                "give --saver torch_dist, which contains the optimizer state"
-            )
         return write(save_dir)
+    return _write_beside(save_dir, num_bytes, write)
 
-    # Files: write next to the target, so that the final rename stays within one file system.
+
+def _apply_options(
+    source: Source, saver: str, options: WriteOptions
+) -> tuple[Source, Source, list[str]]:
+    """Return the source with the weights and foreign tensors to write, the same with all changes,
+    and notes about what is left out.
+    """
+    if options.foreign is not None:
+        kept = ReadOptions(keep_foreign=True, no_optim=True)
+        original = open_checkpoint(options.foreign, read_options=kept)
+        source = WithForeignTensors(source, original)
+    notes = []
+    if options.weights == "ema":
+        source = AveragedWeights(source, get_dtype(options.dtype))
+    elif saver != "torch_dist" and average_key(WORD_EMBEDDINGS) in source.tensors:
+        notes.append("average of the weights (ema.*): give --weights ema to write it as weights")
+    changed = CastSource(apply_edits(source, options), options)
+    if saver != "torch_dist":
+        changed.drop_average()
+    _check_optimizer(changed, saver)
+    return source, changed, notes
+
+
+def _describe_foreign(source: Source, changed: Source, options: WriteOptions) -> dict[str, str]:
+    """Return what happens to each foreign tensor, by name."""
+    actions = {}
+    for key, info in changed.tensors.items():
+        if is_foreign(key):
+            action = "copied as it is"
+            if info != source.tensors[key]:
+                action = f"cast to {info.dtype_name}"
+            elif options.edits.adapters:
+                action = "copied, unless an adapter changes it"
+            actions[foreign_name(key)] = action
+    return actions
+
+
+def _reopen(written: Source, directory: Path, has_foreign: bool) -> Source:
+    """Open the result, with the parts that `written` has."""
+    # Universal files of a source without optimizer state contain zeros.
+    read_options = ReadOptions(
+        no_optim=not optimizer_states(written.tensors),
+        ignored_fields=list_foreign_fields(written.args),
+        keep_foreign=has_foreign,
+    )
+    return open_checkpoint(directory, read_options=read_options)
+
+
+def _write_beside(
+    save_dir: Path, num_bytes: int, write: Callable[[Path], ConversionReport]
+) -> ConversionReport:
+    """Write next to the target, so that the final rename stays within one file system."""
     pending = save_dir.with_name(pending_name(save_dir.name))
     try:
         with exclusive_output_dir(pending):

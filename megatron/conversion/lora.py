@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,15 +11,15 @@ from megatron.conversion.huggingface.directory import get_stored_fields
 from megatron.conversion.huggingface.families import choose_family
 from megatron.conversion.huggingface.family import Family
 from megatron.conversion.huggingface.lora_adapter import LoraAdapter
-from megatron.conversion.huggingface.safetensors_files import Stored
 from megatron.conversion.huggingface.stored_parameters import (
     OUTPUT,
     StoredParameter,
+    store_parameters,
     stored_parameters,
 )
 from megatron.conversion.huggingface.stored_weights import StoredWeights
-from megatron.conversion.huggingface.transformers_names import name_weights
 from megatron.conversion.huggingface.wrappers import find_text_family
+from megatron.conversion.model_space.lazy_tensors import LazyTensor, cast, view_source
 from megatron.conversion.model_space.model import (
     check_parameters,
     make_export_config,
@@ -164,34 +163,34 @@ class MergedAdapter(SourceView):
         super().__init__(source)
         config = make_export_config(source, None)
         parameters = _list_parts(source, family, adapter)
-        tensors = name_weights(source, parameters)
+        tensors = store_parameters(
+            parameters, lambda parameter: parameter.view_in(source, parameter.key)
+        )
         foreign: dict[str, str] = {}  # name that the adapter uses -> key
-        for key, info in source.tensors.items():
+        for key in source.tensors:
             if is_foreign(key):
                 name = _find_adapter_name(foreign_name(key), adapter)
                 foreign[name] = key
-                tensors[name] = Stored(info.shape, info.dtype, partial(source.read, key))
+                tensors[name] = view_source(source, key)
         transposed = {
             name for parameter in parameters if parameter.transposed for name in parameter.names
         }
         changed = adapter.apply(tensors, transposed)
         self.num_changed = len(changed)
 
-        self._foreign: dict[str, Stored] = {}
+        self._changed: dict[str, LazyTensor] = {}
         for name, tensor in changed.items():
             if name in foreign:
-                self._foreign[foreign[name]] = tensor
-        self._keys: set[str] = set()
+                self._changed[foreign[name]] = tensor
+        weights = StoredWeights(adapter.directory, tensors | changed, family, config, ())
         for parameter in parameters:
             if not changed.keys().isdisjoint(parameter.names):
-                self._keys.add(parameter.key)
-        self._weights = StoredWeights(adapter.directory, tensors | changed, family, config, ())
+                key = parameter.key
+                self._changed[key] = cast(weights.tensors[key], self.tensors[key].dtype)
 
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
-        if key in self._foreign:
-            return self._foreign[key].read(offset, shape)
-        if key in self._keys:
-            return self._weights.read(key, offset, shape).to(self.tensors[key].dtype)
+        if key in self._changed:
+            return self._changed[key].read(offset, shape)
         return self._source.read(key, offset, shape)
 
 

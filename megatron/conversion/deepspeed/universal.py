@@ -33,7 +33,7 @@ from megatron.conversion.deepspeed.training_state import (
     read_args,
     read_training,
 )
-from megatron.conversion.model_space.foreign import ForeignFile, write_foreign_file
+from megatron.conversion.model_space.foreign import open_foreign_file, write_foreign_file
 from megatron.conversion.model_space.model import (
     check_parameters,
     find_native_key,
@@ -68,7 +68,15 @@ from megatron.core.dist_checkpointing.mapping import Shape, TensorInfo
 from megatron.core.dist_checkpointing.saving.commit import Progress, no_progress
 from megatron.core.durable_files import committed, fsync_tree
 from megatron.core.run_checkpoint.checks import plain_args
-from megatron.core.run_checkpoint.keys import LATEST, WORD_EMBEDDINGS, ZERO, is_foreign, split_key
+from megatron.core.run_checkpoint.keys import (
+    LATEST,
+    WORD_EMBEDDINGS,
+    ZERO,
+    foreign_key,
+    foreign_name,
+    is_foreign,
+    split_key,
+)
 from megatron.core.run_checkpoint.source import Source, TrainingState
 from megatron.core.safe_files.schema import file_name
 from megatron.core.transformer.transformer_config import TransformerConfig, flag_name
@@ -123,11 +131,12 @@ class UniversalSource:
         if not read_options.no_optim:
             optimizer = files.read_optimizer_state()
         self.unused = [f"state: {name}" for name in list_lost_state(files.state, optimizer)]
-        self._foreign = ForeignFile(files.directory / FOREIGN_FILE)
+        self._foreign = open_foreign_file(files.directory / FOREIGN_FILE)
         if read_options.keep_foreign:
-            self.tensors |= self._foreign.tensors
+            for name, tensor in self._foreign.items():
+                self.tensors[foreign_key(name)] = TensorInfo(tensor.shape, tensor.dtype)
         else:
-            self.unused += self._foreign.names
+            self.unused += self._foreign
 
         # Training state
         self._check_groups(optimizer, config)
@@ -150,7 +159,7 @@ class UniversalSource:
 
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
         if is_foreign(key):
-            return self._foreign.read(key, offset, shape)
+            return self._foreign[foreign_name(key)].read(offset, shape)
 
         # Weights are main parameters, cast.
         info = self.tensors[key]

@@ -9,11 +9,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 
-from megatron.conversion.huggingface.safetensors_files import Stored
+from megatron.conversion.model_space.lazy_tensors import LazyTensor, select, stack
 from megatron.core.dist_checkpointing.mapping import Shape, narrow
 
 # Libraries compute the product with a single row in another order than that with several.
@@ -21,21 +20,7 @@ _MIN_ROWS = 64
 _BLOCK = 32 << 20  # bytes of a product that are computed at once
 
 
-def read_all(tensor: Stored) -> torch.Tensor:
-    """Return a whole tensor."""
-    return tensor.read((0,) * len(tensor.shape), tensor.shape)
-
-
-def replace_tensor(base: Stored, new: Stored) -> Stored:
-    """Return `new`, which has the shape of `base`, in the dtype of `base`."""
-
-    def read(offset: Shape, shape: Shape) -> torch.Tensor:
-        return new.read(offset, shape).to(base.dtype)
-
-    return Stored(base.shape, base.dtype, read)
-
-
-def replace_rows(base: Stored, rows: Sequence[int], new: Stored) -> Stored:
+def replace_rows(base: LazyTensor, rows: Sequence[int], new: LazyTensor) -> LazyTensor:
     """Return the matrix `base` with row `rows[i]` replaced by row i of `new`."""
 
     def read(offset: Shape, shape: Shape) -> torch.Tensor:
@@ -48,17 +33,17 @@ def replace_rows(base: Stored, rows: Sequence[int], new: Stored) -> Stored:
                 values[row - first] = replacement[0].to(base.dtype)
         return values
 
-    return Stored(base.shape, base.dtype, read)
+    return LazyTensor(base.shape, base.dtype, read)
 
 
-def add_bias(base: Stored, bias: Stored, scaling: float) -> Stored:
+def add_bias(base: LazyTensor, bias: LazyTensor, scaling: float) -> LazyTensor:
     """Return the bias `base` plus the scaled bias of a low-rank product."""
 
     def read(offset: Shape, shape: Shape) -> torch.Tensor:
         change = bias.read(offset, shape).float() * scaling
         return (base.read(offset, shape) + change).to(base.dtype)
 
-    return Stored(base.shape, base.dtype, read)
+    return LazyTensor(base.shape, base.dtype, read)
 
 
 @dataclass(frozen=True)
@@ -68,10 +53,10 @@ class LowRankProduct:
     With a magnitude (DoRA), the rows of the sum are also scaled to the length that it specifies.
     """
 
-    a: Stored  # [rank, in]
-    b: Stored  # [out, rank]
+    a: LazyTensor  # [rank, in]
+    b: LazyTensor  # [out, rank]
     scaling: float
-    magnitude: Stored | None = None  # [out]
+    magnitude: LazyTensor | None = None  # [out]
     transposed: bool = False  # the stored matrix is [in, out]: embeddings, and Conv1D of GPT-2
     # Round the product to the dtype of the stored matrix before adding it, as PEFT does for
     # embeddings, and for parameters that are not the weight of a linear layer.
@@ -83,23 +68,23 @@ class LowRankProduct:
         if self.transposed:
             # Rows of the stored matrix are columns of the product.
             a = self.a.read((0, first), (rank, count)).float()
-            b = read_all(self.b).float()
+            b = self.b.read_all().float()
             return (b @ a).T.mul_(self.scaling)
-        a = read_all(self.a).float()
+        a = self.a.read_all().float()
         b = self.b.read((first, 0), (count, rank)).float()
         return (b @ a).mul_(self.scaling)
 
 
-def add_to_matrix(base: Stored, change: LowRankProduct) -> Stored:
+def add_to_matrix(base: LazyTensor, change: LowRankProduct) -> LazyTensor:
     """Return the matrix `base` with the change."""
-    return Stored(base.shape, base.dtype, _ChangedMatrix(base, change).read)
+    return LazyTensor(base.shape, base.dtype, _ChangedMatrix(base, change).read)
 
 
 @dataclass(frozen=True)
 class _ChangedMatrix:
     """A stored matrix and the product that is added to it."""
 
-    base: Stored
+    base: LazyTensor
     change: LowRankProduct
     # Factors of DoRA for a transposed matrix, which depend on all of its rows: computed once.
     _factors: list[torch.Tensor] = field(default_factory=list)
@@ -131,12 +116,12 @@ class _ChangedMatrix:
             total = factors * total
         return total.to(weight.dtype)
 
-    def _get_column_factors(self, magnitude: Stored) -> torch.Tensor:
+    def _get_column_factors(self, magnitude: LazyTensor) -> torch.Tensor:
         """Return the factor of each column, [1, out]."""
         with self._lock:
             if not self._factors:
                 lengths = self._compute_column_lengths()
-                self._factors.append((read_all(magnitude).float() / lengths).view(1, -1))
+                self._factors.append((magnitude.read_all().float() / lengths).view(1, -1))
             return self._factors[0]
 
     def _compute_column_lengths(self) -> torch.Tensor:
@@ -146,8 +131,8 @@ class _ChangedMatrix:
         """
         num_rows, num_columns = self.base.shape
         rank = self.change.a.shape[0]
-        weight = read_all(self.base)
-        a = read_all(self.change.a).float()
+        weight = self.base.read_all()
+        a = self.change.a.read_all().float()
         step = min(num_columns, max(_MIN_ROWS, _BLOCK // (4 * num_rows)))
         lengths = torch.empty(num_columns)
         for start in range(0, num_columns, step):
@@ -160,47 +145,35 @@ class _ChangedMatrix:
         return lengths
 
 
-def add_to_experts(base: Stored, change: LowRankProduct) -> Stored:
+def add_to_experts(base: LazyTensor, change: LowRankProduct) -> LazyTensor:
     """Return the matrices `base` of all experts of a layer, each with its own change.
 
     Matrix A contains the ranks of expert 0, then those of expert 1, ...; in matrix B the experts
     alternate.
     """
-    num_experts, *matrix_shape = base.shape
+    num_experts = base.shape[0]
     rank = change.a.shape[0] // num_experts
     changed = []
     for expert in range(num_experts):
-        matrix = Stored(tuple(matrix_shape), base.dtype, partial(_read_expert, base, expert))
         a = _select_rows(change.a, expert * rank, rank)
         b = _select_columns(change.b, expert, num_experts)
         product = LowRankProduct(
             a, b, change.scaling, transposed=change.transposed, is_rounded=change.is_rounded
         )
-        changed.append(add_to_matrix(matrix, product))
-
-    def read(offset: Shape, shape: Shape) -> torch.Tensor:
-        first = offset[0]
-        experts = changed[first : first + shape[0]]
-        return torch.stack([matrix.read(offset[1:], shape[1:]) for matrix in experts])
-
-    return Stored(base.shape, base.dtype, read)
+        changed.append(add_to_matrix(select(base, expert), product))
+    return stack(changed)
 
 
-def _read_expert(base: Stored, expert: int, offset: Shape, shape: Shape) -> torch.Tensor:
-    """Return a box of the matrix of one expert."""
-    return base.read((expert, *offset), (1, *shape))[0]
-
-
-def _select_rows(tensor: Stored, first: int, count: int) -> Stored:
+def _select_rows(tensor: LazyTensor, first: int, count: int) -> LazyTensor:
     """Return `count` rows of a matrix from row `first` on."""
 
     def read(offset: Shape, shape: Shape) -> torch.Tensor:
         return tensor.read((first + offset[0], offset[1]), shape)
 
-    return Stored((count, tensor.shape[1]), tensor.dtype, read)
+    return LazyTensor((count, tensor.shape[1]), tensor.dtype, read)
 
 
-def _select_columns(tensor: Stored, first: int, step: int) -> Stored:
+def _select_columns(tensor: LazyTensor, first: int, step: int) -> LazyTensor:
     """Return every `step`-th column of a matrix from column `first` on."""
     rows, columns = tensor.shape
 
@@ -209,4 +182,4 @@ def _select_columns(tensor: Stored, first: int, step: int) -> Stored:
         selected = whole[:, first::step]
         return narrow(selected, (0, offset[1]), shape)
 
-    return Stored((rows, columns // step), tensor.dtype, read)
+    return LazyTensor((rows, columns // step), tensor.dtype, read)

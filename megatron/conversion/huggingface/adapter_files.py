@@ -10,8 +10,9 @@ from typing import Any
 
 from megatron.conversion.huggingface.adapters import ADAPTER_CONFIG
 from megatron.conversion.huggingface.module_patterns import ModulePatterns
-from megatron.conversion.huggingface.safetensors_files import Stored, open_safetensors
+from megatron.conversion.huggingface.safetensors_files import open_safetensors
 from megatron.conversion.huggingface.weight_files import open_torch_file
+from megatron.conversion.model_space.lazy_tensors import LazyTensor
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.safe_files import schema
 from megatron.core.safe_files.reading import confine_links, read_json
@@ -27,7 +28,7 @@ from megatron.core.safe_files.schema import (
     text,
 )
 
-_OPENERS: dict[str, Callable[[Path], dict[str, Stored]]] = {
+_OPENERS: dict[str, Callable[[Path], dict[str, LazyTensor]]] = {
     "adapter_model.safetensors": open_safetensors,
     "adapter_model.bin": open_torch_file,
 }
@@ -192,7 +193,7 @@ def _refuse_fields(fields: Mapping[str, Any], location: str) -> None:
         )
 
 
-def open_adapter_tensors(directory: Path) -> dict[str, Stored]:
+def open_adapter_tensors(directory: Path) -> dict[str, LazyTensor]:
     """Return the tensors of the adapter in a directory by name."""
     for name, open_file in _OPENERS.items():
         path = directory / name

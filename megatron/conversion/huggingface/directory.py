@@ -9,8 +9,9 @@ import socket
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,12 +22,13 @@ from megatron.conversion.huggingface.family import Family, has_foreign_mixers
 from megatron.conversion.huggingface.other_layouts import read_params, use_transformers_layout
 from megatron.conversion.huggingface.quantized_weights import (
     BLOCK_SIZE,
+    SCALES,
     dequantize,
     make_quantization_config,
+    quantize_blocks,
     read_block_size,
     refuse_other_quantization,
 )
-from megatron.conversion.huggingface.safetensors_files import Stored
 from megatron.conversion.huggingface.sidecar import (
     DIRECTORY,
     Sidecar,
@@ -37,6 +39,7 @@ from megatron.conversion.huggingface.sidecar import (
 from megatron.conversion.huggingface.stored_parameters import (
     StoredParameter,
     copied_parameters,
+    store_parameters,
     stored_parameters,
 )
 from megatron.conversion.huggingface.stored_weights import StoredWeights
@@ -48,17 +51,15 @@ from megatron.conversion.huggingface.tokenizer import (
     write_generation_config,
 )
 from megatron.conversion.huggingface.weight_files import (
-    Outgoing,
-    OutgoingForeign,
-    OutgoingQuantized,
-    OutgoingTensor,
     check_weight_files,
+    list_infos,
     open_weights,
     write_weight_files,
 )
 from megatron.conversion.huggingface.wrapper import TEXT_CONFIG, LanguageModel
 from megatron.conversion.huggingface.wrappers import find_wrapper
 from megatron.conversion.model_space.foreign import format_layers
+from megatron.conversion.model_space.lazy_tensors import LazyTensor, cast, view_source
 from megatron.conversion.model_space.model import (
     check_optimizer_complete,
     check_parameters,
@@ -74,7 +75,7 @@ from megatron.conversion.model_space.views import get_dtype
 from megatron.conversion.options import ReadOptions, WriteOptions, rename_tensors
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.dist_checkpointing.files import CLAIM
-from megatron.core.dist_checkpointing.mapping import Shape, TensorInfo, read_whole
+from megatron.core.dist_checkpointing.mapping import Shape, read_whole
 from megatron.core.dist_checkpointing.saving.commit import Progress, no_progress
 from megatron.core.durable_files import discard, fsync_tree, write_json
 from megatron.core.object_path import ObjectPath
@@ -112,88 +113,105 @@ class HuggingFaceSource:
         read_options = read_options or ReadOptions()
         self.description = f"Hugging Face directory {directory}"
         self._directory = directory
-        user_args = read_options.args
         refuse_adapter(directory)
 
-        # Read config.json, or params.json of Meta.
-        if (directory / "config.json").exists():
-            hf = read_json(directory / "config.json")
-        else:
-            hf = read_params(directory, open_weights(directory))
-        quantization = hf.pop(_QUANTIZATION, None)
-
-        # Of a multimodal model, read the language model.
-        multimodal: LanguageModel | None = None
-        token_ids = hf
-        with _errors_about(directory):
-            wrapper = find_wrapper(hf)
-        if wrapper is not None:
-            weights = open_weights(directory)
-            files = rename_tensors(weights, read_options.renames, self.description)
-            with _errors_about(directory):
-                multimodal = wrapper.find_language_model(hf, files)
-            hf = multimodal.text
-            quantization = quantization or hf.pop(_QUANTIZATION, None)
-            token_ids = hf | select_stated_ids(multimodal.hf)
-        if _QUANTIZATION in read_options.ignored_fields:
-            quantization = None
+        # Read config.json; of a multimodal model, that of its language model.
+        hf, quantization, multimodal = self._read_config_file(read_options)
         block = None
-        if quantization is None and _QUANTIZATION not in read_options.ignored_fields:
-            refuse_other_quantization(directory)
         with _errors_about(directory):
             family = find_family(hf) if multimodal is None else multimodal.family
-            self.args = family.read_config(hf, user_args, read_options.ignored_fields)
+            self.args = family.read_config(hf, read_options.args, read_options.ignored_fields)
             if quantization is not None:
                 block = read_block_size(quantization)
 
         # Open the weights. Biases that config.json switches off are zero in a model with others.
-        if multimodal is not None:
-            files = multimodal.files
-        else:
-            weights = use_transformers_layout(open_weights(directory), hf)
-            files = rename_tensors(weights, read_options.renames, self.description)
-        refuse_adapted_modules(files, directory)
-        if "mtp_num_layers" not in user_args and not _has_prediction_layers(files, self.args):
+        files = self._open_files(hf, multimodal, read_options)
+        if "mtp_num_layers" not in read_options.args and not _has_prediction_layers(
+            files, self.args
+        ):
             # transformers leaves these layers out when it saves a model, but not the field.
             self.args["mtp_num_layers"] = None
         with _errors_about(directory):
-            mixers = family.find_foreign_mixers(files, self.args)
-        self.args["foreign_mixers"] = mixers
+            self.args["foreign_mixers"] = family.find_foreign_mixers(files, self.args)
         config = model_config(self.args, self.args["vocab_size"], self.description)
         if block is not None:
             files = dequantize(files, block, config.params_dtype, directory)
         zero_biases = family.list_unbiased_parts(hf)
         self._weights = StoredWeights(directory, files, family, config, zero_biases)
+        self._values: dict[str, LazyTensor] = dict(self._weights.tensors)
+
+        # Complete the arguments, and add optimizer and run, if an export left them.
+        self._complete_arguments(config, family, hf, multimodal, read_options)
+        self.training: TrainingState | None = None
+        if not read_options.no_optim:
+            sidecar = open_sidecar(directory / DIRECTORY)
+            if sidecar is not None:
+                self._add_sidecar(sidecar, config, read_options.args)
         self.unused = self._weights.find_unused()
-        if family.indexer is not None and not read_options.keep_foreign:
-            _refuse_indexer(family.indexer, self.unused, directory)
-        self.tensors: dict[str, TensorInfo] = {}
-        for key, shape in self._weights.shapes.items():
-            self.tensors[key] = TensorInfo(shape, self._weights.dtype_of(key))
-
-        # Set foreign tensors aside. A head that is tied is equal to the embedding.
-        self._foreign: dict[str, Stored] = {}
-        if read_options.keep_foreign:
-            for name in self.unused:
-                if name not in family.head_names:
-                    self._foreign[foreign_key(family.add_prefix(name))] = files[name]
-            self.unused = [name for name in self.unused if name in family.head_names]
-        elif multimodal is not None:
-            self.unused = multimodal.summarize(self.unused)
-
+        self._set_foreign_aside(family, files, multimodal, read_options)
         self.unused += family.list_unused_fields(hf, self.args)
+        self.tensors = list_infos(self._values)
 
-        # Complete the arguments. Those of the user come last: they override all files.
+    def _read_config_file(
+        self, read_options: ReadOptions
+    ) -> tuple[dict[str, Any], Any, LanguageModel | None]:
+        """Return the config.json of the language model, the `quantization_config`, and the
+        multimodal model that contains it, if any.
+        """
+        directory = self._directory
+        if (directory / CONFIG).exists():
+            hf = read_json(directory / CONFIG)
+        else:
+            hf = read_params(directory, open_weights(directory))
+        quantization = hf.pop(_QUANTIZATION, None)
+        multimodal: LanguageModel | None = None
+        with _errors_about(directory):
+            wrapper = find_wrapper(hf)
+        if wrapper is not None:
+            files = rename_tensors(open_weights(directory), read_options.renames, self.description)
+            with _errors_about(directory):
+                multimodal = wrapper.find_language_model(hf, files)
+            hf = multimodal.text
+            quantization = quantization or hf.pop(_QUANTIZATION, None)
+        if _QUANTIZATION in read_options.ignored_fields:
+            return hf, None, multimodal
+        if quantization is None:
+            refuse_other_quantization(directory)
+        return hf, quantization, multimodal
+
+    def _open_files(
+        self, hf: Mapping[str, Any], multimodal: LanguageModel | None, read_options: ReadOptions
+    ) -> Mapping[str, LazyTensor]:
+        """Return the tensors in the files under the names of the language model."""
+        files: Mapping[str, LazyTensor]
+        if multimodal is not None:
+            files = multimodal.files
+        else:
+            weights = use_transformers_layout(open_weights(self._directory), hf)
+            files = rename_tensors(weights, read_options.renames, self.description)
+        refuse_adapted_modules(files, self._directory)
+        return files
+
+    def _complete_arguments(
+        self,
+        config: TransformerConfig,
+        family: Family,
+        hf: dict[str, Any],
+        multimodal: LanguageModel | None,
+        read_options: ReadOptions,
+    ) -> None:
+        """Add the arguments that config.json does not state. The user's override all files."""
         if "bf16" not in self.args and "fp16" not in self.args:  # config.json has no dtype
             dtype = self._weights.default_dtype
             self.args |= {"bf16": dtype == torch.bfloat16, "fp16": dtype == torch.float16}
+        has_mixers = self.args["foreign_mixers"] is not None
         self.args |= resolve_arguments(config)
         self.args["hf_model_type"] = family.model_type
-        self.args["hf_fields"] = family.repeated_fields(hf)
-        if mixers is not None:
-            self.args["hf_fields"] = hf
-        self.args |= read_tokenizer_arguments(directory, token_ids) | dict(user_args)
-
+        self.args["hf_fields"] = hf if has_mixers else family.repeated_fields(hf)
+        token_ids = hf
+        if multimodal is not None:
+            token_ids = hf | select_stated_ids(multimodal.hf)
+        self.args |= read_tokenizer_arguments(self._directory, token_ids) | dict(read_options.args)
         if read_options.keep_foreign and multimodal is not None:
             self.args[_FOREIGN_FIELDS] = multimodal.fields
             self.args[_TEXT_PREFIX] = multimodal.prefix
@@ -201,49 +219,27 @@ class HuggingFaceSource:
             ignored = set(read_options.ignored_fields) - {_QUANTIZATION}
             self.args[_FOREIGN_FIELDS] = {name: hf[name] for name in hf if name in ignored}
 
-        # Add the optimizer and the run, if an export left them.
-        self._sidecar: Sidecar | None = None
-        if not read_options.no_optim:
-            self._sidecar = open_sidecar(directory / DIRECTORY)
-        self.training: TrainingState | None = None
-        if self._sidecar is not None:
-            self._add_sidecar(self._sidecar, config, user_args)
-
-        for key, tensor in self._foreign.items():
-            self.tensors[key] = TensorInfo(tensor.shape, tensor.dtype)
+    def _set_foreign_aside(
+        self,
+        family: Family,
+        files: Mapping[str, LazyTensor],
+        multimodal: LanguageModel | None,
+        read_options: ReadOptions,
+    ) -> None:
+        """Keep or summarize unused tensors. A head that is tied is equal to the embedding."""
+        if family.indexer is not None and not read_options.keep_foreign:
+            _refuse_indexer(family.indexer, self.unused, self._directory)
+        if read_options.keep_foreign:
+            for name in self.unused:
+                if name not in family.head_names:
+                    self._values[foreign_key(family.add_prefix(name))] = files[name]
+            self.unused = [name for name in self.unused if name in family.head_names]
+        elif multimodal is not None:
+            self.unused = multimodal.summarize(self.unused)
 
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
         """Return a box of a tensor. Raises ValueError for an optimizer state of other weights."""
-        if key in self._foreign:
-            return self._foreign[key].read(offset, shape)
-        dtype = self.tensors[key].dtype
-        if self._sidecar is not None:
-            if key in self._sidecar.tensors:
-                return self._read_optimizer(self._sidecar.tensors[key], key, offset, shape)
-            # Weights that were exported in another dtype: those of the run are its main parameters,
-            # rounded to its own dtype.
-            if key in self._weights and self._weights.dtype_of(key) != dtype:
-                main = self._sidecar.tensors[optimizer_key("param", key)]
-                return main.read(offset, shape).to(dtype)
-        return self._weights.read(key, offset, shape).to(dtype)
-
-    def _read_optimizer(
-        self, tensor: Stored, key: str, offset: Shape, shape: Shape
-    ) -> torch.Tensor:
-        """Read optimizer state.
-
-        Main parameters must equal the weights bitwise: else the moments belong to another model.
-        """
-        value = tensor.read(offset, shape)
-        parameter, state = split_key(key)
-        if state == "param" and parameter in self._weights:
-            weight = self._weights.read(parameter, offset, shape)
-            if not is_bitwise_equal(value.to(weight.dtype), weight):
-                raise ValueError(
-                    f"{self._directory}: {parameter} was changed after the export, so the "
-                    f"optimizer state in {self._directory / DIRECTORY} {_OTHER_MODEL}"
-                )
-        return value
+        return self._values[key].read(offset, shape)
 
     def _add_sidecar(
         self, sidecar: Sidecar, config: TransformerConfig, user_args: Mapping[str, Any]
@@ -256,16 +252,41 @@ class HuggingFaceSource:
         )
         self.args |= {**sidecar.args, **user_args}
         self.training = sidecar.training
-        # The weights have the dtype of the run, even if they were exported in another one.
-        for key, info in self.tensors.items():
-            if is_trained(key):
-                self.tensors[key] = TensorInfo(info.shape, run.params_dtype)
         for key, tensor in sidecar.tensors.items():
             parameter, state = split_key(key)
-            if state is None or parameter not in self.tensors:
+            if state is None or parameter not in self._values:
                 raise ValueError(f"{sidecar_dir}: {key} is not an optimizer state of this model")
-            self.tensors[key] = TensorInfo(tensor.shape, tensor.dtype)
-        check_optimizer_complete(self.tensors, self.args, str(sidecar_dir))
+            if state == "param" and parameter in self._weights:
+                tensor = self._check_unchanged(tensor, parameter)
+            self._values[key] = tensor
+        check_optimizer_complete(list_infos(self._values), self.args, str(sidecar_dir))
+
+        # The weights have the dtype of the run. Those that were exported in another one are its
+        # main parameters, rounded to its own dtype.
+        for key, weight in self._weights.tensors.items():
+            if not is_trained(key):
+                continue
+            if key in self._weights and weight.dtype != run.params_dtype:
+                weight = sidecar.tensors[optimizer_key("param", key)]
+            self._values[key] = cast(weight, run.params_dtype)
+
+    def _check_unchanged(self, main: LazyTensor, parameter: str) -> LazyTensor:
+        """Return main parameters that must equal the weights bitwise when they are read: else the
+        moments belong to another model.
+        """
+        return main._replace(read=partial(self._read_unchanged, main, parameter))
+
+    def _read_unchanged(
+        self, main: LazyTensor, parameter: str, offset: Shape, shape: Shape
+    ) -> torch.Tensor:
+        value = main.read(offset, shape)
+        weight = self._weights.tensors[parameter].read(offset, shape)
+        if not is_bitwise_equal(value.to(weight.dtype), weight):
+            raise ValueError(
+                f"{self._directory}: {parameter} was changed after the export, so the "
+                f"optimizer state in {self._directory / DIRECTORY} {_OTHER_MODEL}"
+            )
+        return value
 
 
 @contextmanager
@@ -277,7 +298,7 @@ def _errors_about(directory: Path) -> Iterator[None]:
         raise CheckpointError(f"{directory}: {error}") from error
 
 
-def _has_prediction_layers(files: Mapping[str, Stored], args: Mapping[str, Any]) -> bool:
+def _has_prediction_layers(files: Mapping[str, LazyTensor], args: Mapping[str, Any]) -> bool:
     """Return whether the files have layers for multi-token prediction, after those of the model."""
     projection = f"layers.{args['num_layers']}.eh_proj.weight"
     return any(name.endswith(projection) for name in files)
@@ -330,6 +351,44 @@ def write_huggingface(
 
     # Plan and check everything.
     config = _make_config(source, options)
+    plan = _plan_model(source, config, options)
+    weights = _collect_weights(source, config, plan, options)
+    optimizer: dict[str, LazyTensor] = {}
+    if options.optim_sidecar:
+        optimizer = collect_optimizer_tensors(source, model_tensors(config))
+
+    # Write weights and sidecar.
+    make_empty_directory(directory)
+    with _folder_for_small_files(directory) as small_files:
+        limits = (options.max_shard_size, options.workers, progress)
+        write_weight_files(directory, "model", weights, *limits)
+        check_weight_files(directory, weights)
+        if optimizer:
+            folder = directory / DIRECTORY
+            folder.mkdir()
+            files = write_weight_files(folder, "optimizer", optimizer, *limits)
+            write_state(folder, source, files)
+        lost = write_small_files(small_files, source.args, plan.fields, options, plan.is_multimodal)
+    # A sidecar keeps the full precision.
+    if options.dtype is None and not optimizer:
+        lost = [*lost, *_list_rounded(source, plan.parameters, config.params_dtype)]
+    if options.quantization is not None:
+        _note_partial_blocks(weights, options)
+    return lost + _list_left_out(source, bool(optimizer))
+
+
+class _ModelPlan(NamedTuple):
+    """A model of transformers to write: its config.json and its tensors."""
+
+    fields: dict[str, Any]
+    parameters: list[StoredParameter]
+    foreign_names: dict[str, str]  # key -> name in the files
+    is_multimodal: bool
+
+
+def _plan_model(source: Source, config: TransformerConfig, options: WriteOptions) -> _ModelPlan:
+    """Return the model to write. Raises ValueError if transformers cannot express it."""
+    # Choose the family, or of a multimodal model the one of its language model.
     foreign = [key for key in source.tensors if is_foreign(key)]
     foreign_fields = get_foreign_fields(source.args)
     wrapper = find_wrapper(foreign_fields)
@@ -345,8 +404,9 @@ def write_huggingface(
         fields = family.write_config(config, get_imported_fields(family, config, source.args))
     if has_foreign_mixers(config):
         _check_foreign_mixers(source, family, foreign)
+
+    # List the tensors. Exports have one per expert, not the fused form.
     shapes = model_tensors(config)
-    # Exports have one tensor per expert, not the fused form.
     parameters = list(
         stored_parameters(shapes, family.select_rows(config), family.layers, config, has_none)
     )
@@ -354,49 +414,52 @@ def write_huggingface(
     _check_complete(source, config, shapes, {parameter.key for parameter in parameters})
     parameters = _leave_out_biases(source, family, fields, parameters)
     foreign_names = {key: foreign_name(key) for key in foreign}
-    if wrapper is not None:
-        prefixes = wrapper.get_prefixes(source.args.get(_TEXT_PREFIX))
-        for index, parameter in enumerate(parameters):
-            names = tuple(prefixes.add(name) for name in parameter.names)
-            parameters[index] = dataclasses.replace(parameter, names=names)
-        for key, name in foreign_names.items():
-            foreign_names[key] = prefixes.add(name)
-    weights: list[OutgoingTensor] = []
-    for parameter in parameters:
-        weights.append(
-            _prepare_weight(source, parameter, config.params_dtype, options.quantization)
-        )
-    if options.quantization is not None:
-        fields[_QUANTIZATION] = make_quantization_config(_list_unquantized(parameters, foreign))
-    for key in foreign:
-        weights.append(OutgoingForeign(source, key, foreign_names[key]))
-    optimizer: Sequence[Outgoing] = []
-    if options.optim_sidecar:
-        optimizer = collect_optimizer_tensors(source, shapes)
+    if wrapper is None:
+        if options.quantization is not None:
+            fields[_QUANTIZATION] = make_quantization_config(_list_unquantized(parameters, foreign))
+        return _ModelPlan(foreign_fields | fields, parameters, foreign_names, False)
+    prefixes = wrapper.get_prefixes(source.args.get(_TEXT_PREFIX))
+    for index, parameter in enumerate(parameters):
+        names = tuple(prefixes.add(name) for name in parameter.names)
+        parameters[index] = dataclasses.replace(parameter, names=names)
+    for key, name in foreign_names.items():
+        foreign_names[key] = prefixes.add(name)
+    fields = wrapper.write_config(foreign_fields, fields)
+    return _ModelPlan(fields, parameters, foreign_names, True)
 
-    # Write weights and sidecar.
-    make_empty_directory(directory)
-    with _folder_for_small_files(directory) as small_files:
-        limits = (options.max_shard_size, options.workers, progress)
-        write_weight_files(directory, "model", weights, *limits)
-        check_weight_files(directory, weights)
-        if optimizer:
-            folder = directory / DIRECTORY
-            folder.mkdir()
-            files = write_weight_files(folder, "optimizer", optimizer, *limits)
-            write_state(folder, source, files)
 
-        if wrapper is not None:
-            fields = wrapper.write_config(foreign_fields, fields)
-        else:
-            fields = foreign_fields | fields
-        lost = write_small_files(small_files, source.args, fields, options, wrapper is not None)
-    # A sidecar keeps the full precision.
-    if options.dtype is None and not optimizer:
-        lost = [*lost, *_list_rounded(source, parameters, config.params_dtype)]
+def _collect_weights(
+    source: Source, config: TransformerConfig, plan: _ModelPlan, options: WriteOptions
+) -> dict[str, LazyTensor]:
+    """Return the tensors to write by name: from the fp32 main parameters if any, so that they are
+    cast once.
+    """
+    quantized: set[str] = set()  # names
     if options.quantization is not None:
-        _note_partial_blocks(weights, options)
-    return lost + _list_left_out(source, bool(optimizer))
+        for parameter in filter(_is_quantizable, plan.parameters):
+            quantized.update(parameter.names)
+
+    def get_value(parameter: StoredParameter) -> LazyTensor:
+        value = parameter.view_in(source, full_precision_key(parameter.key, source.tensors))
+        if not is_trained(parameter.key):
+            return cast(value, source.tensors[parameter.key].dtype)
+        if quantized.issuperset(parameter.names):
+            return value
+        return cast(value, config.params_dtype)
+
+    weights: dict[str, LazyTensor] = {}
+    for name, tensor in store_parameters(plan.parameters, get_value).items():
+        weights[name] = tensor
+        if name in quantized:
+            weights[name], weights[name + SCALES] = quantize_blocks(tensor, name)
+    for key, name in plan.foreign_names.items():
+        if name in weights:
+            raise ValueError(
+                f"{foreign_name(key)} is a foreign tensor with the name of a parameter of "
+                "the model: rename it (--rename) or leave foreign tensors out (--keep-foreign)"
+            )
+        weights[name] = view_source(source, key)
+    return weights
 
 
 class _Claim:
@@ -635,18 +698,6 @@ def _list_rounded(
     ]
 
 
-def _prepare_weight(
-    source: Source, parameter: StoredParameter, dtype: torch.dtype, quantization: str | None
-) -> Outgoing | OutgoingQuantized:
-    """Return a weight to write: from the fp32 main parameter if any, so that it is cast once."""
-    key = full_precision_key(parameter.key, source.tensors)
-    if quantization is not None and _is_quantizable(parameter):
-        return OutgoingQuantized(source, key, parameter)
-    if not is_trained(parameter.key):
-        dtype = source.tensors[parameter.key].dtype
-    return Outgoing(source, key, parameter, dtype)
-
-
 def check_quantizable(family: Family, config: TransformerConfig) -> None:
     """Raise ValueError if matrices of a model cannot be quantized in the files of `family`."""
     shapes = model_tensors(config)
@@ -687,15 +738,13 @@ def _list_unquantized(parameters: Sequence[StoredParameter], foreign: Sequence[s
     return sorted(set(modules))
 
 
-def _note_partial_blocks(weights: Sequence[OutgoingTensor], options: WriteOptions) -> None:
+def _note_partial_blocks(weights: Mapping[str, LazyTensor], options: WriteOptions) -> None:
     """Note matrices with partial blocks, which not every program reads."""
     partial_names = []
-    for weight in weights:
-        if isinstance(weight, OutgoingQuantized):
-            for name, info in weight.stored_tensors().items():
-                is_matrix = info.dtype == torch.float8_e4m3fn
-                if is_matrix and any(extent % BLOCK_SIZE for extent in info.shape):
-                    partial_names.append(name)
+    for name, tensor in weights.items():
+        is_quantized = name + SCALES in weights
+        if is_quantized and any(extent % BLOCK_SIZE for extent in tensor.shape):
+            partial_names.append(name)
     if partial_names:
         options.note(
             f"--quantize: {len(partial_names)} matrices, e.g. {partial_names[0]}, have partial "

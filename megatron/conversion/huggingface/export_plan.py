@@ -7,8 +7,7 @@ The plan lets the ranks of a run write the model from the tensors that they save
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from megatron.conversion.huggingface.directory import (
 from megatron.conversion.huggingface.families import choose_family
 from megatron.conversion.huggingface.safetensors_files import lay_out_safetensors
 from megatron.conversion.huggingface.stored_parameters import (
-    StoredParameter,
     copied_parameters,
     stored_parameters,
 )
@@ -98,9 +96,9 @@ def plan_export(
     # Locate every element.
     places_by_key: dict[str, list[TensorPlace]] = {}
     for parameter in parameters:
-        places_by_key.setdefault(parameter.key, []).extend(
-            _locate(parameter, dtypes[parameter.key], starts)
-        )
+        tensor_starts = [starts[name] for name in parameter.names]
+        places = parameter.locate(tensor_starts, dtypes[parameter.key].itemsize)
+        places_by_key.setdefault(parameter.key, []).extend(places)
     exported = {}
     for key, tensor_places in places_by_key.items():
         exported[key] = ExportedTensor(dtypes[key], tuple(tensor_places))
@@ -110,36 +108,3 @@ def plan_export(
         write_small_files(directory, args, fields, options)
 
     return ExportPlan(exported, files, add_small_files)
-
-
-def _locate(
-    parameter: StoredParameter, dtype: torch.dtype, starts: Mapping[str, tuple[str, int]]
-) -> Iterator[TensorPlace]:
-    """Yield the places of the runs of rows of a parameter, or of the matrix of one expert."""
-    itemsize = dtype.itemsize
-    row_shape = parameter.shape[1:]
-    first = 0  # row of the model
-    for run in parameter.row_map:
-        stored_shape = parameter.stored_shapes()[run.source]
-        file, position = starts[parameter.names[run.source]]
-        if parameter.packed is not None:
-            (expert,) = parameter.lead
-            position += expert * math.prod(stored_shape[1:]) * itemsize
-        # Bytes between neighbors along each axis of the model's parameter.
-        if parameter.transposed:
-            row_stride = itemsize
-            strides = [stored_shape[-1] * itemsize]
-        else:
-            row_stride = math.prod(row_shape) * itemsize
-            strides = [
-                math.prod(row_shape[axis + 1 :]) * itemsize for axis in range(len(row_shape))
-            ]
-        lead = len(parameter.lead)
-        yield TensorPlace(
-            offset=(*parameter.lead, first, *(0,) * len(row_shape)),
-            shape=(*(1,) * lead, run.rows, *row_shape),
-            file=file,
-            position=position + run.start * row_stride,
-            strides=(*(0,) * lead, run.step * row_stride, *strides),
-        )
-        first += run.rows

@@ -15,9 +15,7 @@ from megatron.conversion.huggingface.adapter_changes import (
     add_bias,
     add_to_experts,
     add_to_matrix,
-    read_all,
     replace_rows,
-    replace_tensor,
 )
 from megatron.conversion.huggingface.adapter_files import (
     open_adapter_tensors,
@@ -25,8 +23,8 @@ from megatron.conversion.huggingface.adapter_files import (
     require_adapter,
 )
 from megatron.conversion.huggingface.family import Family
-from megatron.conversion.huggingface.safetensors_files import Stored
 from megatron.conversion.huggingface.wrappers import remove_wrapper_prefix
+from megatron.conversion.model_space.lazy_tensors import LazyTensor, cast
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.dist_checkpointing.mapping import Shape
 from megatron.core.safe_files.schema import abbreviate, key
@@ -63,9 +61,9 @@ class LoraAdapter:
         self.directory = directory
         self.config = read_adapter_config(directory)
         self._stored_names: dict[str, str] = {}  # name of a tensor -> its name in the files
-        self._matrices: dict[str, dict[str, Stored]] = defaultdict(dict)  # by module and kind
-        self._tokens: dict[str, Stored] = {}  # by module
-        self._whole: dict[str, Stored] = {}  # by tensor of the model
+        self._matrices: dict[str, dict[str, LazyTensor]] = defaultdict(dict)  # by module and kind
+        self._tokens: dict[str, LazyTensor] = {}  # by module
+        self._whole: dict[str, LazyTensor] = {}  # by tensor of the model
         tensors = open_adapter_tensors(directory)
         if not tensors:
             raise CheckpointError(f"{directory}: the adapter has no tensors")
@@ -74,7 +72,7 @@ class LoraAdapter:
             self._add_tensor(name, stored_name, tensors[stored_name])
         self._inner_modules = set(map(_strip_wrappers, self._matrices))
 
-    def _add_tensor(self, name: str, stored_name: str, tensor: Stored) -> None:
+    def _add_tensor(self, name: str, stored_name: str, tensor: LazyTensor) -> None:
         """Sort a tensor of the adapter by the kind of its change."""
         match = _CHANGE.fullmatch(name)
         if match is None:
@@ -97,7 +95,7 @@ class LoraAdapter:
             )
         self._stored_names[name] = stored_name
 
-    def _check_dtype(self, name: str, tensor: Stored) -> None:
+    def _check_dtype(self, name: str, tensor: LazyTensor) -> None:
         """Raise CheckpointError unless the values of a tensor are numbers."""
         if not tensor.dtype.is_floating_point or tensor.dtype.itemsize == 1:
             raise CheckpointError(
@@ -140,10 +138,10 @@ class LoraAdapter:
         for first, second, is_transposed in pairs:
             if second is None:
                 return False
-            value = read_all(first)
+            value = first.read_all()
             if is_transposed:
                 value = value.t()
-            if not torch.equal(value, read_all(second)):
+            if not torch.equal(value, second.read_all()):
                 return False
         self._whole.pop(name, None)
         self._matrices.pop(copy, None)
@@ -152,8 +150,8 @@ class LoraAdapter:
     # ---- Application ----
 
     def apply(
-        self, tensors: Mapping[str, Stored], transposed: Collection[str]
-    ) -> dict[str, Stored]:
+        self, tensors: Mapping[str, LazyTensor], transposed: Collection[str]
+    ) -> dict[str, LazyTensor]:
         """Return the tensors that the adapter changes, by name.
 
         `tensors` are those of the model, and `transposed` the names of matrices that are stored as
@@ -170,7 +168,7 @@ class LoraAdapter:
                 continue
             self._check_changeable(name, model[name])
             self._check_shape(name, tensor, model[name].shape)
-            model[name] = replace_tensor(model[name], tensor)
+            model[name] = cast(tensor, model[name].dtype)
             changed[name] = None
 
         # Products of matrices.
@@ -230,7 +228,7 @@ class LoraAdapter:
             return None
         return _Target(name, False)
 
-    def _check_changeable(self, name: str, base: Stored) -> None:
+    def _check_changeable(self, name: str, base: LazyTensor) -> None:
         """Raise CheckpointError for a tensor of the model that contains codes, not numbers."""
         if not base.dtype.is_floating_point or base.dtype.itemsize == 1:
             raise CheckpointError(
@@ -239,7 +237,7 @@ class LoraAdapter:
             )
 
     def _make_product(
-        self, module: str, target: _Target, base: Stored, is_transposed: bool
+        self, module: str, target: _Target, base: LazyTensor, is_transposed: bool
     ) -> LowRankProduct:
         """Return the change of a matrix, or of the matrices of all experts."""
         matrices = self._matrices[module]
@@ -302,7 +300,7 @@ class LoraAdapter:
                 f"{self.directory}: {name} is not used by an adapter with this configuration"
             )
 
-    def _add_bias(self, module: str, name: str, tensors: Mapping[str, Stored]) -> Stored:
+    def _add_bias(self, module: str, name: str, tensors: Mapping[str, LazyTensor]) -> LazyTensor:
         """Return the bias of a layer with that of the matrices."""
         change = self._matrices[module]["lora_B.bias"]
         if name not in tensors:
@@ -315,7 +313,7 @@ class LoraAdapter:
         self._check_shape(f"{module}.lora_B.bias", change, base.shape)
         return add_bias(base, change, self.config.get_scaling(module))
 
-    def _find_rows(self, module: str, values: Stored, shape: Shape) -> list[int]:
+    def _find_rows(self, module: str, values: LazyTensor, shape: Shape) -> list[int]:
         """Return the rows of a matrix that the adapter replaces."""
         rows = self.config.get_tokens(module)
         if not rows:
@@ -333,7 +331,7 @@ class LoraAdapter:
             )
         return rows
 
-    def _check_shape(self, name: str, tensor: Stored, expected: Shape) -> None:
+    def _check_shape(self, name: str, tensor: LazyTensor, expected: Shape) -> None:
         """Raise CheckpointError if a tensor of the adapter does not have the expected shape."""
         if tensor.shape == expected:
             return

@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
-from megatron.conversion.huggingface.safetensors_files import Stored
-from megatron.conversion.model_space.pieces import (
-    RowMap,
-    count_stored_rows,
-    map_separate_qkv,
-    read_stored_rows,
+from megatron.conversion.model_space.lazy_tensors import (
+    LazyTensor,
+    concatenate,
+    scatter_rows,
+    select,
 )
+from megatron.conversion.model_space.pieces import map_separate_qkv
 from megatron.core.dist_checkpointing import CheckpointError, Reader
 from megatron.core.dist_checkpointing.mapping import Shape
 from megatron.core.run_checkpoint.keys import PARAMS
@@ -87,18 +87,18 @@ _PARAMS = schema.record(
 # ---- Files ----
 
 
-def open_dcp(directory: Path) -> dict[str, Stored]:
+def open_dcp(directory: Path) -> dict[str, LazyTensor]:
     """Return the tensors of a DCP directory, without the state of an optimizer."""
     reader = Reader(directory)
     tensors = {}
     for key, tensor in reader.metadata.tensors.items():
         name = key.removeprefix("model.")
         if name in _OUTSIDE or _NUMBERED.fullmatch(name):
-            tensors[name] = Stored(tensor.shape, tensor.dtype, partial(reader.read, key))
+            tensors[name] = LazyTensor(tensor.shape, tensor.dtype, partial(reader.read, key))
     return tensors
 
 
-def join_consolidated(files: list[dict[str, Stored]], location: str) -> dict[str, Stored]:
+def join_consolidated(files: list[dict[str, LazyTensor]], location: str) -> dict[str, LazyTensor]:
     """Return the tensors that Meta splits over several files."""
     joined = {}
     for name in files[0]:
@@ -116,11 +116,11 @@ def join_consolidated(files: list[dict[str, Stored]], location: str) -> dict[str
             raise CheckpointError(
                 f"{location}: {name} has the shapes {sorted(shapes)} in the files"
             )
-        joined[name] = _join(shards, axis)
+        joined[name] = concatenate(shards, axis)
     return joined
 
 
-def _find_split_axis(name: str, tensors: Mapping[str, Stored]) -> int | None:
+def _find_split_axis(name: str, tensors: Mapping[str, LazyTensor]) -> int | None:
     """Return the axis of a tensor that Meta splits; None for norms, which every file repeats."""
     if name == EMBEDDING:
         # Llama 3 splits the vocabulary, earlier models the hidden size, which norms have.
@@ -135,32 +135,12 @@ def _find_split_axis(name: str, tensors: Mapping[str, Stored]) -> int | None:
     return None
 
 
-def _join(shards: list[Stored], axis: int) -> Stored:
-    """Return the concatenation of matrices of the same shape."""
-    size = shards[0].shape[axis]
-    shape = list(shards[0].shape)
-    shape[axis] = size * len(shards)
-
-    def read(offset: Shape, extent: Shape) -> torch.Tensor:
-        blocks = []
-        for shard_index, shard in enumerate(shards):
-            start = max(offset[axis] - shard_index * size, 0)
-            stop = min(offset[axis] + extent[axis] - shard_index * size, size)
-            if start < stop:
-                inner_offset = (*offset[:axis], start, *offset[axis + 1 :])
-                inner_extent = (*extent[:axis], stop - start, *extent[axis + 1 :])
-                blocks.append(shard.read(inner_offset, inner_extent))
-        return torch.cat(blocks, dim=axis)
-
-    return Stored(tuple(shape), shards[0].dtype, read)
-
-
 # ---- Names and rows of transformers ----
 
 
 def use_transformers_layout(
-    files: Mapping[str, Stored], config: Mapping[str, Any]
-) -> dict[str, Stored]:
+    files: Mapping[str, LazyTensor], config: Mapping[str, Any]
+) -> dict[str, LazyTensor]:
     """Return the tensors under the names of transformers and in its order of rows.
 
     Tensors of transformers itself are returned unchanged.
@@ -192,7 +172,9 @@ def use_transformers_layout(
     return result
 
 
-def _split_fused_qkv(files: Mapping[str, Stored], heads: Any, groups: Any) -> dict[str, Stored]:
+def _split_fused_qkv(
+    files: Mapping[str, LazyTensor], heads: Any, groups: Any
+) -> dict[str, LazyTensor]:
     """Return `files` with queries, keys and values of their own instead of fused ones.
 
     For each query group, a fused matrix has the rows of its queries, its key and its value.
@@ -211,47 +193,29 @@ def _split_fused_qkv(files: Mapping[str, Stored], heads: Any, groups: Any) -> di
             )
         row_map = map_separate_qkv(heads, groups, rows // (heads + 2 * groups))
         layer, suffix = match.groups()
-        counts = count_stored_rows(row_map)
         for index, projection in enumerate(("wq", "wk", "wv")):
-            shape = (counts[index], *tensor.shape[1:])
-            read = partial(_read_projection, tensor, row_map, index)
-            result[f"{layer}attention.{projection}.{suffix}"] = Stored(shape, tensor.dtype, read)
+            name = f"{layer}attention.{projection}.{suffix}"
+            result[name] = scatter_rows(tensor, row_map, index)
     return result
 
 
-def _read_projection(
-    fused: Stored, row_map: RowMap, index: int, offset: Shape, shape: Shape
-) -> torch.Tensor:
-    """Return a box of queries, keys or values (0, 1, 2) from a fused matrix."""
-
-    def read_rows(first: int, count: int) -> torch.Tensor:
-        return fused.read((first, *offset[1:]), (count, *shape[1:]))
-
-    result = torch.empty(shape, dtype=fused.dtype)
-    read_stored_rows(row_map, index, offset[0], result, read_rows)
-    return result
-
-
-def _split_experts(stacked: Stored, name: str) -> Iterator[Stored]:
+def _split_experts(stacked: LazyTensor, name: str) -> Iterator[LazyTensor]:
     """Yield the matrices of a tensor `[experts, rows, columns]`."""
     if len(stacked.shape) != 3:
         raise CheckpointError(f"{name} of shape {list(stacked.shape)} is not a stack of matrices")
 
-    def read(expert: int, offset: Shape, shape: Shape) -> torch.Tensor:
-        return stacked.read((expert, *offset), (1, *shape)).squeeze(0)
-
     for expert in range(stacked.shape[0]):
-        yield Stored(stacked.shape[1:], stacked.dtype, partial(read, expert))
+        yield select(stacked, expert)
 
 
-def _is_unused_bias(name: str, tensor: Stored) -> bool:
+def _is_unused_bias(name: str, tensor: LazyTensor) -> bool:
     """Return whether a tensor is a bias that balances experts, which models here do not have.
 
     Raises CheckpointError if it is not zero, because it decides which experts a token goes to.
     """
     if _EXPERT_BIAS.fullmatch(name) is None:
         return False
-    if torch.count_nonzero(tensor.read((0,) * len(tensor.shape), tensor.shape)):
+    if torch.count_nonzero(tensor.read_all()):
         raise CheckpointError(
             f"{name} is not zero: the model was trained with torchtitan's load_balance_coeff, and "
             "this model type of transformers has no bias of the router"
@@ -277,32 +241,31 @@ def _find_name(name: str) -> str:
     return name
 
 
-def _separate_halves(tensor: Stored, heads: Any, name: str) -> Stored:
+def _separate_halves(tensor: LazyTensor, heads: Any, name: str) -> LazyTensor:
     """Return a tensor whose heads have the even rows first, then the odd ones."""
     rows = tensor.shape[0] if tensor.shape else 0
     if type(heads) is not int or heads < 1 or rows % (2 * heads):
         raise CheckpointError(f"{name} has {rows} rows, which are not {heads} heads")
-    head_rows = rows // heads
+    return tensor._replace(read=partial(_read_halves, tensor, rows // heads))
 
-    def read(offset: Shape, shape: Shape) -> torch.Tensor:
-        # Whole heads are read, because their rows move.
-        first_head = offset[0] // head_rows
-        last_head = -(-(offset[0] + shape[0]) // head_rows)  # rounded up
-        start = first_head * head_rows
-        extent = ((last_head - first_head) * head_rows, *shape[1:])
-        value = tensor.read((start, *offset[1:]), extent)
-        pairs = value.view(last_head - first_head, head_rows // 2, 2, *shape[1:])
-        moved = pairs.transpose(1, 2).reshape(extent)
-        skipped = offset[0] - start
-        return moved[skipped : skipped + shape[0]]
 
-    return Stored(tensor.shape, tensor.dtype, read)
+def _read_halves(tensor: LazyTensor, head_rows: int, offset: Shape, shape: Shape) -> torch.Tensor:
+    # Whole heads are read, because their rows move.
+    first_head = offset[0] // head_rows
+    last_head = -(-(offset[0] + shape[0]) // head_rows)  # rounded up
+    start = first_head * head_rows
+    extent = ((last_head - first_head) * head_rows, *shape[1:])
+    value = tensor.read((start, *offset[1:]), extent)
+    pairs = value.view(last_head - first_head, head_rows // 2, 2, *shape[1:])
+    moved = pairs.transpose(1, 2).reshape(extent)
+    skipped = offset[0] - start
+    return moved[skipped : skipped + shape[0]]
 
 
 # ---- params.json ----
 
 
-def read_params(directory: Path, files: Mapping[str, Stored]) -> dict[str, Any]:
+def read_params(directory: Path, files: Mapping[str, LazyTensor]) -> dict[str, Any]:
     """Return the config.json of the Llama model that Meta's `params.json` describes."""
     path = directory / PARAMS
     params = _PARAMS(read_json(path), str(path))

@@ -8,12 +8,13 @@ and right edge may be partial. Source: the files of DeepSeek-V3, whose scales ar
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron.conversion.huggingface.safetensors_files import Stored
+from megatron.conversion.model_space.lazy_tensors import LazyTensor
 from megatron.core.dist_checkpointing.mapping import Shape
 from megatron.core.safe_files import schema
 
@@ -117,13 +118,50 @@ def quantize(matrix: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tenso
     return values.view(padded.shape)[:rows, :columns].contiguous(), scales
 
 
+def quantize_blocks(matrix: LazyTensor, name: str) -> tuple[LazyTensor, LazyTensor]:
+    """Return a matrix in fp8, and its scales, both computed a few rows at a time.
+
+    Scales of rows that were already quantized are kept until they are read.
+    """
+    rows, columns = matrix.shape
+    ready: dict[int, torch.Tensor] = {}  # row of blocks -> scales
+
+    def compute(block: int) -> tuple[torch.Tensor, torch.Tensor]:
+        first = block * BLOCK_SIZE
+        count = min(BLOCK_SIZE, rows - first)
+        return quantize(matrix.read((first, 0), (count, columns)), name)
+
+    def read_values(offset: Shape, shape: Shape) -> torch.Tensor:
+        first = offset[0] // BLOCK_SIZE
+        values = []
+        for block in range(first, first + count_blocks(shape[0])):
+            block_values, ready[block] = compute(block)
+            values.append(block_values)
+        return torch.cat(values)
+
+    def read_scales(offset: Shape, shape: Shape) -> torch.Tensor:
+        scales = []
+        for block in range(offset[0], offset[0] + shape[0]):
+            block_scales = ready.pop(block, None)
+            if block_scales is None:
+                block_scales = compute(block)[1]
+            scales.append(block_scales)
+        return torch.cat(scales)
+
+    scales_shape = (count_blocks(rows), count_blocks(columns))
+    return (
+        LazyTensor(matrix.shape, torch.float8_e4m3fn, read_values, min_rows=BLOCK_SIZE),
+        LazyTensor(scales_shape, torch.float32, read_scales),
+    )
+
+
 def dequantize(
-    tensors: Mapping[str, Stored], block: Sequence[int], dtype: torch.dtype, directory: Path
-) -> dict[str, Stored]:
+    tensors: Mapping[str, LazyTensor], block: Sequence[int], dtype: torch.dtype, directory: Path
+) -> dict[str, LazyTensor]:
     """Return `tensors` with matrices in `dtype` instead of 8-bit matrices and their scales.
 
     Raises ValueError for scales without a matrix, or of the wrong shape. A read raises it for
-    scales that are not positive numbers; `directory` is named in that error.
+    scales that are not finite or negative; `directory` is named in that error.
     """
     result = {name: tensor for name, tensor in tensors.items() if not name.endswith(SCALES)}
     for name, scales in tensors.items():
@@ -137,29 +175,32 @@ def dequantize(
     return result
 
 
-def _check_scales(description: str, scales: Stored) -> Stored:
-    """Return scales whose reads raise ValueError for values that are not positive numbers."""
+def _check_scales(description: str, scales: LazyTensor) -> LazyTensor:
+    """Return scales whose reads raise ValueError for values that cannot be scales.
+
+    A block of zeros may have the scale 0.
+    """
 
     def read(offset: Shape, shape: Shape) -> torch.Tensor:
         values = scales.read(offset, shape)
-        is_valid = torch.isfinite(values) & (values > 0)
+        is_valid = torch.isfinite(values) & (values >= 0)
         if not is_valid.all():
             first = (~is_valid).nonzero()[0]
             index = (first + torch.tensor(offset)).tolist()
             raise ValueError(
-                f"{description}{index} is {values[tuple(first)].item()}, but scales are positive "
-                "numbers: all weights of this block would be wrong. The file is damaged, or was "
+                f"{description}{index} is {values[tuple(first)].item()}, but scales are finite and "
+                "not negative: all weights of this block would be wrong. The file is damaged, or was "
                 "written from weights that had diverged: download the file that contains it "
                 "again, or convert the unquantized original of the model"
             )
         return values
 
-    return Stored(scales.shape, scales.dtype, read)
+    return LazyTensor(scales.shape, scales.dtype, read)
 
 
 def _scale_blocks(
-    name: str, tensor: Stored, scales: Stored, block: Sequence[int], dtype: torch.dtype
-) -> Stored:
+    name: str, tensor: LazyTensor, scales: LazyTensor, block: Sequence[int], dtype: torch.dtype
+) -> LazyTensor:
     """Return a matrix of 8-bit floats, multiplied by the scale of each of its blocks."""
     # [blocks of rows, blocks of columns]; the last blocks may be partial.
     num_blocks = []
@@ -179,12 +220,21 @@ def _scale_blocks(
             f"shape {list(expected)}"
         )
 
-    def read(offset: Shape, shape: Shape) -> torch.Tensor:
-        factors = scales.read((0, 0), scales.shape).float()
-        # The block of each row and of each column.
-        rows = torch.arange(offset[0], offset[0] + shape[0]) // block[0]
-        columns = torch.arange(offset[1], offset[1] + shape[1]) // block[1]
-        values = tensor.read(offset, shape).float() * factors[rows][:, columns]
-        return values.to(dtype)
+    read = partial(_read_scaled, tensor, scales, block, dtype)
+    return LazyTensor(tensor.shape, dtype, read)
 
-    return Stored(tensor.shape, dtype, read)
+
+def _read_scaled(
+    tensor: LazyTensor,
+    scales: LazyTensor,
+    block: Sequence[int],
+    dtype: torch.dtype,
+    offset: Shape,
+    shape: Shape,
+) -> torch.Tensor:
+    factors = scales.read_all().float()
+    # The block of each row and of each column.
+    rows = torch.arange(offset[0], offset[0] + shape[0]) // block[0]
+    columns = torch.arange(offset[1], offset[1] + shape[1]) // block[1]
+    values = tensor.read(offset, shape).float() * factors[rows][:, columns]
+    return values.to(dtype)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.conversion.model_space.pieces import ReadRegion
+from megatron.conversion.model_space.lazy_tensors import LazyTensor
 from megatron.core.dist_checkpointing.mapping import Shape, TensorInfo, narrow
 from megatron.core.dist_checkpointing.saving.placed_file import write_at
 from megatron.core.object_files import OrderedUpload
@@ -48,18 +48,10 @@ _MAX_HEADER = 100 << 20  # the limit of the reference implementation
 _BLOCK = 16 << 20  # bytes read at once where only some columns are needed
 
 
-class Stored(NamedTuple):
-    """A tensor in a file; `read(offset, shape)` returns any box of it."""
-
-    shape: Shape
-    dtype: torch.dtype
-    read: ReadRegion
-
-
-def open_safetensors(path: Path) -> dict[str, Stored]:
+def open_safetensors(path: Path) -> dict[str, LazyTensor]:
     """Return the tensors of one file. Raises ValueError if it is truncated or damaged."""
     header, data_start, size = _read_header(path)
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, LazyTensor] = {}
     end = data_start
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         info = TensorInfo(tuple(entry["shape"]), _DTYPES[entry["dtype"]])
@@ -75,7 +67,7 @@ def open_safetensors(path: Path) -> dict[str, Stored]:
                 f"{path}: {name!r} begins at byte {start}, the one before ends at {end}"
             )
         content = FileTensor(path, start, info.dtype, info.shape)
-        tensors[name] = Stored(info.shape, info.dtype, partial(_read_box, content))
+        tensors[name] = LazyTensor(info.shape, info.dtype, partial(_read_box, content))
         end = stop
     if end != size:
         raise ValueError(

@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.conversion.huggingface.safetensors_files import Stored, open_safetensors
-from megatron.conversion.huggingface.stored_parameters import StoredParameter
-from megatron.conversion.huggingface.weight_files import Outgoing
+from megatron.conversion.huggingface.safetensors_files import open_safetensors
+from megatron.conversion.model_space.lazy_tensors import LazyTensor, cast, view_source
 from megatron.conversion.model_space.optimizer_states import (
     ADAM,
     OPTIMIZER_STATES,
@@ -27,7 +26,6 @@ from megatron.conversion.model_space.optimizer_states import (
     optimizer_key,
     optimizer_states,
 )
-from megatron.conversion.model_space.pieces import map_unchanged
 from megatron.core.dist_checkpointing.mapping import Shape
 from megatron.core.durable_files import write_json
 from megatron.core.run_checkpoint.checks import ARGUMENTS, TRAINING_STATE, plain_args
@@ -49,7 +47,7 @@ class Sidecar(NamedTuple):
 
     args: dict[str, Any]
     training: TrainingState
-    tensors: dict[str, Stored]
+    tensors: dict[str, LazyTensor]
 
 
 def open_sidecar(directory: Path) -> Sidecar | None:
@@ -69,13 +67,15 @@ def open_sidecar(directory: Path) -> Sidecar | None:
     training = TrainingState(**state["training"])
     if training.param_groups is not None:
         training.param_groups = [_restore_tuples(group) for group in training.param_groups]
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, LazyTensor] = {}
     for path in paths:
         tensors |= open_safetensors(path)
     return Sidecar(_restore_tuples(state["args"]), training, tensors)
 
 
-def collect_optimizer_tensors(source: Source, parameters: Mapping[str, Shape]) -> list[Outgoing]:
+def collect_optimizer_tensors(
+    source: Source, parameters: Mapping[str, Shape]
+) -> dict[str, LazyTensor]:
     """Return the optimizer state of the model's parameters, to be stored under its own keys.
 
     Without main parameters the weights are the fp32 values that the optimizer works on. They are
@@ -83,7 +83,7 @@ def collect_optimizer_tensors(source: Source, parameters: Mapping[str, Shape]) -
     """
     all_states = {"param", *(optimizer_states(source.tensors) or ADAM)}
     is_mixed = has_mixed_states(source.args)
-    tensors = []
+    tensors = {}
     # One fp32 tensor for each state of each parameter.
     for parameter, shape in parameters.items():
         if not is_trained(parameter):
@@ -103,8 +103,8 @@ def collect_optimizer_tensors(source: Source, parameters: Mapping[str, Shape]) -
                     f"{source.description} has no {key}: --save-optim-sidecar needs the optimizer "
                     "state"
                 )
-            state_tensor = StoredParameter(key, (), shape, (key,), map_unchanged(shape[0]))
-            tensors.append(Outgoing(source, source_key, state_tensor, torch.float32))
+            state_tensor = cast(view_source(source, source_key), torch.float32)
+            tensors[key] = state_tensor._replace(shape=shape)
     return tensors
 
 

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron.conversion.huggingface.parameters import Row
+from megatron.conversion.model_space.lazy_tensors import (
+    LazyTensor,
+    gather_rows,
+    reshape,
+    scatter_rows,
+    select,
+    stack,
+    transpose,
+    view_source,
+)
 from megatron.conversion.model_space.pieces import (
     RowMap,
     count_stored_rows,
@@ -18,7 +29,8 @@ from megatron.conversion.model_space.pieces import (
     map_unchanged,
     swap_halves,
 )
-from megatron.core.dist_checkpointing.mapping import Shape
+from megatron.core.dist_checkpointing.mapping import Shape, TensorSource
+from megatron.core.dist_checkpointing.saving.model_export import TensorPlace
 from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -65,6 +77,94 @@ class StoredParameter:
                 shape = (self.packed, *shape)
             shapes.append(shape)
         return shapes
+
+    def view_in(self, source: TensorSource, key: str) -> LazyTensor:
+        """Return this part of a tensor of `source`, without rows that pad the vocabulary."""
+        tensor = view_source(source, key)
+        for expert in self.lead:
+            tensor = select(tensor, expert)
+        return tensor._replace(shape=self.shape)
+
+    def join(self, stored_tensors: Sequence[LazyTensor]) -> LazyTensor:
+        """Return the parameter that the tensors called `names` contain."""
+        tensors = []
+        for tensor in stored_tensors:
+            if self.is_scalar:
+                tensor = stack([tensor])
+            if self.matrix_rows:
+                tensor = reshape(tensor, self.shape)
+            if self.packed is not None:
+                (expert,) = self.lead
+                tensor = select(tensor, expert)
+            if self.transposed:
+                tensor = transpose(tensor)
+            tensors.append(tensor)
+        return gather_rows(tensors, self.row_map)
+
+    def split(self, parameter: LazyTensor) -> list[LazyTensor]:
+        """Return the tensors called `names`, the inverse of `join`.
+
+        Those of packed experts lack the axis of experts.
+        """
+        tensors = []
+        for index in range(len(self.names)):
+            tensor = scatter_rows(parameter, self.row_map, index)
+            if self.transposed:
+                tensor = transpose(tensor)
+            if self.matrix_rows:
+                tensor = reshape(tensor, self.stored_shapes()[index])
+            if self.is_scalar:
+                tensor = select(tensor, 0)
+            tensors.append(tensor)
+        return tensors
+
+    def locate(self, starts: Sequence[tuple[str, int]], itemsize: int) -> Iterator[TensorPlace]:
+        """Yield the places in files of the runs of rows.
+
+        `starts` are the file and the position of the first byte of each stored tensor.
+        """
+        row_shape = self.shape[1:]
+        first = 0  # row of the model
+        for run in self.row_map:
+            stored_shape = self.stored_shapes()[run.source]
+            file, position = starts[run.source]
+            if self.packed is not None:
+                (expert,) = self.lead
+                position += expert * math.prod(stored_shape[1:]) * itemsize
+            # Bytes between neighbors along each axis of the model's parameter.
+            if self.transposed:
+                row_stride = itemsize
+                strides = [stored_shape[-1] * itemsize]
+            else:
+                row_stride = math.prod(row_shape) * itemsize
+                strides = [
+                    math.prod(row_shape[axis + 1 :]) * itemsize for axis in range(len(row_shape))
+                ]
+            lead = len(self.lead)
+            yield TensorPlace(
+                offset=(*self.lead, first, *(0,) * len(row_shape)),
+                shape=(*(1,) * lead, run.rows, *row_shape),
+                file=file,
+                position=position + run.start * row_stride,
+                strides=(*(0,) * lead, run.step * row_stride, *strides),
+            )
+            first += run.rows
+
+
+def store_parameters(
+    parameters: Iterable[StoredParameter], get_value: Callable[[StoredParameter], LazyTensor]
+) -> dict[str, LazyTensor]:
+    """Return the stored tensors of `parameters`, which have these values, by name."""
+    tensors: dict[str, LazyTensor] = {}
+    experts: dict[str, list[LazyTensor]] = {}  # of tensors that contain all experts
+    for parameter in parameters:
+        stored_tensors = parameter.split(get_value(parameter))
+        for name, tensor in zip(parameter.names, stored_tensors, strict=True):
+            if parameter.packed is not None:
+                experts.setdefault(name, []).append(tensor)
+                tensor = stack(experts[name])
+            tensors[name] = tensor
+    return tensors
 
 
 def stored_parameters(

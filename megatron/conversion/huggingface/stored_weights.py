@@ -5,21 +5,19 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from functools import reduce
 from pathlib import Path
 
 import torch
 
 from megatron.conversion.huggingface.family import Family
-from megatron.conversion.huggingface.safetensors_files import Stored
 from megatron.conversion.huggingface.stored_parameters import (
     StoredParameter,
     copied_parameters,
     stored_parameters,
 )
+from megatron.conversion.model_space.lazy_tensors import LazyTensor, make_zeros, stack
 from megatron.conversion.model_space.model import model_tensors
-from megatron.conversion.model_space.pieces import unpack_rows
-from megatron.core.dist_checkpointing.mapping import Shape, cut_rows, narrow
+from megatron.core.dist_checkpointing.mapping import cut_rows
 from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -37,7 +35,7 @@ class StoredWeights:
     def __init__(
         self,
         directory: Path,
-        files: Mapping[str, Stored],
+        files: Mapping[str, LazyTensor],
         family: Family,
         config: TransformerConfig,
         zero_biases: Collection[str],
@@ -55,8 +53,8 @@ class StoredWeights:
         if is_tied:
             self._add_embedding()
         self.shapes = model_tensors(config)
-        # Key -> its stored tensors: one, or one per expert.
-        self._parts: dict[str, list[StoredParameter]] = defaultdict(list)
+        # Key -> its parameter, or those of its experts.
+        self._parameters: dict[str, list[StoredParameter]] = defaultdict(list)
         parameters = stored_parameters(
             self.shapes, family.select_rows(config), family.layers, config, self._contains
         )
@@ -64,86 +62,40 @@ class StoredWeights:
             if self._is_stored(parameter):
                 parameter = self._find_orientation(parameter)
                 self._check_shapes(parameter)
-                self._parts[parameter.key].append(parameter)
+                self._parameters[parameter.key].append(parameter)
+        self.tensors: dict[str, LazyTensor] = {}
+        for key, members in self._parameters.items():
+            tensors = [self._join(parameter) for parameter in members]
+            self.tensors[key] = stack(tensors) if members[0].lead else tensors[0]
+        # Biases that are not stored are zero.
+        self.default_dtype = self.tensors[WORD_EMBEDDINGS].dtype
+        for key, shape in self.shapes.items():
+            if key not in self.tensors:
+                self.tensors[key] = make_zeros(shape, self.default_dtype)
         self._copies: list[StoredParameter] = []
         for parameter in copied_parameters(self.shapes, family.layers, config):
             if all(map(self._contains, parameter.names)):
                 self._check_shapes(parameter)
                 self._check_copy(parameter)
                 self._copies.append(parameter)
-        self.default_dtype = self.dtype_of(WORD_EMBEDDINGS)
         if is_tied:
             self._check_tied_head()
 
     def __contains__(self, key: object) -> bool:
         """Return whether the files have the parameter; those that they lack are zero."""
-        return key in self._parts
-
-    def dtype_of(self, key: str) -> torch.dtype:
-        """Return the stored dtype, promoted if the tensors of a parameter differ."""
-        if key not in self._parts:
-            return self.default_dtype
-        dtypes = set()
-        for parameter in self._parts[key]:
-            for name in parameter.names:
-                dtypes.add(self._stored(name).dtype)
-        return reduce(torch.promote_types, dtypes)
+        return key in self._parameters
 
     def find_unused(self) -> list[str]:
         """Return the names of stored tensors that are not part of the model."""
         used: set[str] = set()
-        for parameters in [*self._parts.values(), self._copies]:
+        for parameters in [*self._parameters.values(), self._copies]:
             for parameter in parameters:
                 used.update(map(self._name, parameter.names))
         return sorted(set(self._files) - used)
 
-    def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
-        """Return a box of a parameter in its stored dtype."""
-        if key not in self._parts:
-            return torch.zeros(shape, dtype=self.default_dtype)
-        parameters = self._parts[key]
-        if not parameters[0].lead:
-            return self._read_part(parameters[0], offset, shape)
-        # The first axis is that of the experts.
-        first = offset[0]
-        last = first + shape[0]
-        experts = []
-        for parameter in parameters[first:last]:
-            experts.append(self._read_part(parameter, offset[1:], shape[1:]))
-        return torch.stack(experts)
-
-    def _read_part(self, parameter: StoredParameter, offset: Shape, shape: Shape) -> torch.Tensor:
-        """Return a box of a parameter, or of the matrix of one expert."""
-        # Index of the expert in a stored tensor that contains all of them.
-        lead: Shape = ()
-        if parameter.packed is not None:
-            lead = parameter.lead
-
-        def read_box(source: int, start: Shape, extent: Shape) -> torch.Tensor:
-            tensor = self._stored(parameter.names[source])
-            if parameter.is_scalar:
-                return tensor.read((), ()).view(extent)
-            if parameter.matrix_rows:
-                vector = tensor.read((0, 0), tensor.shape).view(parameter.shape)
-                return narrow(vector, start, extent)
-            box = tensor.read(lead + start, (1,) * len(lead) + extent)
-            return box.view(extent)
-
-        def read_rows(source: int, first: int, count: int) -> torch.Tensor:
-            return read_box(source, (first, *offset[1:]), (count, *shape[1:]))
-
-        first = offset[0]
-        last = first + shape[0]
-        if not parameter.transposed:
-            return unpack_rows(parameter.row_map, first, last, read_rows).contiguous()
-        # Rows of the model are columns of the file. Read them once, not once per run.
-        columns = self._stored(parameter.names[0]).shape[-1]
-        transposed = read_box(0, (offset[1], 0), (shape[1], columns)).t()
-
-        def select_rows(_: int, start: int, count: int) -> torch.Tensor:
-            return transposed[start : start + count]
-
-        return unpack_rows(parameter.row_map, first, last, select_rows).contiguous()
+    def _join(self, parameter: StoredParameter) -> LazyTensor:
+        """Return a parameter, or the matrix of one expert."""
+        return parameter.join([self._stored(name) for name in parameter.names])
 
     def _name(self, name: str) -> str:
         """Return the name that a tensor of a row has in these files."""
@@ -152,7 +104,7 @@ class StoredWeights:
     def _contains(self, name: str) -> bool:
         return self._name(name) in self._files
 
-    def _stored(self, name: str) -> Stored:
+    def _stored(self, name: str) -> LazyTensor:
         return self._files[self._name(name)]
 
     def _is_stored(self, parameter: StoredParameter) -> bool:
@@ -208,15 +160,15 @@ class StoredWeights:
 
     def _check_copy(self, copy: StoredParameter) -> None:
         """Refuse a copy of the embedding or the output matrix that differs: it would be lost."""
-        (original,) = self._parts[copy.key]
         (name,) = copy.names
         tensor = self._stored(name)
+        original = self.tensors[copy.key]
         for offset, shape in cut_rows(copy.shape, tensor.dtype.itemsize, _BLOCK):
-            rows = self._read_part(original, offset, shape)
-            if not torch.equal(tensor.read(offset, shape), rows):
+            if not torch.equal(tensor.read(offset, shape), original.read(offset, shape)):
+                (parameter,) = self._parameters[copy.key]
                 raise ValueError(
                     f"{self._directory}: {self._name(name)} differs from "
-                    f"{self._name(original.names[0])}, which layers for multi-token prediction "
+                    f"{self._name(parameter.names[0])}, which layers for multi-token prediction "
                     "share with the model: give --mtp-num-layers 0 to leave these layers out"
                 )
 
@@ -233,8 +185,7 @@ class StoredWeights:
         """Refuse a head that differs from the embedding it is tied to: it would be lost."""
         for name in self._list_heads():
             head = self._files[name]
-            embedding = self.read(WORD_EMBEDDINGS, (0, 0), self.shapes[WORD_EMBEDDINGS])
-            if not torch.equal(head.read((0, 0), head.shape), embedding):
+            if not torch.equal(head.read_all(), self.tensors[WORD_EMBEDDINGS].read_all()):
                 raise ValueError(
                     f"{self._directory}: config.json ties the head to the embedding, but {name} "
                     "differs from it: set tie_word_embeddings to false in config.json to keep the "

@@ -11,7 +11,7 @@ import torch
 
 from megatron.conversion.huggingface.config_fields import Json, transformers_defaults
 from megatron.conversion.huggingface.family import Family
-from megatron.conversion.huggingface.safetensors_files import Stored
+from megatron.conversion.model_space.lazy_tensors import LazyTensor
 from megatron.core.dist_checkpointing.mapping import cut_rows
 from megatron.core.safe_files import schema
 from megatron.core.terminal import escape_control_chars, format_size
@@ -72,7 +72,7 @@ class LanguageModel(NamedTuple):
     family: Family
     hf: Json  # config.json of the multimodal model
     text: Json  # config.json of the language model
-    files: dict[str, Stored]  # under the names of the language model, where it has them
+    files: dict[str, LazyTensor]  # under the names of the language model, where it has them
     prefix: str  # of its names, instead of "model."
 
     @property
@@ -113,13 +113,13 @@ class Wrapper:
     # Fields that do not belong to the language model in a config.json without `text_config`.
     own_fields: tuple[str, ...] = ()
 
-    def find_language_model(self, hf: Json, weights: Mapping[str, Stored]) -> LanguageModel:
+    def find_language_model(self, hf: Json, weights: Mapping[str, LazyTensor]) -> LanguageModel:
         """Return the language model of config.json and the weights of a multimodal model.
 
         Raises ValueError if there is none that is supported.
         """
         prefixes = self._find_prefixes(weights)
-        files: dict[str, Stored] = {}
+        files: dict[str, LazyTensor] = {}
         for name, tensor in weights.items():
             text_name = prefixes.remove(name)
             if text_name in files:
@@ -184,7 +184,7 @@ class Wrapper:
             raise ValueError(f"config.json: a {self.model_type} model needs {TEXT_CONFIG}")
         return {name: hf[name] for name in hf if name not in (*self.own_fields, *_OUTSIDE)}
 
-    def _read_text_config(self, hf: Json, files: Mapping[str, Stored]) -> Json:
+    def _read_text_config(self, hf: Json, files: Mapping[str, LazyTensor]) -> Json:
         """Return the config.json of the language model with the fields that the wrapper decides.
 
         `files` are the tensors under the language model's own names.
@@ -193,7 +193,7 @@ class Wrapper:
         text[_TIED] = self._is_tied(hf, text, files)
         return text
 
-    def _is_tied(self, hf: Json, text: Json, files: Mapping[str, Stored]) -> bool:
+    def _is_tied(self, hf: Json, text: Json, files: Mapping[str, LazyTensor]) -> bool:
         """Return whether transformers ties the head to the embedding.
 
         transformers 4 reads the field of the language model, 5 that of the wrapper, unless the head
@@ -242,7 +242,7 @@ class Wrapper:
         return family, family.update_config(text, config)
 
 
-def _are_equal(one: Stored, another: Stored) -> bool:
+def _are_equal(one: LazyTensor, another: LazyTensor) -> bool:
     """Return whether two matrices have the same values."""
     if one.shape != another.shape:
         return False

@@ -23,7 +23,6 @@ from megatron.conversion.megatron_lm.legacy_files import (
 )
 from megatron.conversion.megatron_lm.legacy_foreign import (
     ForeignPart,
-    JoinedTensor,
     join_foreign,
 )
 from megatron.conversion.megatron_lm.optimizer_state import (
@@ -36,7 +35,8 @@ from megatron.conversion.megatron_lm.optimizer_state import (
     refuse_unknown_optimizer,
     split_by_optimizer,
 )
-from megatron.conversion.model_space.foreign import check_foreign, check_stored_tensor
+from megatron.conversion.model_space.foreign import check_stored_tensor, open_foreign
+from megatron.conversion.model_space.lazy_tensors import LazyTensor, view_stored
 from megatron.conversion.model_space.model import (
     Layout,
     LocalParameter,
@@ -152,7 +152,7 @@ class LegacySource:
 
         # Weights and optimizer state of each rank
         self._table = PieceTable(self.description)
-        self._foreign: dict[str, JoinedTensor] = {}  # by name
+        self._foreign: dict[str, LazyTensor] = {}  # by name
         self._surplus: list[_Surplus] = []
         self._add_ranks(files, rows_per_rank, with_optimizer)
 
@@ -264,7 +264,7 @@ class LegacySource:
         models of all ranks.
         """
         location = f"{first.folder / MODEL_FILE}: {FOREIGN}"
-        whole_tensors = check_foreign(first.content.get(FOREIGN) or {}, location)
+        whole_tensors = open_foreign(first.content.get(FOREIGN) or {}, location)
         if not read_options.keep_foreign:
             for surplus in self._surplus:
                 self.unused.append(f"{surplus.file.folder.name}: {surplus.name}")
@@ -274,17 +274,16 @@ class LegacySource:
         # Join those of Megatron-LM.
         members = []
         for file, layers, name, value in self._surplus:
-            tensor = check_stored_tensor(value, f"{file.folder}: {name}")
+            tensor = view_stored(check_stored_tensor(value, f"{file.folder}: {name}"))
             member = ForeignPart(file.rank, file.folder.name, layers, name, tensor)
             members.append(member)
         tp_size = self._layout.parallel.tp_size
         self._foreign = join_foreign(members, tp_size, read_options.foreign_splits)
 
         # Add those of a conversion.
-        for name, tensor in whole_tensors.items():
-            self._foreign[name] = JoinedTensor((tensor,), 0)
-        for name, joined in self._foreign.items():
-            self.tensors[foreign_key(name)] = TensorInfo(joined.shape, joined.dtype)
+        self._foreign |= whole_tensors
+        for name, tensor in self._foreign.items():
+            self.tensors[foreign_key(name)] = TensorInfo(tensor.shape, tensor.dtype)
 
     def _add_tensor(self, key: str, parameter: LocalParameter, tensor: Stored, path: Path) -> None:
         """Add a tensor of the parameter's local shape."""

@@ -13,19 +13,18 @@ from typing import Any
 
 import torch
 
+from megatron.conversion.model_space.lazy_tensors import LazyTensor, view_stored
 from megatron.conversion.model_space.pieces import (
     FilePlace,
-    make_region_reader,
     run_jobs,
     write_archive,
     write_to_places,
 )
 from megatron.conversion.model_space.views import SourceView
 from megatron.core.dist_checkpointing import Shape
-from megatron.core.dist_checkpointing.mapping import TensorInfo, narrow
 from megatron.core.dist_checkpointing.saving.commit import Progress
 from megatron.core.durable_files import committed
-from megatron.core.run_checkpoint.keys import foreign_key, foreign_name, is_foreign
+from megatron.core.run_checkpoint.keys import foreign_name, is_foreign
 from megatron.core.run_checkpoint.source import Source
 from megatron.core.safe_files import FileTensor, safe_open, schema
 from megatron.core.safe_files.torch_zip import TensorSlot
@@ -64,14 +63,6 @@ def describe_foreign_mixers(args: Mapping[str, Any]) -> str:
     return " and ".join(listed)
 
 
-def read_stored(tensor: StoredTensor, offset: Shape, shape: Shape) -> torch.Tensor:
-    """Return a box of a tensor in a file of torch.save."""
-    if isinstance(tensor, torch.Tensor):
-        return narrow(tensor, offset, shape)
-    read_box = make_region_reader(tensor.read_flat, 0, tensor.shape)
-    return read_box(offset, shape)
-
-
 def check_stored_tensor(value: Any, location: str) -> StoredTensor:
     """Return `value`; raise CheckpointError unless it is a tensor."""
     if isinstance(value, StoredTensor):
@@ -79,33 +70,20 @@ def check_stored_tensor(value: Any, location: str) -> StoredTensor:
     schema.refuse(location, value, "a tensor")
 
 
-# Checks a dictionary of foreign tensors by name.
-check_foreign = schema.mapping(check_stored_tensor, keys=schema.key)
+_FOREIGN = schema.mapping(check_stored_tensor, keys=schema.key)
 
 
-class ForeignFile:
-    """Foreign tensors in a file of their own, which may be missing."""
+def open_foreign(content: Any, location: str) -> dict[str, LazyTensor]:
+    """Return the foreign tensors in a dictionary of torch.save by name."""
+    stored_tensors = _FOREIGN(content, location)
+    return {name: view_stored(tensor) for name, tensor in stored_tensors.items()}
 
-    def __init__(self, path: Path) -> None:
-        self._stored: dict[str, StoredTensor] = {}
-        if path.exists():
-            self._stored = check_foreign(safe_open(path), str(path))
 
-    @property
-    def names(self) -> list[str]:
-        return list(self._stored)
-
-    @property
-    def tensors(self) -> dict[str, TensorInfo]:
-        """Shape and dtype by key."""
-        infos = {}
-        for name, tensor in self._stored.items():
-            infos[foreign_key(name)] = TensorInfo(tuple(tensor.shape), tensor.dtype)
-        return infos
-
-    def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
-        """Return a box of the tensor `key`."""
-        return read_stored(self._stored[foreign_name(key)], offset, shape)
+def open_foreign_file(path: Path) -> dict[str, LazyTensor]:
+    """Return the foreign tensors in a file of their own by name; none if it is missing."""
+    if not path.exists():
+        return {}
+    return open_foreign(safe_open(path), str(path))
 
 
 def list_foreign(keys: Iterable[str]) -> list[str]:

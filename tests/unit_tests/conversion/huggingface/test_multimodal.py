@@ -19,10 +19,10 @@ from safetensors.torch import load_file, save_file
 
 from megatron.conversion.convert import convert
 from megatron.conversion.huggingface.directory import write_huggingface
-from megatron.conversion.huggingface.safetensors_files import Stored
 from megatron.conversion.huggingface.wrapper import Wrapper
 from megatron.conversion.huggingface.wrappers import WRAPPERS, find_wrapper
 from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
+from megatron.conversion.model_space.lazy_tensors import LazyTensor
 from megatron.conversion.model_space.views import SourceView
 from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import ReadOptions
@@ -1037,7 +1037,7 @@ def test_published_configs_are_read(name: str) -> None:
     wrapper = find_wrapper(hf)
     weights = {}
     for weight in ("embed_tokens.weight", "layers.0.input_layernorm.weight"):
-        weights[wrapper.prefixes[0].body + weight] = Stored((1, 1), torch.bfloat16, torch.empty)
+        weights[wrapper.prefixes[0].body + weight] = LazyTensor((1, 1), torch.bfloat16, torch.empty)
     found = wrapper.find_language_model(hf, weights)
     args = found.family.read_config(found.text, {})
     config = transformers.AutoConfig.for_model(**copy.deepcopy(hf))
