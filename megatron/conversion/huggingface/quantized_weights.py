@@ -189,8 +189,8 @@ def _check_scales(description: str, scales: LazyTensor) -> LazyTensor:
             index = (first + torch.tensor(offset)).tolist()
             raise ValueError(
                 f"{description}{index} is {values[tuple(first)].item()}, but scales are finite and "
-                "not negative: all weights of this block would be wrong. The file is damaged, or was "
-                "written from weights that had diverged: download the file that contains it "
+                "not negative: the weights of this block would be wrong. The file is damaged, or "
+                "was written from weights that had diverged: download the file that contains it "
                 "again, or convert the unquantized original of the model"
             )
         return values
