@@ -1,6 +1,5 @@
 """Token files, samples cut from them, and blends; see `build_datasets`."""
 
-from megatron.core.datasets.blend import BlendedDataset
 from megatron.core.datasets.builder import build_datasets
 from megatron.core.datasets.config import GPTDatasetConfig
 from megatron.core.datasets.gpt_dataset import Dataset, GPTDataset, Sample
@@ -8,7 +7,6 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset, token_dtype
 from megatron.core.datasets.mock import MockGPTDataset
 
 __all__ = [
-    "BlendedDataset",
     "Dataset",
     "GPTDataset",
     "GPTDatasetConfig",

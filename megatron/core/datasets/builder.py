@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
-from megatron.core.datasets.blend import BlendedDataset
 from megatron.core.datasets.config import (
     SPLITS,
     Blend,
@@ -22,6 +21,9 @@ from megatron.core.datasets.gpt_dataset import Dataset, GPTDataset, Reorder, fin
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.mock import MockGPTDataset
 from megatron.core.progress import ProgressBar
+from megatron.core.wings import resolve
+
+_BLENDED_DATASET = "megatron.core.datasets.blend:BlendedDataset"
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +129,7 @@ class _Builder:
 
     def _build_blend(
         self, split: Split, blend: Blend, fractions: Fractions, num_samples: int | None
-    ) -> BlendedDataset:
+    ) -> Dataset:
         if blend.weights is not None and num_samples is None:
             raise ValueError(
                 f"the {split} split is a blend with weights, which has no end: request a number of "
@@ -144,7 +146,7 @@ class _Builder:
         # Build the members in parallel, then the order in which the blend reads them.
         jobs = list(zip(blend.prefixes, member_sizes, strict=True))
         members = self._map(f"{split} indices", build_member, jobs)
-        dataset = BlendedDataset(
+        dataset = resolve(_BLENDED_DATASET)(
             members,
             blend.weights,
             size,
@@ -155,7 +157,8 @@ class _Builder:
         for prefix, member, weight in zip(blend.prefixes, members, dataset.weights, strict=True):
             epochs = member.plan.num_epochs
             logger.info("%s blend: %.4f of %s, %d epochs", split, weight, prefix, epochs)
-        return dataset
+        blend_dataset: Dataset = dataset
+        return blend_dataset
 
     def _build_member(
         self, split: Split, fractions: Fractions, prefix: str, num_samples: int | None

@@ -21,24 +21,18 @@ import xxhash
 
 from megatron.core.safe_files import schema
 from megatron.core.safe_files.errors import CheckpointError
-from megatron.core.safe_files.reading import open_file, parse_json
+from megatron.core.safe_files.reading import open_file
+from megatron.core.wings import resolve
 
 CHECKSUMS = "checksums.bin"
 OLD_CHECKSUMS = "checksums.json"
 BLOCK_SIZE = 1 << 20
 DIGEST_SIZE = 8
-_ALGORITHM = "xxh3_64"
-_HEADER = f"{_ALGORITHM} {BLOCK_SIZE}\n".encode()
+ALGORITHM = "xxh3_64"
+_HEADER = f"{ALGORITHM} {BLOCK_SIZE}\n".encode()
 _NAME_LENGTH = struct.Struct("<H")
 _SIZE = struct.Struct("<Q")
-_OLD_FILE = schema.record({"size": schema.COUNT, "blocks": schema.text(1 << 32)})
-_OLD_FORM = schema.record(
-    {
-        "algorithm": schema.one_of(_ALGORITHM),
-        "block_size": schema.one_of(BLOCK_SIZE),
-        "files": schema.mapping(_OLD_FILE, schema.file_name),
-    }
-)
+_DECODE_JSON = "megatron.core.dist_checkpointing.format.old_checksums:decode_json"
 
 
 class FileChecksums(NamedTuple):
@@ -78,7 +72,7 @@ def count_blocks(size: int) -> int:
     return -(-size // BLOCK_SIZE)
 
 
-def _get_digests_size(size: int) -> int:
+def get_digests_size(size: int) -> int:
     """Return the bytes of the digests of a file of `size` bytes."""
     return count_blocks(size) * DIGEST_SIZE
 
@@ -140,7 +134,8 @@ def seal_checksums(*records: bytes) -> tuple[bytes, ...]:
 def decode_checksums(data: bytes, location: str) -> dict[str, FileChecksums]:
     """Decode either form, by file name. Raises CheckpointError if any byte has changed."""
     if data.startswith(b"{"):
-        return _decode_json(data, location)
+        old_files: dict[str, FileChecksums] = resolve(_DECODE_JSON)(data, location)
+        return old_files
 
     # The hash of the whole content, and the header.
     content = memoryview(data)[:-DIGEST_SIZE]
@@ -164,37 +159,13 @@ def decode_checksums(data: bytes, location: str) -> dict[str, FileChecksums]:
             (size,) = _SIZE.unpack_from(content, position)
             position += _SIZE.size
             # Digests.
-            end = position + _get_digests_size(size)
+            end = position + get_digests_size(size)
             if end > len(content):
                 raise ValueError(f"the blocks of {name} are cut off")
             files[name] = FileChecksums(size, bytes(content[position:end]))
             position = end
     except (struct.error, ValueError) as error:
         raise CheckpointError(f"{location}: damaged: {error}") from error
-    return files
-
-
-def _decode_json(data: bytes, location: str) -> dict[str, FileChecksums]:
-    """Decode the form of older checkpoints: a line of JSON, and its hash."""
-    encoded_body, _, digest = data.partition(b"\n")
-    if digest != xxhash.xxh3_64_hexdigest(encoded_body).encode() + b"\n":
-        raise CheckpointError(f"{location}: damaged (it does not have the checksum it ends with)")
-    body = _OLD_FORM(parse_json(encoded_body, location), location)
-    files: dict[str, FileChecksums] = {}
-    # The hashes of a file's blocks are stored as hexadecimal digits.
-    for name, file in body["files"].items():
-        size = file["size"]
-        try:
-            digests = bytes.fromhex(file["blocks"])
-        except ValueError as error:
-            raise CheckpointError(
-                f"{location}: {name}: the blocks are not hexadecimal digits"
-            ) from error
-        if len(digests) != _get_digests_size(size):
-            raise CheckpointError(
-                f"{location}: {name}: {len(digests)} bytes of hashes for {size} bytes"
-            )
-        files[name] = FileChecksums(size, digests)
     return files
 
 

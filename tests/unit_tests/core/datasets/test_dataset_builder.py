@@ -5,7 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from megatron.core.datasets import BlendedDataset, GPTDataset, GPTDatasetConfig, build_datasets
+from megatron.core.datasets import GPTDataset, GPTDatasetConfig, build_datasets
+from megatron.core.datasets.blend import BlendedDataset
 from megatron.core.datasets.config import Blend, compute_sequence_range, parse_blend, parse_split
 from megatron.core.datasets.indexed_dataset_builder import IndexedDatasetBuilder
 

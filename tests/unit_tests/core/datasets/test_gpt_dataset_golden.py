@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.core.datasets import BlendedDataset, GPTDataset, GPTDatasetConfig, build_datasets
+from megatron.core.datasets import GPTDataset, GPTDatasetConfig, build_datasets
+from megatron.core.datasets.blend import BlendedDataset
 from megatron.core.datasets.config import SPLITS
 from tests import ROOT
 
