@@ -164,11 +164,7 @@ def pretrain(
             run.saver.finish_preparing()
             record_start()
             if not config.training.skip_train:
-                if run.loaded is not None and run.is_complete:
-                    logger.warning(
-                        f"{run.loaded} is complete: it has all {run.train_iters} iterations; to "
-                        "continue, increase --train-iters or --train-samples"
-                    )
+                warn_if_complete(run)
                 train(run, data)
             if run.is_complete:
                 evaluate_at_the_end(run, data)
@@ -188,6 +184,15 @@ def agree_on_vocabulary(
     for note in config.notes:
         logger.info(note)
     return tokenizer
+
+
+def warn_if_complete(run: Run) -> None:
+    """Explain why a run ends at once."""
+    if run.loaded is not None and run.is_complete:
+        logger.warning(
+            f"{run.loaded} is complete: it has all {run.train_iters} iterations; to continue, "
+            "increase --train-iters or --train-samples"
+        )
 
 
 @contextmanager
