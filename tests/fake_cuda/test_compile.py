@@ -31,8 +31,8 @@ print(json.dumps({"kernels": kernels, "breaks": list(counters["graph_break"])}))
 """
 
 
-def test_layers_break_only_at_linear_layers(tmp_path):
-    """Linear layers are not compiled: they add to gradient buffers and overlap with collectives."""
+def test_layers_are_one_graph(tmp_path):
+    """Graphs contain linear layers as operators."""
     pytest.importorskip("triton", reason="Triton is not in the environment: pip install triton")
     libraries = str(Path(torch.__file__).parent / "lib")
     result = run_code(
@@ -46,7 +46,5 @@ def test_layers_break_only_at_linear_layers(tmp_path):
     )
     assert result.returncode == 0, result.stderr[-4000:]
     outcome = json.loads(result.stdout.splitlines()[-1])
-    assert outcome["kernels"] >= 10
-    assert len(outcome["breaks"]) == 2
-    for text in outcome["breaks"]:
-        assert "Linear.project" in text
+    assert outcome["kernels"] >= 8
+    assert not outcome["breaks"]

@@ -27,6 +27,10 @@ RUNS = {
 }
 
 
+# Runs whose attention or recomputation is not traced
+BROKEN_GRAPHS = ("context parallel, ring", "context parallel, heads", "selective recomputation")
+
+
 def outcome(rank, world_size, flags):
     common = (
         COMMON.replace("--hidden-dropout 0 --attention-dropout 0 ", "")
@@ -34,6 +38,14 @@ def outcome(rank, world_size, flags):
         else COMMON
     )
     return train(rank, world_size, "--mock-data --train-iters 3 " + flags, common)
+
+
+def outcome_and_breaks(rank, world_size, flags):
+    """Return the outcome and the reasons for which graphs end within a layer."""
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    return outcome(rank, world_size, flags), list(counters["graph_break"])
 
 
 IN_EVERY_RUN = "full recomputation, evaluated"  # the others are slow: each compiles for seconds
@@ -46,8 +58,9 @@ IN_EVERY_RUN = "full recomputation, evaluated"  # the others are slow: each comp
 def test_compiled_layers_keep_losses_and_keys(pool, name):
     world_size, flags = RUNS[name]
     eager = pool.run(outcome, world_size, flags)
-    compiled = pool.run(outcome, world_size, flags + "--compile", timeout=300)
-    for one, other in zip(eager, compiled, strict=True):
+    compiled = pool.run(outcome_and_breaks, world_size, flags + "--compile", timeout=300)
+    for one, (other, breaks) in zip(eager, compiled, strict=True):
+        assert not breaks or name in BROKEN_GRAPHS
         assert other.measured.points == pytest.approx(one.measured.points, rel=1e-5)  # evaluations
         assert other.measured.losses == pytest.approx(one.measured.losses, rel=1e-5)
         assert other.measured.grad_norms == pytest.approx(one.measured.grad_norms, rel=1e-4)

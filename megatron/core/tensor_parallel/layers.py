@@ -17,7 +17,7 @@ iteration overwrites it: all code that adds to one calls `take_stale_mark` or `o
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -98,6 +98,85 @@ def compute_embedding_weight_grad(weight: Tensor, rows: Tensor, dy: Tensor) -> T
     return None
 
 
+class LinearLayout(NamedTuple):
+    """How the product of a column- or a row-parallel layer is split."""
+
+    tp: Axis
+    column: bool
+    sequence_parallel: bool
+
+
+class LinearGradients(NamedTuple):
+    """Gradients of a product; None if not required, or added to `main_grad`."""
+
+    x: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+
+def compute_linear(x: Tensor, weight: Tensor, bias: Tensor | None, layout: LinearLayout) -> Tensor:
+    """Return the output of a linear layer. Collective over TP, and not differentiable."""
+    tp, column, sequence_parallel = layout
+    if column:
+        whole = start_input_gather(x, tp, sequence_parallel).wait()  # [s, b, in]
+        return multiply_by_weight(whole, weight, bias)
+    if tp.size == 1:
+        return multiply_by_weight(x, weight, bias)
+    y = multiply_by_weight(x, weight)
+    y = start_output_sum(y, tp, sequence_parallel).wait()
+    if bias is not None:
+        y.add_(bias)
+    return y
+
+
+def compute_linear_gradients(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    parameter: Tensor,
+    layout: LinearLayout,
+    needs_gradient: tuple[bool, bool, bool],
+) -> LinearGradients:
+    """Return the gradients of `compute_linear` for x, the weight and the bias. Collective over TP.
+
+    `parameter` is the parameter itself, with `main_grad`, and `weight` its value.
+    """
+    tp, column, sequence_parallel = layout
+    needs_dx, needs_dw, needs_db = needs_gradient
+
+    # Phase 1: launch the all-gather
+    if column:
+        gather_x = start_input_gather(x, tp, sequence_parallel)
+    else:
+        gather_x = Pending(x, None)
+        dy = start_input_gather(dy, tp, sequence_parallel).wait()
+
+    # Phase 2: dx, and launch its sum over TP
+    pending_dx = None
+    if needs_dx:
+        partial_dx = multiply_by_weight(dy, weight.t())
+        if column:
+            pending_dx = start_output_sum(partial_dx, tp, sequence_parallel)
+        else:
+            pending_dx = Pending(partial_dx, None)
+
+    # Phase 3: dW and db, while that is in progress
+    dy2d = dy.reshape(-1, dy.shape[-1])  # [s * b, out]
+    x2d = gather_x.wait().reshape(-1, x.shape[-1])  # [s * b, in]
+    dw = None
+    db = None
+    if needs_dw:
+        dw = compute_linear_weight_grad(parameter, dy2d, x2d)
+    if needs_db:
+        db = dy2d.sum(0)
+
+    # Phase 4: wait for the sum
+    dx = None
+    if pending_dx is not None:
+        dx = pending_dx.wait()
+    return LinearGradients(dx, dw, db)
+
+
 class _Linear(torch.autograd.Function):
     """`y = x W^T + b` between the collectives of a column- or a row-parallel layer.
 
@@ -108,77 +187,28 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        tp: Axis,
-        column: bool,
-        sequence_parallel: bool,
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layout: LinearLayout
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         # The parameter itself, for main_grad: recomputation replaces saved tensors by copies.
         ctx.weight = weight
-        ctx.tp = tp
-        ctx.column = column
-        ctx.sequence_parallel = sequence_parallel
-        ctx.has_bias = bias is not None
-        if column:
-            whole = start_input_gather(x, tp, sequence_parallel).wait()  # [s, b, in]
-            return multiply_by_weight(whole, weight, bias)
-        if tp.size == 1:
-            return multiply_by_weight(x, weight, bias)
-        y = multiply_by_weight(x, weight)
-        y = start_output_sum(y, tp, sequence_parallel).wait()
-        if bias is not None:
-            y.add_(bias)
-        return y
+        ctx.layout = layout
+        return compute_linear(x, weight, bias, layout)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
-        tp = ctx.tp
-        sequence_parallel = ctx.sequence_parallel
-        needs_dx, needs_dw, needs_db, *_ = ctx.needs_input_grad
-
-        # Phase 1: launch the all-gather
-        if ctx.column:
-            gather_x = start_input_gather(x, tp, sequence_parallel)
-        else:
-            gather_x = Pending(x, None)
-            dy = start_input_gather(dy, tp, sequence_parallel).wait()
-
-        # Phase 2: dx, and launch its sum over TP
-        pending_dx = None
-        if needs_dx:
-            partial_dx = multiply_by_weight(dy, weight.t())
-            if ctx.column:
-                pending_dx = start_output_sum(partial_dx, tp, sequence_parallel)
-            else:
-                pending_dx = Pending(partial_dx, None)
-
-        # Phase 3: dW and db, while that is in progress
-        dy2d = dy.reshape(-1, dy.shape[-1])  # [s * b, out]
-        x2d = gather_x.wait().reshape(-1, x.shape[-1])  # [s * b, in]
-        dw = None
-        db = None
-        if needs_dw:
-            dw = compute_linear_weight_grad(ctx.weight, dy2d, x2d)
-        if ctx.has_bias and needs_db:
-            db = dy2d.sum(0)
-
-        # Phase 4: wait for the sum
-        dx = None
-        if pending_dx is not None:
-            dx = pending_dx.wait()
-        return dx, dw, db, None, None, None
+        needs_gradient = ctx.needs_input_grad[:3]
+        gradients = compute_linear_gradients(dy, x, weight, ctx.weight, ctx.layout, needs_gradient)
+        return *gradients, None
 
 
 def apply_column_parallel(
     x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, sequence_parallel: bool
 ) -> Tensor:
     """Return the product of a column-parallel layer. Collective over TP."""
-    return _Linear.apply(x, weight, bias, tp, True, sequence_parallel)
+    layout = LinearLayout(tp, column=True, sequence_parallel=sequence_parallel)
+    return _Linear.apply(x, weight, bias, layout)
 
 
 class ColumnParallelLinear(MegatronModule):
@@ -233,8 +263,12 @@ class ColumnParallelLinear(MegatronModule):
         return self.project(x)
 
     def project(self, x: Tensor) -> Tensor:
-        """Return the product. Collective over TP, and therefore outside of compiled regions."""
-        return apply_column_parallel(x, self.weight, self.bias, self.tp, self.sequence_parallel)
+        """Return the product. Collective over TP; graphs of --compile contain it as an operator."""
+        return _Linear.apply(x, self.weight, self.bias, self.layout)
+
+    @property
+    def layout(self) -> LinearLayout:
+        return LinearLayout(self.tp, True, self.sequence_parallel)
 
 
 class RowParallelLinear(MegatronModule):
@@ -282,8 +316,12 @@ class RowParallelLinear(MegatronModule):
         return self.post_layernorm(y)
 
     def project(self, x: Tensor) -> Tensor:
-        """Return the product. Collective over TP, and therefore outside of compiled regions."""
-        return _Linear.apply(x, self.weight, self.bias, self.tp, False, self.sequence_parallel)
+        """Return the product. Collective over TP; graphs of --compile contain it as an operator."""
+        return _Linear.apply(x, self.weight, self.bias, self.layout)
+
+    @property
+    def layout(self) -> LinearLayout:
+        return LinearLayout(self.tp, False, self.sequence_parallel)
 
 
 def compute_padded_vocab_size(
