@@ -28,7 +28,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-_runtime = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libcudart.so.13"))
+_libraries = Path(torch.__file__).parent / "lib"
+_runtime = ctypes.CDLL(str(_libraries / "libcudart.so.13"))
 _runtime.fake_cuda_host_address.restype = ctypes.c_void_p
 
 # Operators that torch's CUDA build runs itself: they allocate, compare metadata or mark streams.
@@ -45,6 +46,9 @@ def enable() -> None:
 
     With FAKE_CUDA_NUMERICS=0 kernels do nothing.
     """
+    # Triton links its launcher to the driver, which it looks for among the system's libraries.
+    os.environ.setdefault("TRITON_LIBCUDA_PATH", str(_libraries))
+    ctypes.CDLL(str(_libraries / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)
     # The real cuDNN decides at run time what it supports; its stub cannot.
     torch.backends.cuda.enable_cudnn_sdp(False)
     # oneDNN rounds fp32 operands to bf16 where torch.set_float32_matmul_precision allows it for CUDA,

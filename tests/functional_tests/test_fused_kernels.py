@@ -23,6 +23,11 @@ RUNS = {  # name -> (processes, flags)
         1,
         f"{LLAMA} --num-query-groups 4 --final-logit-softcapping 5 --reset-attention-mask --reset-position-ids",
     ),
+    "clipped, recomputed": (
+        1,
+        f"{LLAMA} --num-query-groups 4 --clip-qkv 0.5 --recompute-granularity full "
+        "--recompute-method uniform --recompute-num-layers 1",
+    ),
     "latent attention": (1, LATENT),
     "experts": (1, f"{LLAMA} --num-experts 4 --moe-router-topk 2"),
     # 60 tokens of 128 rows: the second rank has padding only
