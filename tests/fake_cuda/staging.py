@@ -30,6 +30,9 @@ def is_snapshot_intact(directory: Path, waits: bool, limit: int | None, num_slot
     after = [(-values).pin_memory() for values in before]
     # Copies of the device, which the save must wait for, too.
     tensors = [values.cuda().clone() for values in before]
+    for _ in range(30):  # kernels that may still run when the copies are queued
+        for tensor in tensors:
+            tensor.neg_()
 
     saver = AsyncSaver(staging_mem_limit=limit)
     saver.save(make_state(tensors), str(directory), common={})

@@ -331,21 +331,18 @@ class StageAndWrite:
         """
         if self._may_change:
             return
-        if self._stream is None:
-            self.staged.wait()
-            self._may_change = True
-            return
-        current = torch.cuda.current_stream()
-        if not self.staged.is_set():
+        if self._stream is not None and not self.staged.is_set():
             # Copying continues while the device is computing: less is left at the end.
+            current = torch.cuda.current_stream()
             computed = current.record_event(torch.cuda.Event(blocking=True))
             computed.synchronize()
-        with self._queueing:
-            self._may_change = self._take_snapshot()
+            with self._queueing:
+                self._may_change = self._take_snapshot()
         if not self._may_change:
             self.staged.wait()
             self._may_change = True
-        current.wait_stream(self._stream)
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
 
     def _fits_in_slots(self) -> bool:
         return len(self._chunks) <= len(self._slots)
