@@ -91,7 +91,7 @@ def committed(path: str | os.PathLike[str], replace: bool = True) -> Iterator[Pa
             yield temporary
             fsync_file(temporary)
             if replace:
-                os.replace(temporary, path)
+                rename(temporary, path)
             else:
                 _rename_unless_taken(temporary, path)
     except BaseException:
@@ -106,7 +106,7 @@ def _rename_unless_taken(temporary: Path, path: str | os.PathLike[str]) -> None:
     except FileExistsError:
         pass
     except OSError:  # this file system has no hard links
-        os.replace(temporary, path)
+        rename(temporary, path)
         return
     temporary.unlink()
 
@@ -156,7 +156,7 @@ def write_json(path: Path, value: Any) -> None:
         temporary.write_bytes(encode_json(value))
 
 
-def rename(source: Path, target: Path) -> None:
+def rename(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
     """Rename `source` to `target`, which is replaced if it is a file or an empty directory.
 
     A network file system repeats a request whose answer was lost; the repeated one finds no source.
@@ -189,7 +189,7 @@ def put_in_place(pending: Path, directory: Path) -> None:
     except BaseException:
         # The second rename has failed: the old directory gets its name back.
         if os.path.lexists(old) and not os.path.lexists(directory):
-            os.replace(old, directory)
+            rename(old, directory)
         raise
     fsync_directory(directory.parent)
     remove(old)
@@ -203,7 +203,7 @@ def restore_replaced(path: Path, root: Path) -> bool:
     original = root / path.name.removeprefix(REPLACED)
     if os.path.lexists(original):
         return False
-    os.rename(path, original)
+    rename(path, original)
     fsync_directory(root)
     return True
 

@@ -8,6 +8,7 @@ import torch
 from megatron.checkpointer.checkpointer import Checkpointer
 from megatron.core.dist_checkpointing.planning import coordination
 from tests.support.late_files import late_files
+from tests.support.nfs_client import nfs_client
 from tests.support.training_harness import COMMON, DISTRIBUTED_OPTIMIZER, LLAMA, get_losses, train
 
 COMMON_FLAGS = COMMON.replace("--num-layers 4", "--num-layers 1")
@@ -88,3 +89,27 @@ def load_late(rank, world_size, root, names):
 def test_checkpointer_waits_for_files_that_rank_0_sees(pool, tmp_path):
     names = [".metadata", "common.pt", "checksums.bin", "__0_0.distcp"]
     assert pool.run(load_late, 2, tmp_path, names) == [(1, True)] * 2
+
+
+def train_on_nfs(rank, world_size, flags, root):
+    """Train on clients that must read files again after another client has replaced them."""
+    with nfs_client(root, stale=["owner.json", "lineage.json"]) as stale_files:
+        outcome = train(rank, world_size, flags, COMMON_FLAGS)
+    return outcome, len(stale_files)
+
+
+@pytest.mark.parametrize("mode", ["", "--async-save"])
+def test_save_takeover_and_resume_on_a_network_file_system(pool, run, tmp_path, mode):
+    """Two launches of two ranks; the second one takes the directory over."""
+    _, losses, _ = run
+    flags = f"{FLAGS} --save {tmp_path} --load {tmp_path} --save-interval 1 --keep-last-n 2 {mode}"
+    resumed_losses = []
+    for launch_flags in (f"{flags} --exit-interval 2", flags):
+        outcomes, stale_counts = zip(
+            *pool.run(train_on_nfs, 2, launch_flags, tmp_path), strict=True
+        )
+        resumed_losses += get_losses(outcomes)
+        assert max(stale_counts) > 0
+    assert resumed_losses == losses
+    checkpoints = sorted(path.name for path in tmp_path.glob("iter_*"))
+    assert checkpoints == ["iter_0000003", "iter_0000004"]

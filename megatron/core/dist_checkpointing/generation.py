@@ -248,7 +248,7 @@ class Generation:
         for directory in directories:
             path = self.directory / f"{_DELETING}{directory.name}"
             with contextlib.suppress(FileNotFoundError), self.fenced():
-                os.rename(directory, path)
+                rename(directory, path)
                 aside.append(path)
         if aside:
             fsync_directory(self.root)  # no removal may become durable before the renames
@@ -266,7 +266,7 @@ class Generation:
             try:
                 claim.mkdir(exist_ok=True)
                 write_flushed(claim / OWNER, json.dumps(self.owner).encode())
-                os.rename(claim, self.directory)
+                rename(claim, self.directory)
                 break
             except FileNotFoundError:
                 # A faster launch has removed our claim together with those of crashed launches.

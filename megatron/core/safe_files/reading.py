@@ -6,6 +6,7 @@ make us read files that its author has no right to.
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 import os
@@ -90,6 +91,7 @@ _MADV_POPULATE_READ = 22  # <linux/mman.h>; Python has no name for it yet
 MAX_JSON = 256 << 20
 _PLAUSIBLE_SIZE = 64 << 20  # always accepted
 _MAX_SIZE = 1 << 30  # accepted if the files next to it are as large
+_STALE_ATTEMPTS = 3  # to read a file that another client of a network file system replaces
 
 
 def _open_descriptor(path: str | os.PathLike[str], follow_links: bool) -> int:
@@ -139,15 +141,17 @@ class OpenFile:
 
     def read(self, position: int, length: int) -> bytes:
         """Return up to `length` bytes, fewer at the end of the file."""
-        count = max(0, min(length, self.size - position))
+        content = self._allocate(max(0, min(length, self.size - position)))
+        self.read_into(memoryview(content), position)
+        return bytes(content)
+
+    def _allocate(self, count: int) -> bytearray:
         try:
-            content = bytearray(count)
+            return bytearray(count)
         except MemoryError as error:
             raise CheckpointError(
                 f"{escape_control_chars(str(self.path))}: {count} bytes of it do not fit in memory"
             ) from error
-        self.read_into(memoryview(content), position)
-        return bytes(content)
 
     def map(self, start: int, stop: int) -> mmap.mmap | None:
         """Map a range that begins with a page, and let the kernel read its pages.
@@ -170,14 +174,29 @@ class OpenFile:
 
     def read_into(self, view: memoryview, position: int) -> None:
         """Fill `view`. Raises CheckpointError if the file is too short or cannot be read."""
+        try:
+            self._fill(view, position)
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.path}: cannot be read at {position}: {error.strerror}"
+            ) from error
+
+    def read_small(self) -> bytes:
+        """Return the whole file. Unlike `read`, raises OSError if the storage fails.
+
+        A file that cannot be read at the moment must not look like a damaged one.
+        """
+        content = self._allocate(self.size)
+        try:
+            self._fill(memoryview(content), 0)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
+        return bytes(content)
+
+    def _fill(self, view: memoryview, position: int) -> None:
         done = 0
         while done < len(view):
-            try:
-                count = self._read_some(view[done:], position + done)
-            except OSError as error:
-                raise CheckpointError(
-                    f"{self.path}: cannot be read at {position + done}: {error.strerror}"
-                ) from error
+            count = self._read_some(view[done:], position + done)
             if count == 0:
                 raise CheckpointError(
                     f"{self.path}: truncated: it has {self.size} bytes, data should be at "
@@ -256,14 +275,29 @@ def open_file(path: str | os.PathLike[str], *, follow_links: bool = False) -> Op
 def read_regular(
     path: str | os.PathLike[str], limit: int = MAX_JSON, *, follow_links: bool = False
 ) -> bytes:
-    """Return the content of a regular file of at most `limit` bytes, else raise CheckpointError."""
+    """Return the content of a regular file of at most `limit` bytes, else raise CheckpointError.
+
+    Raises OSError if it is missing or the storage fails.
+    """
+    attempt = 1
+    while True:
+        try:
+            return _read_once(path, limit, follow_links)
+        except OSError as error:
+            # Another client of a network file system has replaced the file after it was opened.
+            if error.errno != errno.ESTALE or attempt == _STALE_ATTEMPTS:
+                raise
+            attempt += 1
+
+
+def _read_once(path: str | os.PathLike[str], limit: int, follow_links: bool) -> bytes:
     with open_file(path, follow_links=follow_links) as file:
         if file.size > limit:
             raise CheckpointError(
                 f"{escape_control_chars(str(path))} has {file.size} bytes, "
                 f"more than the {limit} that it may have"
             )
-        return file.read(0, file.size)
+        return file.read_small()
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
