@@ -50,7 +50,7 @@ def test_wrong_checksum_names_an_older_intact_checkpoint(launcher, tmp_path, dam
     [
         ("--train-iters 6", None),
         ("--dataloader-type cyclic", "the training data or its order differs"),
-        ("--seed 7", "the training data or its order differs"),
+        ("--seed 7", "order differs from the checkpoint's (seed: 1234 in the checkpoint, 7 now)"),
         ("--eod-mask-loss", "eod_mask_loss: False in the checkpoint, True now"),
     ],
 )
@@ -65,6 +65,37 @@ def test_resume_warns_of_other_samples(launcher, tmp_path, changed, warning):
     assert [warning in text for text in warnings] == ([True] if warning else [])
 
 
+def write_data(prefix, num_sequences):
+    with IndexedDatasetBuilder(str(prefix), np.uint16) as builder:
+        for _ in range(num_sequences):
+            builder.add(np.arange(40))
+
+
+def test_resume_reports_how_the_data_changed(launcher, tmp_path):
+    """Weights, order and members of a blend, and the files of a member."""
+    a, b, c = (tmp_path / name for name in "abc")
+    for prefix in (a, b, c):
+        write_data(prefix, 20)
+    flags = f"{FLAGS} --split 1 --train-iters 3".replace("--mock-data", "")
+    blend = f"3 {a} 1 {b}"
+    launcher.run(1, f"{flags} --data-path {blend} --save {tmp_path / 'run'} --exit-interval 2")
+    flags = f"{flags} --load {tmp_path / 'run'}"
+    warning = "the training data or its order differs from the checkpoint's "
+    assert warning not in launcher.run(1, f"{flags} --data-path {blend}").output()
+    for changed in (f"2 {a} 1 {b}", f"1 {b} 3 {a}", f"3 {a} 1 {c}"):
+        output = launcher.run(1, f"{flags} --data-path {changed}").output()
+        values = [f"data_path: {blend.split()} in the checkpoint, {changed.split()} now"]
+        assert f"{warning}({'; '.join(values)}): some of the 16 samples" in output
+    write_data(b, 21)
+    output = launcher.run(1, f"{flags} --data-path {blend}").output()
+    assert f"{warning}(its flags are the same: the .idx file of a member has other" in output
+    # A file that does not fit its index is an error.
+    with open(f"{b}.bin", "ab") as file:
+        file.write(b"xx")
+    job = launcher.start(1, f"{flags} --data-path {blend}")
+    assert job.wait() == [1] and f"{b}.bin has 1682 bytes, but {b}.idx describes" in job.output()
+
+
 @pytest.mark.parametrize("masks", ["", "--reset-attention-mask"])
 def test_resume_warns_of_another_end_of_documents(launcher, tmp_path, masks):
     """A smaller vocabulary moves the end-of-document token of NullTokenizer.
@@ -72,9 +103,7 @@ def test_resume_warns_of_another_end_of_documents(launcher, tmp_path, masks):
     The token matters only to flags that depend on documents.
     """
     prefix = tmp_path / "text"
-    with IndexedDatasetBuilder(str(prefix), np.uint16) as builder:
-        for _ in range(20):
-            builder.add(np.arange(40))
+    write_data(prefix, 20)
     flags = f"{FLAGS} {masks} --data-path {prefix} --split 1 --train-iters 4"
     flags = f"{flags} --save {tmp_path / 'run'} --save-interval 2".replace("--mock-data", "")
     launcher.run(1, flags)

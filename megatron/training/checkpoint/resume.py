@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from megatron.core.dist_checkpointing import ShardedObject
@@ -41,6 +41,21 @@ _RESTORE_FP8_STATE = "megatron.training.checkpoint.fp8_state:restore_fp8_state"
 
 # Flags whose effect depends on the token at the end of a document.
 _DOCUMENT_FLAGS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+# Flags that determine the training samples and their order.
+_DATA_FLAGS = (
+    "mock_data",
+    "data_path",
+    "train_data_path",
+    "data_args_path",
+    "per_split_data_args_path",
+    "split",
+    "seq_length",
+    "seed",
+    "dataloader_type",
+    "fim_data",
+    "fim_rate",
+)
+_MAX_VALUE = 300  # characters of a value in a warning: a blend may have thousands of members
 # Flags that change the training of a run, besides its model, data and schedule. Learning rate,
 # weight decay and the hyperparameters in parameter groups are compared where they are restored.
 _TRAINING_FLAGS = (
@@ -131,6 +146,8 @@ def load_checkpoint(run: Run, checkpoint: ChosenCheckpoint[Source]) -> None:
     if training is not None:
         fingerprint = source.args.get("train_data_fingerprint")
         _restore_position(run, training, fingerprint, with_optimizer)
+        stored_args = normalize_stored_args(source.args)
+        run.changed_data_flags = list_data_differences(run.config.flags(), stored_args)
         stored_state = None
         if selection.generators is not None:
             stored_state = report.objects.get(selection.generators)
@@ -288,6 +305,20 @@ def list_training_differences(
         names += _FP8_FLAGS
     if flags["fp4"] is not None:
         names += _FP4_FLAGS
+    # An average that begins or ends is reported where it is loaded.
+    if None in (stored_args.get("ema_decay"), flags["ema_decay"]):
+        names = tuple(name for name in names if name != "ema_decay")
+    return _describe_differences(names, flags, stored_args)
+
+
+def list_data_differences(flags: Mapping[str, Any], stored_args: Mapping[str, Any]) -> list[str]:
+    """Return a text for each flag of the training data that differs from the stored one."""
+    return _describe_differences(_DATA_FLAGS, normalize_stored_args(flags), stored_args)
+
+
+def _describe_differences(
+    names: Iterable[str], flags: Mapping[str, Any], stored_args: Mapping[str, Any]
+) -> list[str]:
     texts = []
     for name in names:
         # Megatron-LM stores a list of one value as the value.
@@ -296,12 +327,14 @@ def list_training_differences(
             unpack_single(flags[name]),
         ):
             continue
-        # An average that begins or ends is reported where it is loaded.
-        if name == "ema_decay" and None in (stored_args[name], flags[name]):
-            continue
-        value = escape_control_chars(str(stored_args[name]))
-        texts.append(f"{name}: {value} in the checkpoint, {flags[name]} now")
+        value = escape_control_chars(_shorten(stored_args[name]))
+        texts.append(f"{name}: {value} in the checkpoint, {_shorten(flags[name])} now")
     return texts
+
+
+def _shorten(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= _MAX_VALUE else f"{text[:_MAX_VALUE]}..."
 
 
 def _check_optimizer(config: OptimizerConfig, source: Source) -> None:

@@ -167,8 +167,14 @@ def _compare_with_checkpoint(run: Run, train: Dataset | None) -> None:
     fingerprint = compute_order_fingerprint(train, run.config.loader)
     is_same = run.train_data_fingerprint in (None, fingerprint)
     if run.state.consumed_train_samples and not is_same:
+        cause = "; ".join(run.changed_data_flags)
+        if not cause:
+            cause = (
+                "its flags are the same: the .idx file of a member has other sequences, or a file "
+                "that lists the members has changed"
+            )
         logger.warning(
-            "the training data or its order differs from the checkpoint's: some of the "
+            f"the training data or its order differs from the checkpoint's ({cause}): some of the "
             f"{run.state.consumed_train_samples} samples consumed so far may be repeated and "
             "others skipped"
         )
