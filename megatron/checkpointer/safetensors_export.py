@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import secrets
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import torch
 
 from megatron.core.dist_checkpointing.box_table import StoredTensor
 from megatron.core.dist_checkpointing.loading.reader import Reader
-from megatron.core.durable_files import fsync_directory, remove
+from megatron.core.durable_files import fsync_directory, remove, rename
 from megatron.core.safe_files.errors import CheckpointError
 
 _MODEL = "model."
@@ -56,7 +55,7 @@ def export_safetensors(source: Path, directory: Path, max_file_size: int) -> Non
         index = {"metadata": {"total_size": total}, "weight_map": file_of}
         text = json.dumps(index, indent=2, sort_keys=True)
         (unfinished / "model.safetensors.index.json").write_text(text, encoding="utf-8")
-        os.rename(unfinished, directory)
+        rename(unfinished, directory)
         fsync_directory(directory.parent)
     except BaseException:
         remove(unfinished)

@@ -8,7 +8,6 @@ imports this module if a flag requests an export (see `training/checkpoint/expor
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.dist_checkpointing.saving.commit import Progress, Rewrite
 from megatron.core.dist_checkpointing.saving.model_export import ConvertedTarget, StagedTarget
 from megatron.core.dist_checkpointing.saving.pending_export import ExportTarget
-from megatron.core.durable_files import check_free_space, discard, fsync_directory
+from megatron.core.durable_files import check_free_space, discard, fsync_directory, rename
 from megatron.core.object_files import check_conditional_requests
 from megatron.core.object_path import ObjectPath
 from megatron.core.run_checkpoint.formats import is_huggingface
@@ -195,6 +194,6 @@ def _replace_files(directory: Path, write: Callable[[Path], object]) -> None:
     for path in old_files:
         path.unlink()
     for path in list(target.iterdir()):
-        os.rename(path, directory / path.name)
+        rename(path, directory / path.name)
     target.rmdir()
     fsync_directory(directory)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from megatron.core.datasets.indexed_dataset import DTYPE_CODES, HEADER, MAGIC, VERSION
-from megatron.core.durable_files import fsync_directory, fsync_file, temporary_name
+from megatron.core.durable_files import fsync_directory, fsync_file, rename, temporary_name
 
 
 class IndexedDatasetBuilder:
@@ -111,7 +111,7 @@ class IndexedDatasetBuilder:
         # An old index must never exist next to new tokens.
         Path(f"{self.prefix}.idx").unlink(missing_ok=True)
         for name in ("bin", "idx"):
-            os.replace(self._temporary[name], f"{self.prefix}.{name}")
+            rename(self._temporary[name], f"{self.prefix}.{name}")
         fsync_directory(Path(self.prefix).parent)
 
     def discard(self) -> None:

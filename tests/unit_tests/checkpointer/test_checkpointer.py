@@ -35,6 +35,7 @@ from megatron.core.dist_checkpointing import (
     generation,
 )
 from megatron.core.dist_checkpointing.saving.run_saver import SaveFailedError
+from tests.support.nfs_client import nfs_client
 from tests.support.object_server import object_server
 
 
@@ -696,7 +697,8 @@ def export(rank, world_size, directory, target):
         ckpt.load()
         train_step(model, optimizer, 0)
         ckpt.save(1)
-        ckpt.to_safetensors(target, max_file_size=600)
+        with nfs_client(target.parent):
+            ckpt.to_safetensors(target, max_file_size=600)
     return snapshot(model, torch.optim.SGD(model.parameters()))
 
 

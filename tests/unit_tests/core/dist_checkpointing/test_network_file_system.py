@@ -4,9 +4,13 @@ import errno
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron.conversion.output_directory import exclusive_output_dir
+from megatron.conversion.run_exports import _replace_files
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.core.dist_checkpointing import (
     AsyncSaver,
     Generation,
@@ -126,3 +130,21 @@ def test_conversion_without_locks(tmp_path: Path):
     with nfs_client(tmp_path), exclusive_output_dir(tmp_path / "out"):
         (tmp_path / "out/file").touch()
     assert os.listdir(tmp_path / "out") == ["file"]
+
+
+def test_data_is_written(tmp_path: Path):
+    with nfs_client(tmp_path), IndexedDatasetBuilder(str(tmp_path / "a"), np.uint16) as builder:
+        builder.add(np.arange(3))
+    assert len(IndexedDataset(str(tmp_path / "a"))) == 1
+
+
+def test_files_of_a_checkpoint_are_replaced_by_an_export(tmp_path: Path):
+    (tmp_path / "old").touch()
+
+    def write(target: Path) -> None:
+        target.mkdir()
+        (target / "new").touch()
+
+    with nfs_client(tmp_path):
+        _replace_files(tmp_path, write)
+    assert os.listdir(tmp_path) == ["new"]
