@@ -423,6 +423,9 @@ def estimate_bytes(source: Source, saver: str, options: WriteOptions) -> int:
     foreign = []
     for key, info in source.tensors.items():
         if is_weight(key):
+            is_matrix = ".linear_" in key and key.endswith("weight") and len(info.shape) > 1
+            if options.quantization is not None and is_matrix:
+                info = TensorInfo(info.shape, torch.float8_e4m3fn)  # and a few scales
             weights.append(info)
         elif is_foreign(key):
             foreign.append(info)

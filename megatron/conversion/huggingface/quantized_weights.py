@@ -180,22 +180,24 @@ def _check_scales(description: str, scales: LazyTensor) -> LazyTensor:
 
     A block of zeros may have the scale 0.
     """
+    return scales._replace(read=partial(_read_checked, description, scales))
 
-    def read(offset: Shape, shape: Shape) -> torch.Tensor:
-        values = scales.read(offset, shape)
-        is_valid = torch.isfinite(values) & (values >= 0)
-        if not is_valid.all():
-            first = (~is_valid).nonzero()[0]
-            index = (first + torch.tensor(offset)).tolist()
-            raise ValueError(
-                f"{description}{index} is {values[tuple(first)].item()}, but scales are finite and "
-                "not negative: the weights of this block would be wrong. The file is damaged, or "
-                "was written from weights that had diverged: download the file that contains it "
-                "again, or convert the unquantized original of the model"
-            )
-        return values
 
-    return LazyTensor(scales.shape, scales.dtype, read)
+def _read_checked(
+    description: str, scales: LazyTensor, offset: Shape, shape: Shape
+) -> torch.Tensor:
+    values = scales.read(offset, shape)
+    is_valid = torch.isfinite(values) & (values >= 0)
+    if not is_valid.all():
+        first = (~is_valid).nonzero()[0]
+        index = (first + torch.tensor(offset)).tolist()
+        raise ValueError(
+            f"{description}{index} is {values[tuple(first)].item()}, but scales are finite and "
+            "not negative: the weights of this block would be wrong. The file is damaged, or "
+            "was written from weights that had diverged: download the file that contains it "
+            "again, or convert the unquantized original of the model"
+        )
+    return values
 
 
 def _scale_blocks(

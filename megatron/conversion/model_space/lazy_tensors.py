@@ -219,6 +219,15 @@ def _read_scattered(
     def read_rows(first: int, count: int) -> torch.Tensor:
         return _read_rows(tensor, first, count, offset, shape)
 
+    # Rows of a single run, e.g. of gate or up, need no copy.
+    model_row = 0  # first row of the run in the model
+    for run in row_map:
+        start = offset[0] - run.start
+        is_inside = start >= 0 and start + shape[0] <= run.rows
+        if run.source == index and run.step == 1 and is_inside:
+            return read_rows(model_row + start, shape[0])
+        model_row += run.rows
+
     result = torch.zeros(shape, dtype=tensor.dtype)
     read_stored_rows(row_map, index, offset[0], result, read_rows)
     return result

@@ -1,0 +1,112 @@
+"""Operations on lazy tensors equal those of torch on whole tensors, for every box and as pickles."""
+
+import itertools
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megatron.conversion.huggingface.quantized_weights import dequantize, quantize_blocks
+from megatron.conversion.huggingface.safetensors_files import open_safetensors
+from megatron.conversion.model_space.lazy_tensors import (
+    LazyTensor,
+    cast,
+    concatenate,
+    cut_blocks,
+    gather_rows,
+    make_zeros,
+    reshape,
+    scatter_rows,
+    select,
+    stack,
+    transpose,
+    view_tensor,
+)
+from megatron.conversion.model_space.pieces import map_fused_qkv, map_separate_qkv, map_skipped
+from megatron.core.dist_checkpointing.mapping import narrow
+
+MATRIX = torch.arange(24.0).view(6, 4)
+OTHER = -torch.arange(8, dtype=torch.bfloat16).view(2, 4)
+STACK = torch.arange(24.0).view(2, 3, 4)
+
+
+def skip_rows(tensor: LazyTensor) -> LazyTensor:
+    """Return the last four rows of a matrix of six."""
+    return gather_rows([tensor], map_skipped(4, 2))
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda: cast(view_tensor(MATRIX), torch.float16), MATRIX.half()),
+        (lambda: make_zeros((2, 3), torch.float16), torch.zeros(2, 3).half()),
+        (lambda: transpose(view_tensor(MATRIX)), MATRIX.t()),
+        (lambda: reshape(view_tensor(MATRIX), (8, 3)), MATRIX.view(8, 3)),
+        (lambda: select(view_tensor(STACK), 1), STACK[1]),
+        (
+            lambda: stack([view_tensor(MATRIX), view_tensor(-MATRIX)]),
+            torch.stack([MATRIX, -MATRIX]),
+        ),
+        (
+            lambda: concatenate([view_tensor(MATRIX), view_tensor(OTHER)], 0),
+            torch.cat([MATRIX, OTHER]),
+        ),
+        (
+            lambda: concatenate([view_tensor(MATRIX), view_tensor(MATRIX)], 1),
+            torch.cat([MATRIX, MATRIX], 1),
+        ),
+        (lambda: skip_rows(view_tensor(MATRIX)), MATRIX[2:]),
+        (lambda: skip_rows(transpose(view_tensor(MATRIX.t().contiguous()))), MATRIX[2:]),
+        (
+            lambda: scatter_rows(view_tensor(MATRIX), map_skipped(6, 2), 0),
+            torch.cat([torch.zeros(2, 4), MATRIX]),
+        ),
+    ],
+)
+def test_every_box_equals_that_of_torch(
+    make: Callable[[], LazyTensor], expected: torch.Tensor
+) -> None:
+    tensor = pickle.loads(pickle.dumps(make()))
+    assert (tensor.shape, tensor.dtype) == (tuple(expected.shape), expected.dtype)
+    assert torch.equal(tensor.read_all(), expected)
+    ranges = [itertools.combinations(range(extent + 1), 2) for extent in expected.shape]
+    for bounds in itertools.product(*ranges):
+        offset = tuple(start for start, _ in bounds)
+        shape = tuple(stop - start for start, stop in bounds)
+        assert torch.equal(tensor.read(offset, shape), narrow(expected, offset, shape))
+
+
+@pytest.mark.parametrize("row_map", [map_separate_qkv(4, 2, 2), map_fused_qkv(4, 2, 2, blocks=1)])
+def test_scattered_rows_are_gathered(row_map) -> None:
+    rows = sum(run.rows for run in row_map)
+    whole = torch.arange(rows * 3.0).view(rows, 3)
+    num_tensors = 1 + max(run.source for run in row_map)
+    parts = [scatter_rows(view_tensor(whole), row_map, index) for index in range(num_tensors)]
+    assert torch.equal(gather_rows(parts, row_map).read_all(), whole)
+    assert sum(part.shape[0] for part in parts) == rows
+
+
+def test_blocks_have_whole_units_and_cover_the_tensor() -> None:
+    tensor = make_zeros((10, 4), torch.float32)._replace(min_rows=3)
+    assert list(cut_blocks(tensor, 16)) == [
+        ((first, 0), (min(3, 10 - first), 4)) for first in (0, 3, 6, 9)
+    ]
+    assert list(cut_blocks(make_zeros((), torch.float32), 16)) == [((), ())]
+    assert list(cut_blocks(make_zeros((2, 0), torch.float32), 16)) == []
+
+
+def test_quantized_matrix_is_read_as_a_pickle(tmp_path: Path) -> None:
+    matrix = torch.randn(200, 130)
+    values, scales = quantize_blocks(view_tensor(matrix), "w")
+    blocks = [values.read(*box) for box in cut_blocks(values, 1)]
+    stored = {"w": torch.cat(blocks), "w_scale_inv": scales.read_all()}
+    save_file(stored, tmp_path / "model.safetensors")
+    tensors = open_safetensors(tmp_path / "model.safetensors")
+    matrices = dequantize(tensors, (128, 128), torch.float32, tmp_path)
+    restored = pickle.loads(pickle.dumps(matrices["w"]))
+    assert torch.allclose(restored.read_all(), matrix, rtol=0.07, atol=0.02)
+    # Scales do not depend on whether the values were read before.
+    assert torch.equal(scales.read_all(), stored["w_scale_inv"])
