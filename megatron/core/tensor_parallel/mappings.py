@@ -110,7 +110,8 @@ def _all_reduce(tensor: Tensor, tp: Axis) -> Tensor:
     return start_all_reduce(copy, tp).wait()
 
 
-def _all_gather_sequence(shard: Tensor, tp: Axis) -> Tensor:
+def all_gather_sequence(shard: Tensor, tp: Axis) -> Tensor:
+    """Gather `[s/tp, ...]` of every rank to `[s, ...]`."""
     return start_sequence_all_gather(shard, tp).wait()
 
 
@@ -198,12 +199,12 @@ def gather_from_tensor_parallel(tensor: Tensor, tp: Axis) -> Tensor:
 
 def gather_from_sequence(tensor: Tensor, tp: Axis) -> Tensor:
     """Enter a tensor-parallel region from a sequence-parallel one."""
-    return _apply_conjugate(tensor, tp, _all_gather_sequence, _reduce_scatter_sequence)
+    return _apply_conjugate(tensor, tp, all_gather_sequence, _reduce_scatter_sequence)
 
 
 def reduce_scatter_to_sequence(tensor: Tensor, tp: Axis) -> Tensor:
     """Leave a tensor-parallel region to a sequence-parallel one."""
-    return _apply_conjugate(tensor, tp, _reduce_scatter_sequence, _all_gather_sequence)
+    return _apply_conjugate(tensor, tp, _reduce_scatter_sequence, all_gather_sequence)
 
 
 def reduce_output(partial: Tensor, tp: Axis, sequence_parallel: bool) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from megatron.core.module import Constant, MegatronModule, Normal, ParamInfo, make_parameter
 from megatron.core.parallel_state import Axis, ExpertAxes
-from megatron.core.tensor_parallel.mappings import start_sequence_all_gather
+from megatron.core.tensor_parallel.mappings import all_gather_sequence
 from megatron.core.transformer.config_parts import LOAD, LOSS_NAMES, Z_LOSS, get_metric_names
 from megatron.core.transformer.placement import compute_local_positions
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -333,7 +333,7 @@ def gather_tokens(rows: Tensor, axes: Sequence[Axis]) -> tuple[Tensor, slice]:
     start = 0
     for axis in axes:
         start += axis.rank * len(rows)
-        rows = start_sequence_all_gather(rows, axis).wait()
+        rows = all_gather_sequence(rows, axis)
     return rows, slice(start, start + num_rows)
 
 
