@@ -142,10 +142,14 @@ def test_missing_checkpoint_is_an_error_only_if_required(pool, tmp_path, path):
         with pytest.raises(
             ValueError,
             match=rf"{path} holds no checkpoint|--use-checkpoint-args: .* (holds|contains) "
-            r"no|--ckpt-step 3",
+            r"no|--ckpt-step 3|absent does not exist",
         ):
             pool.run(train, 1, f"{MOCK} --load {directory} --save {other} {meant}")
-    assert pool.run(train, 2, f"{MOCK} --load {directory} --exit-interval 1")[0].iteration == 1
+    if path == "absent":
+        with pytest.raises(ValueError, match="absent does not exist. To start from random"):
+            pool.run(train, 2, f"{MOCK} --load {directory}")
+    else:
+        assert pool.run(train, 2, f"{MOCK} --load {directory} --exit-interval 1")[0].iteration == 1
     (other / "half").mkdir(parents=True)
     with pytest.raises(ValueError, match="holds no checkpoint, but it is not empty"):
         pool.run(train, 1, f"{MOCK} --load {other}")
@@ -231,7 +235,8 @@ def test_user_errors_end_with_one_message_and_no_traceback(launcher):
     assert job.wait()[0] == 1
     assert job.output().splitlines() == [
         "error: 3 problems",
-        "  - unknown flag --unfused: --help lists all flags",
+        "  - unknown flag --unfused: --help lists all flags, and --ignore-unknown-flags drops those of "
+        "a fork",
         "  - --num-attention-heads 4 is not a multiple of --num-query-groups 3: change one of them",
         "  - --num-query-groups 3 with --group-query-attention is not a multiple of "
         "--tensor-model-parallel-size 2: change one of them",

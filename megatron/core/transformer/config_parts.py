@@ -351,9 +351,10 @@ class ExpertOptions:
 
     @property
     def normalizes_sigmoid(self) -> bool:
+        if self.score_function != "sigmoid":
+            return True  # without effect: other scores add up to 1
         # A single weight would become a constant without a gradient.
-        is_sigmoid = self.score_function == "sigmoid" and self.moe_router_topk > 1
-        return is_sigmoid and self.moe_router_normalize_sigmoid
+        return self.moe_router_topk > 1 and self.moe_router_normalize_sigmoid
 
     @property
     def group_score_topk(self) -> int:

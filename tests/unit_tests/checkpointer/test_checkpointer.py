@@ -34,6 +34,7 @@ from megatron.core.dist_checkpointing import (
     Reader,
     generation,
 )
+from megatron.core.dist_checkpointing.background import default_workers
 from megatron.core.dist_checkpointing.saving.run_saver import SaveFailedError
 from tests.support.nfs_client import nfs_client
 from tests.support.object_server import object_server
@@ -729,7 +730,7 @@ def test_every_option_has_an_effect_and_others_are_refused(tmp_path):
     defaults: CheckpointerOptions = {
         "async_save": True, "save_interval": None, "save_seconds": None, "exit_signals": (),
         "keep_last": None, "keep_every": None, "local_directory": None, "local_interval": None,
-        "local_replicas": 1, "local_replication_interval": 1, "workers": 2,
+        "local_replicas": 1, "local_replication_interval": 1, "workers": default_workers(),
         "staging_mem_limit": None, "timeout": 600.0, "must_succeed": False,
         "override_existing_run": False, "on_saved": lambda report: None, "clock": time.monotonic,
     }  # fmt: skip

@@ -313,7 +313,7 @@ def test_qkv_block_layout(tmp_path: Path) -> None:
         read_whole(opened(tmp_path / "plain", {"tensor_model_parallel_size": 2}, "tp-blocks"), QKV),
         source.values[QKV],
     )
-    with pytest.raises(ValueError, match="give one of groups, tp-blocks"):
+    with pytest.raises(ValueError, match="is not one of groups, tp-blocks"):
         opened(tmp_path / "plain", qkv_layout="thirds")
     llama = random_source(LLAMA_ARGS)
     with pytest.raises(ValueError, match="no --group-query-attention"):

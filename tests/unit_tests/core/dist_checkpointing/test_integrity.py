@@ -54,7 +54,7 @@ def make_state(fill):
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory):
     directory = tmp_path_factory.mktemp("pristine") / "c"
-    save(make_state(True), directory, common={"iteration": 7, "args": {"lr": 0.1}})
+    save(make_state(True), directory, common={"iteration": 7, "args": {"lr": 0.1}}, workers=2)
     return directory
 
 
@@ -377,7 +377,7 @@ def test_load_detects_data_file_of_another_checkpoint(pristine, checkpoint, tmp_
     older = make_state(True)
     for key in ("w", "u", "b", "s"):
         older[key].local.add_(1)
-    save(older, tmp_path / "older", common={"iteration": 7, "args": {"lr": 0.1}})
+    save(older, tmp_path / "older", common={"iteration": 7, "args": {"lr": 0.1}}, workers=2)
     for shard in checkpoint.glob("*.distcp"):
         content = (tmp_path / "older" / shard.name).read_bytes()
         assert len(content) == shard.stat().st_size
