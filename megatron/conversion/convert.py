@@ -270,8 +270,9 @@ def write_checkpoint(
 def _apply_options(
     source: Source, saver: str, options: WriteOptions
 ) -> tuple[Source, Source, list[str]]:
-    """Return the source with the weights and foreign tensors to write, the same with all changes,
-    and notes about what is left out.
+    """Return the source before and after edits and casts, and notes about parts that are left out.
+
+    Both have the foreign tensors and the average that the options select.
     """
     if options.foreign is not None:
         kept = ReadOptions(keep_foreign=True, no_optim=True)

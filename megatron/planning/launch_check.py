@@ -6,7 +6,6 @@ problems starts.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megatron.core.apex import import_apex
+from megatron.core.apex import import_apex, import_apex_norms
 from megatron.core.datasets.config import GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.dist_checkpointing.choice import Choice, choose
@@ -40,6 +39,7 @@ from megatron.training.config.options import CheckpointConfig, DistributedConfig
 from megatron.training.config.parsing import make_flag_parser
 from megatron.training.config.run_config import Config
 from megatron.training.data.tokenizer import TokenizerConfig, build_tokenizer
+from megatron.training.reporting.dashboards import import_wandb
 
 
 @dataclass(frozen=True)
@@ -124,17 +124,15 @@ def _check_backends(flags: LaunchFlags) -> None:
     if flags.model is not None:
         select_layer_spec(flags.model)
         if flags.model.norm_impl == "apex":
-            import_apex("apex.normalization", "--norm-impl")
+            import_apex_norms()
     if flags.optimizer is not None and flags.optimizer.optimizer_impl == "apex":
         import_apex("apex.optimizers", "--optimizer-impl")
+        import_apex("amp_C", "--optimizer-impl")
 
 
 def _check_dashboards(flags: LaunchFlags) -> None:
-    logging = flags.logging
-    if logging is None or logging.wandb_project is None:
-        return
-    if importlib.util.find_spec("wandb") is None:
-        raise ValueError("--wandb-project needs the package wandb: pip install wandb")
+    if flags.logging is not None and flags.logging.wandb_project is not None:
+        import_wandb()
 
 
 def _find_data_problems(flags: LaunchFlags) -> list[str]:

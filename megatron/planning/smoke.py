@@ -1,4 +1,4 @@
-"""`--smoke`: reduce any command line to a run of seconds on this machine.
+"""`--smoke`: reduce a command line to a run of seconds on this machine.
 
 Layers, experts, parallel axes and options stay, with sizes as small as possible, on generated data.
 """
@@ -49,30 +49,38 @@ FIXED = {
     "--distributed-timeout-minutes": "2",
     "--split": "90,9,1",
 }
-# Lengths and paths, which are given anew; sizes that depend on others; and what belongs to the
-# machine of the command line.
-_DROPPED = (
-    "--train-iters --train-samples --lr-decay-iters --lr-decay-samples --lr-warmup-iters "
-    "--lr-warmup-samples "
-    "--lr-warmup-fraction --lr-wsd-decay-iters --lr-wsd-decay-samples --rampup-batch-size "
-    "--global-batch-size "
-    "--step-batch-size-schedule --eval-global-batch-size "
-    "--exit-interval --exit-duration-in-mins --num-layers --finetune --expert-model-parallel-size "
-    "--num-layers-per-virtual-pipeline-stage "
-    "--num-virtual-stages-per-pipeline-rank --decoder-first-pipeline-num-layers "
-    "--decoder-last-pipeline-num-layers "
-    "--pipeline-model-parallel-layout --data-path --train-data-path --valid-data-path "
-    "--test-data-path "
-    "--data-args-path --per-split-data-args-path --data-cache-path --mock-data --tokenizer-type "
-    "--tokenizer-model "
-    "--vocab-file --merge-file --vocab-size --save --load --save-interval --save-retain-interval "
-    "--tensorboard-dir "
-    "--wandb-project --wandb-exp-name --wandb-save-dir --wandb-entity --log-memory-interval "
-    "--profile "
-    "--profile-step-start --profile-step-end --profile-ranks --split --num-workers "
-    "--distributed-backend --use-checkpoint-args --ckpt-step --smoke"
+# Flags that are left out: lengths and paths, which are given anew; sizes that depend on others; and
+# parts of the machine and the run of the command line.
+_DROPPED_NAMES = (
+    "train-iters train-samples lr-decay-iters lr-decay-samples lr-warmup-iters "
+    "lr-warmup-samples lr-warmup-fraction lr-wsd-decay-iters lr-wsd-decay-samples "
+    "rampup-batch-size global-batch-size step-batch-size-schedule eval-global-batch-size "
+    "exit-interval exit-duration-in-mins num-layers expert-model-parallel-size "
+    "num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank "
+    "virtual-pipeline-model-parallel-size decoder-first-pipeline-num-layers "
+    "decoder-last-pipeline-num-layers pipeline-model-parallel-layout data-path "
+    "train-data-path valid-data-path test-data-path data-args-path "
+    "per-split-data-args-path data-cache-path mock-data tokenizer-type tokenizer-model "
+    "vocab-file merge-file vocab-size save load save-interval save-interval-secs "
+    "save-retain-interval finetune pretrained-checkpoint ckpt-step use-checkpoint-args "
+    "exit-on-missing-checkpoint tensorboard-dir log-memory-interval num-workers "
+    "distributed-backend smoke"
 )
-DROPPED = _DROPPED.split()
+DROPPED = frozenset(f"--{name}" for name in _DROPPED_NAMES.split())
+DROPPED_PREFIXES = (
+    "--fp8-",
+    "--fp4-",
+    "--wandb-",
+    "--profile",
+    "--save-hf",
+    "--non-persistent-",
+    "--ckpt-convert-",
+)
+INTERLEAVING = (
+    "--num-layers-per-virtual-pipeline-stage",
+    "--num-virtual-stages-per-pipeline-rank",
+    "--virtual-pipeline-model-parallel-size",
+)
 
 Option = tuple[str, list[str]]
 """A flag and its values."""
@@ -105,12 +113,9 @@ def reduce_flags(options: Sequence[Option], world_size: int, iterations: int = 3
     is_interleaved = False
     has_experts_on_ranks = False
     for name, values in options:
-        is_interleaved |= name in (
-            "--num-layers-per-virtual-pipeline-stage",
-            "--num-virtual-stages-per-pipeline-rank",
-        )
-        has_experts_on_ranks |= name == EP and int(values[0]) > 1
-        if name in LARGEST:
+        is_interleaved |= name in INTERLEAVING
+        has_experts_on_ranks |= name == EP and values != ["1"]
+        if name in LARGEST and len(values) == 1 and values[0].isdecimal():
             value = min(int(values[0]), LARGEST[name])
             if name in sizes:
                 sizes[name] = value
@@ -118,8 +123,8 @@ def reduce_flags(options: Sequence[Option], world_size: int, iterations: int = 3
                 flags += [name, str(value)]
         elif name in FIXED:
             flags += [name, FIXED[name]]
-        elif name not in DROPPED and not name.startswith(("--fp8-", "--fp4-")):
-            flags += [name, *values]
+        elif name not in DROPPED and not name.startswith(DROPPED_PREFIXES):
+            flags += [name, *values]  # the parser reports values that are wrong
 
     # The axes that fit: tensor parallelism first.
     ranks = world_size
@@ -150,10 +155,14 @@ def reduce_flags(options: Sequence[Option], world_size: int, iterations: int = 3
 
 def list_options(argv: Sequence[str]) -> list[Option]:
     """Return the flags of a command line with their values, in order."""
+    known = {*LARGEST, *FIXED, *DROPPED, EP}
     options: list[Option] = []
     for word in argv:
         name, equals, value = word.partition("=")
         if name.startswith("--"):
+            hyphenated = name.replace("_", "-")
+            if hyphenated in known:
+                name = hyphenated
             options.append((name, [value] if equals else []))
         elif options and arity_of(options[-1][0]) != "0":
             options[-1][1].append(word)

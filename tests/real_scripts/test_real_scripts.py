@@ -42,6 +42,20 @@ def test_it_trains_saves_and_goes_on(pool, tmp_path, argv):
     assert len(losses) == 2 and all(math.isfinite(loss) for loss in losses)
 
 
+def test_smoke_reads_every_spelling_and_leaves_errors_to_the_parser():
+    spellings = (
+        "--num_layers=32 --hidden_size 4096 --num-attention-heads 32 --seq-length 4096 "
+        "--max_position_embeddings 4096 --pipeline_model_parallel_size 8 --lr 1e-4 "
+        "--virtual-pipeline-model-parallel-size 4 --save-hf out --profile"
+    )
+    config = parse_args(reduce_flags(list_options(spellings.split()), 1), 1)
+    assert config.model.num_layers == 2 and config.model.hidden_size == 32
+    assert config.checkpoint.save_hf is None and not config.profiling.profile
+    wrong = [*spellings.split(), "--num-experts", "four"]
+    with pytest.raises(ValueError, match="--num-experts: 'four' is not an integer"):
+        parse_args(reduce_flags(list_options(wrong), 1), 1)
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_smoke_fits_any_number_of_processes(monkeypatch, capsys, world_size):
     monkeypatch.delenv("WORLD_SIZE", raising=False)

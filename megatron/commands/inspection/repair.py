@@ -54,4 +54,4 @@ def open_shifted_checkpoint(path: Path) -> RepairedOptimizer:
     except ValueError:
         shifted = TorchDistSource(path, compares_weights=False)
         return RepairedOptimizer(shifted, shifted.config)
-    raise ValueError(f"{path}: there is nothing to repair: the main parameters equal the weights")
+    raise ValueError(f"{path} needs no repair: the main parameters equal the weights")

@@ -1,9 +1,9 @@
 """Lazy tensors: a shape, a dtype and a function that reads any box, and operations on them.
 
-An operation returns a lazy tensor of others, which reads nothing until a box of it is read. So a
-layout that is stated once, as a composition of operations, serves reading and writing, and memory
-is that of the boxes that are read. Functions that read are not closures, because ranks receive
-sources as pickles.
+An operation returns a lazy tensor that reads its operands when a box of it is read. So a layout
+that is stated once, as a composition of operations, serves reading and writing, and memory is that
+of the boxes that are read. Functions that read are not closures, because ranks receive sources as
+pickles.
 """
 
 from __future__ import annotations

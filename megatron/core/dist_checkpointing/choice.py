@@ -242,7 +242,10 @@ def _replaces(candidate: Candidate, saved: Candidate) -> bool:
     The tracker may have been edited after that as well. The later run is continued nevertheless:
     --ckpt-step can name `saved` at any time, but no flag names a checkpoint on the nodes.
     """
-    is_same_run = candidate.lineage.branch[0][::2] == saved.lineage.branch[0][::2]
+    # The launch that began a run
+    first = candidate.lineage.branch[0]
+    saved_first = saved.lineage.branch[0]
+    is_same_run = (first.generation, first.token) == (saved_first.generation, saved_first.token)
     return candidate.order > saved.order and not is_same_run
 
 

@@ -150,6 +150,15 @@ class TensorBoardWriter:
         self._writer.close()
 
 
+def import_wandb() -> Any:
+    """Return the package of --wandb-project. Raises ValueError if it is not installed."""
+    try:
+        import wandb
+    except ImportError:
+        raise ValueError("--wandb-project needs the package wandb: pip install wandb") from None
+    return wandb
+
+
 class WandbWriter:
     """Writes the scalars of TensorBoard to a project of Weights & Biases.
 
@@ -161,10 +170,7 @@ class WandbWriter:
     def __init__(
         self, config: LoggingConfig, save: str | None, args: dict[str, Any], iteration: int
     ) -> None:
-        try:
-            import wandb
-        except ImportError:
-            raise ValueError("--wandb-project needs the package wandb: pip install wandb") from None
+        wandb = import_wandb()
         directory = config.wandb_save_dir or os.path.join(save or ".", "wandb")
         os.makedirs(directory, exist_ok=True)
         self._every = config.tensorboard_log_interval
@@ -200,10 +206,7 @@ def _choose_wandb_id(save: str | None, args: dict[str, Any], iteration: int) -> 
     """Return the id of the W&B run of `save`, a new one for a new branch; None without `save`."""
     if save is None:
         return None
-    begins_branch = iteration == 0
-    for flag in _BRANCH_FLAGS:
-        if args.get(flag):
-            begins_branch = True
+    begins_branch = iteration == 0 or any(args.get(flag) for flag in _BRANCH_FLAGS)
     path = Path(save) / _WANDB_RUN
     if not begins_branch and path.is_file():
         run_id = path.read_text(errors="replace").strip()

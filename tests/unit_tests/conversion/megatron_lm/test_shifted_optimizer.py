@@ -117,7 +117,7 @@ def test_repair_restores_every_stored_element(case, tmp_path, capsys):
 def test_correct_checkpoint_is_not_repaired(tmp_path, capsys):
     path = GOLDEN / "llama_fp32_tp2pp2/torch_dist_fully_reshardable"
     assert inspect(["repair", str(path), str(tmp_path / "out"), "--quiet"]) == 2
-    assert "nothing to repair" in capsys.readouterr().err
+    assert "needs no repair" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
