@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 
 from megatron.core.terminal import print_text
-from megatron.training.config.megatron_lm_options import arity_of
+from megatron.training.config.megatron_lm_options import arity_of, is_translated
+from megatron.training.config.parsing import make_flag_parser
 
 SMOKE = "--smoke"
 TP = "--tensor-model-parallel-size"
@@ -166,7 +167,14 @@ def list_options(argv: Sequence[str]) -> list[Option]:
             options.append((name, [value] if equals else []))
         elif options and arity_of(options[-1][0]) != "0":
             options[-1][1].append(word)
-    return options
+    if not any(is_translated(name) for name, _ in options):
+        return options
+    # Options of Megatron-DeepSpeed: the flags that replace them are reduced like others.
+    command_line = make_flag_parser().parse(argv)
+    if command_line.problems:
+        return options
+    options = [option for option in options if not is_translated(option[0])]
+    return options + list_options(command_line.replacements)
 
 
 def describe_changes(before: Sequence[Option], after: Sequence[Option]) -> str:

@@ -261,6 +261,11 @@ class FlagParser:
         if foreign:
             unknown = resolve(_JUDGE_OPTIONS)(foreign, command_line)
             command_line.problems += [self._explain_unknown(name) for name in unknown]
+        if command_line.replacements:
+            replaced = self.parse(command_line.replacements)
+            command_line.flag_values |= replaced.flag_values
+            command_line.problems += replaced.problems
+            command_line.malformed |= replaced.malformed
         return command_line
 
     def _find_spelling(self, name: str) -> str:

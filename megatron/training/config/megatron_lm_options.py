@@ -8,7 +8,11 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from importlib import resources
 
+from megatron.core.wings import resolve
 from megatron.training.config.megatron_options import CommandLine
+
+# Imported for options of Megatron-DeepSpeed
+_TRANSLATE = "megatron.training.config.deepspeed_flags:translate"
 
 
 @dataclass(frozen=True)
@@ -20,6 +24,7 @@ class MegatronOption:
         turns on    enables a feature that is not implemented here: an error that names it
         saves memory  reduces memory elsewhere but not here; results are the same: a note
         part of     belongs to such a feature: ignored unless the feature is enabled
+        translated  of Megatron-DeepSpeed: flags here replace it
         called      an old name of an option that Megatron-LM has renamed
         (empty)     a flag here, or not implemented
     """
@@ -80,6 +85,11 @@ def arity_of(name: str) -> str:
     return "0" if base_name(name) in _SWITCHES else "*"
 
 
+def is_translated(name: str) -> bool:
+    """Return whether flags here replace an option of Megatron-DeepSpeed."""
+    return name in MEGATRON_OPTIONS and MEGATRON_OPTIONS[name].here == "translated"
+
+
 def judge_options(options: Iterable[tuple[str, list[str]]], command_line: CommandLine) -> list[str]:
     """Sort options that are not flags here into those without effect and those not implemented.
 
@@ -92,6 +102,7 @@ def judge_options(options: Iterable[tuple[str, list[str]]], command_line: Comman
     # Features and forks have several options each, but get one message.
     features: dict[str, list[tuple[str, MegatronOption]]] = collections.defaultdict(list)
     forks: dict[str, list[str]] = collections.defaultdict(list)
+    translated: dict[str, list[str]] = {}
     for name, words in options:
         option = MEGATRON_OPTIONS.get(name)
         spelled = " ".join([name, *words])
@@ -100,19 +111,23 @@ def judge_options(options: Iterable[tuple[str, list[str]]], command_line: Comman
             command_line.ignored.append(name)
         elif option is not None and _has_no_effect(option, words):
             command_line.ignored.append(name)
+        elif option is not None and option.here == "translated":
+            translated[name] = words
         elif drops_unknown and (option is None or option.fork is not None):
             command_line.dropped.append(spelled)
         elif option is None:
             unknown.append(name)
-        elif option.fork is not None:
-            forks[option.fork].append(name)
         elif option.here == "saves memory":
             command_line.unsaved_memory.append(f"{spelled} ({option.why})")
+        elif option.fork is not None:
+            forks[option.fork].append(name)
         elif option.here in ("turns on", "part of"):
             features[option.why].append((spelled, option))
         else:
             command_line.problems.append(f"{spelled}: {_explain(option)}")
 
+    if translated:
+        command_line.replacements += resolve(_TRANSLATE)(translated, command_line)
     for feature, feature_options in features.items():
         switches = [spelled for spelled, option in feature_options if option.here == "turns on"]
         # Options that tune a feature have no effect while the feature is off.

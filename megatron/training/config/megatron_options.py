@@ -18,6 +18,7 @@ class CommandLine:
     # Accepted, although the memory that they save elsewhere is needed here.
     unsaved_memory: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # flags that something equivalent replaces
+    replacements: list[str] = field(default_factory=list)  # flags that win over the given ones
     # Flags with their values that --ignore-unknown-flags drops.
     dropped: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)  # one line each

@@ -98,8 +98,8 @@ def test_values_of_every_type():
         ),
         ("--fp4-param-gather", r"primary weights in fp4 is not implemented here"),
         (
-            "--zero-stage 1 --deepspeed",
-            r"--zero-stage, --deepspeed: not a flag of Megatron-LM but of a fork",
+            "--loss-on-targets-only --reset-progress",
+            r"--loss-on-targets-only, --reset-progress: not a flag of Megatron-LM but of a fork",
         ),
         (
             "--batch-size 4",
