@@ -1,48 +1,95 @@
 """A local S3 server (moto: real HTTP, exact conditional requests) for tests of object storage."""
 
+import atexit
 import contextlib
+import functools
 import http.client
 import http.server
 import os
-import signal
 import subprocess
 import sys
 import threading
 import urllib.request
 from unittest import mock
 
+# The S3 part of moto. Its own server closes every connection, and looks for the service of a
+# request in 200 directories: 7 ms per request instead of 2.
 SERVER = """
+import io
 import sys
 import threading
-from moto.server import ThreadedMotoServer
-server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-server.start()
-print(*server.get_host_and_port(), flush=True)
-sys.stdin.read()
+from moto.moto_server.werkzeug_app import MotoRequestHandler, create_backend_app
+from moto.s3.models import s3_backends
+from werkzeug.serving import make_server
+from werkzeug.test import run_wsgi_app
+
+class Handler(MotoRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    def run_wsgi(self):
+        environ = self.make_environ()
+        content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        environ["wsgi.input"] = io.BytesIO(content)
+        chunks, status, headers = run_wsgi_app(self.server.app, environ, buffered=True)
+        body = b"".join(chunks)
+        code, _, reason = status.partition(" ")
+        self.send_response(int(code), reason)
+        for name, value in headers:
+            if self.command == "HEAD" or name.lower() != "content-length":
+                self.send_header(name, value)
+        if self.command != "HEAD":
+            self.send_header("Content-Length", str(len(body)))
+            self._headers_buffer.append(b"\\r\\n" + body)  # one system call for both
+            self.flush_headers()
+        else:
+            self.end_headers()
+
+    def log_request(self, *_):
+        pass
+
+server = make_server("127.0.0.1", 0, create_backend_app("s3"), True, request_handler=Handler)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+print(server.port, flush=True)
+for _ in sys.stdin:
+    s3_backends.reset()
+    print("empty", flush=True)
 """
+
+
+@functools.cache
+def start_server() -> tuple[subprocess.Popen[str], str]:
+    """Start the server of this process, which ends with it; return it and its address."""
+    server = subprocess.Popen(
+        [sys.executable, "-c", SERVER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    atexit.register(server.kill)
+    assert server.stdout is not None
+    return server, f"http://127.0.0.1:{int(server.stdout.readline())}"
 
 
 @contextlib.contextmanager
 def object_server(bucket="bucket"):
-    """Start a server and yield the environment in which `s3://bucket` is an empty bucket of it."""
-    command = [sys.executable, "-c", SERVER]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    ) as server:
-        try:
-            host, port = server.stdout.readline().decode().split()
-            url = f"http://{host}:{port}"
-            request = urllib.request.Request(f"{url}/{bucket}", method="PUT")
-            urllib.request.urlopen(request).close()
-            keys = {
-                "AWS_ACCESS_KEY_ID": "test",
-                "AWS_SECRET_ACCESS_KEY": "test",
-                "AWS_REGION": "us-east-1",
-            }
-            with mock.patch.dict(os.environ, {"AWS_ENDPOINT_URL": url, **keys}):
-                yield url
-        finally:
-            server.send_signal(signal.SIGKILL)
+    """Yield the address of a server of which `s3://bucket` is an empty bucket.
+
+    The environment names the server and its credentials.
+    """
+    server, url = start_server()
+    server.stdin.write("reset\n")
+    server.stdin.flush()
+    assert server.stdout.readline() == "empty\n"
+    urllib.request.urlopen(urllib.request.Request(f"{url}/{bucket}", method="PUT")).close()
+    keys = {
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_REGION": "us-east-1",
+    }
+    with mock.patch.dict(os.environ, {"AWS_ENDPOINT_URL": url, **keys}):
+        yield url
 
 
 class FaultyProxy:
