@@ -1,7 +1,7 @@
 """Pool of worker processes that run one function as N ranks of a gloo process group.
 
-Spawning a process and importing torch takes seconds, so that one pool serves all tests of a
-session::
+Importing the program takes seconds, so that workers are forked from a server that has imported it,
+and one pool serves all tests of a session::
 
     def all_reduce(rank, world_size, value):  # at module level: workers import it by name
         tensor = torch.tensor(value + rank)
@@ -32,6 +32,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -195,8 +196,15 @@ def _decode(message: bytes) -> _Task:
     return pickle.loads(task)
 
 
+def get_fork_context() -> ForkServerContext:
+    """Return the context whose processes are forked from one that has only imported the program."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.support.training_harness"])
+    return context
+
+
 def _spawn(stacks: Path) -> _Worker:
-    context = multiprocessing.get_context("spawn")
+    context = get_fork_context()
     ours, theirs = context.Pipe()
     process = context.Process(target=_worker_main, args=(theirs, stacks), daemon=True)
     process.start()
