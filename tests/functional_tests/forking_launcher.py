@@ -1,8 +1,8 @@
 """Start training programs without the cost of imports.
 
 This program imports everything once and forks: a child becomes rank R of N with torchrun's
-environment, runs `pretrain_gpt.main()` or another function and writes its output to a file. Tests
-kill and wait for it by process id. Requests are JSON lines on standard input, responses go to standard output; see
+environment, runs `pretrain_gpt.main()`, another function or a script, and writes its output to a
+file. Tests kill and wait for it by process id. Requests are JSON lines on standard input, responses go to standard output; see
 `tests/support/crash_harness.py`.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import runpy
 import signal
 import sys
 import traceback
@@ -39,7 +40,11 @@ def start(request: dict[str, Any], rank: int) -> int:
         if limit is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
         sys.argv = [request["program"], *request["flags"]]
-        MAINS[request["program"]]()
+        program = request["program"]
+        if program in MAINS:
+            MAINS[program]()
+        else:
+            runpy.run_path(program, run_name="__main__")
         code = 0
     except SystemExit as exit_:
         code = exit_.code if isinstance(exit_.code, int) else 1

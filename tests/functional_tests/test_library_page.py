@@ -2,14 +2,13 @@
 
 import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from megatron.core.dist_checkpointing import CheckpointDirectory
 from tests import ROOT
+from tests.support.crash_harness import free_port
 
 
 def code_blocks():
@@ -64,26 +63,19 @@ def test_example_resumes_at_another_number_of_ranks(savers, loaders, pool, tmp_p
     assert [step for _, _, step in parts] == [3] * loaders
 
 
-def train_fsdp2(processes, run, steps):
+def train_fsdp2(launcher, processes, run, steps):
     """Run the FSDP2 example; returns its losses by step."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    script = ["examples/library/train_fsdp2.py", "--checkpoints", str(run), "--steps", str(steps)]
-    result = subprocess.run(
-        [sys.executable, *launcher, *script, "--save-interval", "2"],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    found = re.findall(r"step (\d+) of \d+  loss (\S+)", result.stdout)
+    flags = f"--checkpoints {run} --steps {steps} --save-interval 2"
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    example = "examples/library/train_fsdp2.py"
+    job = launcher.run(processes, flags, variables=rendezvous, program=example)
+    found = re.findall(r"step (\d+) of \d+  loss (\S+)", job.output())
     return {int(step): float(loss) for step, loss in found}
 
 
-def test_fsdp2_example_resumes_on_half_of_the_ranks(tmp_path):
-    first = train_fsdp2(2, tmp_path / "run", 4)
-    second = train_fsdp2(1, tmp_path / "run", 6)
-    at_once = train_fsdp2(1, tmp_path / "other", 6)
+def test_fsdp2_example_resumes_on_half_of_the_ranks(launcher, tmp_path):
+    first = train_fsdp2(launcher, 2, tmp_path / "run", 4)
+    second = train_fsdp2(launcher, 1, tmp_path / "run", 6)
+    at_once = train_fsdp2(launcher, 1, tmp_path / "other", 6)
     assert (list(first), list(second)) == ([1, 2, 3, 4], [5, 6])
     assert first | second == pytest.approx(at_once, rel=1e-4)
