@@ -1,9 +1,10 @@
 """Exports next to checkpoints: staged bytes in strided places of other files, and failures."""
 
+import itertools
 import math
+import os
 import random
-import subprocess
-import sys
+import signal
 import time
 
 import pytest
@@ -20,7 +21,7 @@ from megatron.core.dist_checkpointing.saving.model_export import (
     TensorPlace,
 )
 from megatron.core.dist_checkpointing.saving.saver import AsyncSaver
-from tests import ROOT
+from tests.support.processes import is_running
 
 HEADER = b"header of any length"
 ROWS = 3000
@@ -189,15 +190,16 @@ def test_newest_exports_are_kept(tmp_path):
     assert names == ["iter_0000002", "iter_0000003", "iter_0000009"]
 
 
-SAVE_FOREVER = """
-import sys
-from itertools import count
-from pathlib import Path
-from tests.unit_tests.core.dist_checkpointing.saving.test_model_export import make_plan, save
-
-for iteration in count(int(sys.argv[2])):
-    save(Path(sys.argv[1]), make_plan(), iteration, keep_last=2)
-"""
+def save_forever(directory, iteration):
+    """Save in a child process until it is killed; return its process id."""
+    child = os.fork()
+    if child:
+        return child
+    try:
+        for number in itertools.count(iteration):
+            save(directory, make_plan(), number, keep_last=2)
+    finally:
+        os._exit(1)
 
 
 def test_kill_leaves_complete_exports_or_none(tmp_path):
@@ -210,14 +212,14 @@ def test_kill_leaves_complete_exports_or_none(tmp_path):
     plan = make_plan()
     number = 1
     for _ in range(5):
-        command = [sys.executable, "-c", SAVE_FOREVER, str(tmp_path), str(number)]
-        process = subprocess.Popen(command, cwd=ROOT)
-        while not (exports / f"iter_{number + 1:07d}").exists():
-            assert process.poll() is None
+        child = save_forever(tmp_path, number)
+        second_export = exports / f"iter_{number + 1:07d}"
+        while not second_export.exists():
+            assert is_running(child), "the child ended by itself"
             time.sleep(0.005)
         time.sleep(rng.uniform(0, 0.3))
-        process.kill()
-        process.wait()
+        os.kill(child, signal.SIGKILL)
+        assert os.waitpid(child, 0)[1] == signal.SIGKILL, "the child ended by itself"
         found = sorted(exports.glob("iter_*"))
         assert found
         for directory in found:
