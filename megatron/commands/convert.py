@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+from megatron.api import ConversionReport, convert
 from megatron.commands.conversion_options import ConvertOptions
-from megatron.conversion.convert import ConversionReport, convert
 from megatron.conversion.options import ReadOptions, WriteOptions
 from megatron.core.progress import ProgressBar
 from megatron.core.safe_files.reading import allow_links
@@ -29,10 +29,10 @@ def run(
             options.load_dir,
             options.save_dir,
             options.saver,
-            loader=options.loader,
-            step=options.ckpt_step,
+            source_format=options.loader,
+            iteration=options.ckpt_step,
             read_options=read_options,
-            options=dataclasses.replace(write_options, note=note),
+            write_options=dataclasses.replace(write_options, note=note),
             overwrite=options.overwrite,
             verify=options.verify_target,
             progress=progress.add,

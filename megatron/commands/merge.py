@@ -8,23 +8,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
-
+from megatron.api import ConversionReport, merge
 from megatron.commands.conversion_options import MergeOptions
-from megatron.conversion.convert import ConversionReport, write_checkpoint
 from megatron.conversion.merge import (
-    MergedSource,
     WeightedInput,
     find_last_checkpoints,
     parse_input,
     resolve_weights,
 )
-from megatron.conversion.model_space.views import AveragedWeights, get_dtype
-from megatron.conversion.opening import open_found, require_checkpoint
 from megatron.conversion.options import ReadOptions, WriteOptions
 from megatron.core.object_path import path_of
 from megatron.core.progress import ProgressBar
-from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS, average_key
 from megatron.core.safe_files.reading import allow_links
 
 
@@ -104,44 +98,24 @@ def run(
     for path, weight in zip(paths, weights, strict=True):
         note(f"{weight:.6g} x {path}")
 
-    # Open the inputs. Their main parameters are part of the optimizer state, which is read even if
-    # the result has none.
-    # Only paths that a search has found are known to have existed.
+    # Merge them. Only paths that a search has found are known to have existed.
     existing = [] if args.average_last is None else paths
-    with explain_removals(existing):
-        checkpoints = [require_checkpoint(path) for path in paths]
-        sources = [open_found(checkpoint, read_options) for checkpoint in checkpoints]
-
-    # Merge them, which evaluates one tensor at a time while the target is written.
-    saver = args.saver or checkpoints[base].format
-    # A sum of averages has no averages.
-    options = dataclasses.replace(write_options, optimizer=True, weights="model", note=note)
-    dtype = get_dtype(options.dtype)
-    if write_options.weights == "ema":
-        # The averages are fp32, and their sum is rounded once.
-        dtype = dtype or sources[base].tensors[WORD_EMBEDDINGS].dtype
-        sources = [AveragedWeights(source, torch.float32) for source in sources]
-    keep_optimizer = args.optimizer is not None
-    merged = MergedSource(sources, weights, base, dtype, keep_optimizer)
-    ema_key = average_key(WORD_EMBEDDINGS)
-    if any(ema_key in source.tensors for source in sources):
-        note("averages of the weights (ema.*) of the inputs: left out; --weights ema merges them")
-
-    # Write the target.
-    with explain_removals(paths), ProgressBar(f"-> {saver}") as progress:
-        report = write_checkpoint(
-            merged,
+    label = args.saver or "merged"
+    with explain_removals(existing), ProgressBar(f"-> {label}") as progress:
+        report = merge(
             paths,
             args.save_dir,
-            saver,
-            options,
+            weights=weights,
+            format=args.saver,
+            base=base,
+            keep_optimizer=args.optimizer is not None,
+            read_options=read_options,
+            write_options=dataclasses.replace(write_options, note=note),
             overwrite=args.overwrite,
             verify=args.verify_target,
             progress=progress.add,
             starting=progress.restart,
         )
-    if report.unused and not read_options.keep_foreign and options.foreign is None:
+    if report.unused and not read_options.keep_foreign and write_options.foreign is None:
         note("unused tensors are merged with --keep-foreign")
-    if options.foreign is not None:  # copied from another checkpoint
-        return report
-    return dataclasses.replace(report, foreign=dict.fromkeys(report.foreign, "merged"))
+    return report

@@ -6,9 +6,12 @@ import re
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing import CheckpointDirectory
+from megatron.api import merge, open_checkpoint
+from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
+from megatron.core.dist_checkpointing import CheckpointDirectory, write_tracker
 from tests import ROOT
 from tests.support.crash_harness import free_port
+from tests.support.memory_source import LLAMA_ARGS, random_source
 
 
 def code_blocks():
@@ -79,3 +82,67 @@ def test_fsdp2_example_resumes_on_half_of_the_ranks(launcher, tmp_path):
     at_once = train_fsdp2(launcher, 1, tmp_path / "other", 6)
     assert (list(first), list(second)) == ([1, 2, 3, 4], [5, 6])
     assert first | second == pytest.approx(at_once, rel=1e-4)
+
+
+@pytest.fixture(scope="module")
+def run_directory(tmp_path_factory):
+    """Return a directory with the checkpoints of iterations 7 and 8 of a run."""
+    root = tmp_path_factory.mktemp("api")
+    for iteration in (7, 8):
+        source = random_source(LLAMA_ARGS, seed=iteration)
+        source.training.iteration = iteration
+        write_torch_dist(source, root / f"run/iter_{iteration:07d}")
+    write_tracker(root / "run", 8)
+    return root
+
+
+def run_block(function, directory, monkeypatch):
+    """Run the block of the page that imports a function of the API; returns its variables."""
+    monkeypatch.chdir(directory)
+    (block,) = [code for code in code_blocks() if re.search(rf"megatron\.api .*{function}", code)]
+    names: dict = {}
+    exec(block, names)
+    return names
+
+
+def test_documented_open_checkpoint(run_directory, monkeypatch, capsys):
+    names = run_block("open_checkpoint", run_directory, monkeypatch)
+    assert capsys.readouterr().out == f"8 {LLAMA_ARGS['num_layers']}\n"
+    expected = random_source(LLAMA_ARGS, seed=8).read(names["key"], (0, 0), names["rows"].shape)
+    assert torch.equal(names["rows"], expected)
+
+
+def test_documented_convert(run_directory, monkeypatch):
+    report = run_block("convert", run_directory, monkeypatch)["report"]
+    model = open_checkpoint(run_directory / "model")
+    assert report.verified == len(model.tensors)
+    assert {info.dtype for info in model.tensors.values()} == {torch.bfloat16}
+
+
+def test_documented_merge(run_directory, monkeypatch):
+    run_block("merge", run_directory, monkeypatch)
+    key = "decoder.final_layernorm.weight"
+    merged, first, second = (
+        open_checkpoint(run_directory / name).read(key, (0,), (4,))
+        for name in ("merged", "run/iter_0000007", "run/iter_0000008")
+    )
+    assert torch.allclose(merged, 0.25 * first + 0.75 * second)
+
+
+def test_documented_plan(run_directory, monkeypatch, capsys):
+    run_block("plan", run_directory, monkeypatch)
+    memory, checkpoint = map(int, capsys.readouterr().out.split())
+    assert memory > checkpoint > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"inputs": []}, "at least one input"),
+        ({"inputs": ["a"], "base": 1}, "base=1 is not the index of one of 1 inputs"),
+        ({"inputs": ["a", "b"], "weights": [1.0]}, "1 weights for 2 inputs"),
+    ],
+)
+def test_merge_rejects_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        merge(target="merged", **arguments)

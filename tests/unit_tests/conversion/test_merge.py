@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
+from megatron import api
 from megatron.commands import merge as commands
 from megatron.conversion.convert import WRITERS, convert, write_checkpoint
 from megatron.conversion.huggingface.directory import write_huggingface
@@ -268,18 +269,18 @@ def test_copies_under_other_names_are_not_merged(pool, tmp_path):
         find_last_checkpoints(run, 4)
 
 
-@pytest.mark.parametrize("step", ["choose_inputs", "MergedSource"])
-def test_input_that_its_run_removes_is_named(tmp_path, monkeypatch, step):
+@pytest.mark.parametrize(("module", "step"), [(commands, "choose_inputs"), (api, "MergedSource")])
+def test_input_that_its_run_removes_is_named(tmp_path, monkeypatch, module, step):
     """It is removed before it is opened, or before it is read."""
     make_run(tmp_path / "run", [1, 2, 3])
-    original = getattr(commands, step)
+    original = getattr(module, step)
 
     def remove_first(*args):
         result = original(*args)
         shutil.rmtree(tmp_path / "run/iter_0000001")
         return result
 
-    monkeypatch.setattr(commands, step, remove_first)
+    monkeypatch.setattr(module, step, remove_first)
     words = ["--input", tmp_path / "run", "--average-last", "3", "--output", tmp_path / "out"]
     result = run_merge(*words)
     assert result.returncode == 1

@@ -36,6 +36,7 @@ LAYERS = [
     {"megatron.conversion"},
     {"megatron.training", "megatron.checkpointer"},
     {"megatron.planning"},
+    {"megatron.api"},
     {"megatron.commands"},
 ]
 LAYER_OF = {package: level for level, packages in enumerate(LAYERS) for package in packages}
