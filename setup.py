@@ -57,6 +57,8 @@ setup(
         # --no-build-isolation.
         "te": ["transformer_engine[core_cu13,pytorch]>=2.8,<2.21"],
         "wandb": ["wandb>=0.16,<1"],
+        "mlflow": ["mlflow-skinny>=2.16,<4"],
+        "trackio": ["trackio>=0.43,<1"],
         "plots": ["matplotlib>=3.8,<4"],
         "object-storage": ["obstore>=0.8,<0.13"],
         "all": ["tiktoken>=0.7,<1", "matplotlib>=3.8,<4", "obstore>=0.8,<0.13"],

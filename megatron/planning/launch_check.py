@@ -39,7 +39,7 @@ from megatron.training.config.options import CheckpointConfig, DistributedConfig
 from megatron.training.config.parsing import make_flag_parser
 from megatron.training.config.run_config import Config
 from megatron.training.data.tokenizer import TokenizerConfig, build_tokenizer
-from megatron.training.reporting.dashboards import import_wandb
+from megatron.training.reporting.dashboards import check_dashboards
 
 
 @dataclass(frozen=True)
@@ -131,8 +131,8 @@ def _check_backends(flags: LaunchFlags) -> None:
 
 
 def _check_dashboards(flags: LaunchFlags) -> None:
-    if flags.logging is not None and flags.logging.wandb_project is not None:
-        import_wandb()
+    if flags.logging is not None:
+        check_dashboards(flags.logging)
 
 
 def _find_data_problems(flags: LaunchFlags) -> list[str]:

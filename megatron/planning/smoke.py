@@ -72,6 +72,8 @@ DROPPED_PREFIXES = (
     "--fp8-",
     "--fp4-",
     "--wandb-",
+    "--mlflow-",
+    "--trackio-",
     "--profile",
     "--save-hf",
     "--non-persistent-",

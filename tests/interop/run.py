@@ -175,6 +175,10 @@ def check_peft_trl(python: Path, work: Path) -> None:
     run(OURS, "-m", "tests.interop.peft_trl_check", python, work)
 
 
+def check_trackers(python: Path, work: Path) -> None:
+    run(python, HERE / "trackers_check.py", work, quiet=True)
+
+
 def check_gguf(python: Path, work: Path) -> None:
     run(OURS, "-m", "tests.interop.gguf_check", python, work)
 
@@ -421,6 +425,20 @@ PEERS = {
     "mergekit": Peer(("torch==2.13.0", "mergekit==0.1.5"), check_mergekit),
     "peft-trl": Peer(
         ("torch==2.13.0", "transformers==5.23.0", "peft==0.21.2", "trl==1.16.0"), check_peft_trl
+    ),
+    "trackers": Peer(
+        (
+            "torch==2.13.0",
+            "numpy",
+            "xxhash",
+            "tqdm",
+            "safetensors",
+            "transformers==5.23.0",
+            "mlflow-skinny==3.17.2",
+            "trackio==0.43.0",
+            "wandb==0.31.0",
+        ),
+        check_trackers,
     ),
     "gguf": Peer(
         (

@@ -233,7 +233,7 @@ class LoggingConfig(FlagSection):
     tensorboard_dir: str | None = flag(None)
     """Directory for TensorBoard events."""
     tensorboard_log_interval: int = flag(1, positive=True)
-    """Number of iterations between points in TensorBoard and Weights & Biases."""
+    """Number of iterations between points in TensorBoard and trackers."""
     tensorboard_queue_size: int = flag(1000, positive=True)
     """Number of events that TensorBoard buffers before writing."""
     log_timers_to_tensorboard: bool = flag(False)
@@ -250,6 +250,20 @@ class LoggingConfig(FlagSection):
     """User or team that owns the project in Weights & Biases."""
     wandb_save_dir: str | None = flag(None)
     """Directory for the files of Weights & Biases. Default: <save>/wandb."""
+    mlflow_experiment: str | None = flag(None)
+    """Report to this experiment of MLflow, at MLFLOW_TRACKING_URI. Requires the package mlflow."""
+    trackio_project: str | None = flag(None)
+    """Report to this project of trackio, on this machine. Requires the package trackio."""
+
+    def dashboards(self) -> list[str]:
+        """Return the destinations that the flags request."""
+        destinations = (
+            self.tensorboard_dir,
+            self.wandb_project,
+            self.mlflow_experiment,
+            self.trackio_project,
+        )
+        return [name for name in destinations if name is not None]
 
 
 @dataclass

@@ -1,11 +1,13 @@
-"""Writers of metrics to TensorBoard and Weights & Biases, imported if a flag requests them."""
+"""Writers of metrics to TensorBoard and trackers, imported if a flag requests them."""
 
 from __future__ import annotations
 
 import logging
 import os
 import secrets
+import time
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,6 @@ from megatron.training.reporting.writers import Writer, compute_mean
 
 logger = logging.getLogger(__name__)
 
-_WANDB_RUN = ".wandb-run"  # in --save: the id of its run at Weights & Biases
 _BRANCH_FLAGS = ("ckpt_step", "finetune", "override_existing_run")
 
 
@@ -28,19 +29,20 @@ def make_dashboards(
 
     Raises ValueError if a destination cannot be created.
     """
+    run_ids = RunIds(save, args, iteration)
     writers: list[Writer] = []
-    if config.tensorboard_dir is not None:
-        try:
-            tensorboard = TensorBoardWriter(config, args)
-        except OSError as error:
-            raise ValueError(
-                f"--tensorboard-dir {config.tensorboard_dir} cannot be written: {error}"
-            ) from error
-        writers.append(FaultTolerantWriter(tensorboard, "TensorBoard"))
-    if config.wandb_project is not None:
-        wandb_writer = WandbWriter(config, save, args, iteration)
-        writers.append(FaultTolerantWriter(wandb_writer, "Weights & Biases"))
+    for name, (dashboard, make_writer) in DASHBOARDS.items():
+        if getattr(config, name) is not None:
+            writer = make_writer(config, run_ids, args)
+            writers.append(FaultTolerantWriter(writer, dashboard))
     return writers
+
+
+def check_dashboards(config: LoggingConfig) -> None:
+    """Raise ValueError for a flag whose package is not installed."""
+    for name in PACKAGES:
+        if getattr(config, name) is not None:
+            import_package(name)
 
 
 def make_iteration_scalars(iteration: Iteration) -> dict[str, float]:
@@ -116,14 +118,19 @@ class TensorBoardWriter:
     Each has a curve over iterations, and one over consumed samples (`... vs samples`).
     """
 
-    def __init__(self, config: LoggingConfig, args: dict[str, Any]) -> None:
+    def __init__(self, config: LoggingConfig, run_ids: RunIds, args: dict[str, Any]) -> None:
         # Imported on first use: it takes half a second.
         from torch.utils.tensorboard import SummaryWriter
 
         self._every = config.tensorboard_log_interval
-        self._writer = SummaryWriter(
-            log_dir=config.tensorboard_dir, max_queue=config.tensorboard_queue_size
-        )
+        try:
+            self._writer = SummaryWriter(
+                log_dir=config.tensorboard_dir, max_queue=config.tensorboard_queue_size
+            )
+        except OSError as error:
+            raise ValueError(
+                f"--tensorboard-dir {config.tensorboard_dir} cannot be written: {error}"
+            ) from error
         # The arguments are in the tab for texts.
         for name, value in args.items():
             self._writer.add_text(name, str(value))
@@ -150,43 +157,73 @@ class TensorBoardWriter:
         self._writer.close()
 
 
-def import_wandb() -> Any:
-    """Return the package of --wandb-project. Raises ValueError if it is not installed."""
+# Packages by the field of `LoggingConfig` that requires them
+PACKAGES = {
+    "wandb_project": ("wandb", "wandb"),
+    "mlflow_experiment": ("mlflow", "mlflow-skinny"),
+    "trackio_project": ("trackio", "trackio"),
+}
+
+
+def import_package(name: str) -> Any:
+    """Return the package of a flag. Raises ValueError if it is not installed."""
+    package, distribution = PACKAGES[name]
     try:
-        import wandb
+        return import_module(package)
     except ImportError:
-        raise ValueError("--wandb-project needs the package wandb: pip install wandb") from None
-    return wandb
+        flag = "--" + name.replace("_", "-")
+        raise ValueError(
+            f"{flag} needs the package {package}: pip install {distribution}"
+        ) from None
 
 
-class WandbWriter:
-    """Writes the scalars of TensorBoard to a project of Weights & Biases.
+class RunIds:
+    """Ids of the runs that dashboards have of the run in `save`, each in a file there.
 
-    A launch that continues the run in `save` continues its W&B run, which ignores the steps that it
-    has already. One that begins a branch begins a W&B run. The variables WANDB_RUN_ID and
-    WANDB_RESUME override that.
+    A launch that continues the run in `save` continues its runs at the dashboards. One that begins
+    a branch begins new ones.
     """
 
-    def __init__(
-        self, config: LoggingConfig, save: str | None, args: dict[str, Any], iteration: int
-    ) -> None:
-        wandb = import_wandb()
-        directory = config.wandb_save_dir or os.path.join(save or ".", "wandb")
-        os.makedirs(directory, exist_ok=True)
+    def __init__(self, save: str | None, args: dict[str, Any], iteration: int) -> None:
+        self.save = save
+        self._begins_branch = iteration == 0 or any(args.get(flag) for flag in _BRANCH_FLAGS)
+
+    def read(self, package: str) -> str | None:
+        """Return the id of the run that this launch continues, if any."""
+        if self.save is None or self._begins_branch:
+            return None
+        path = Path(self.save) / f".{package}-run"
+        if path.is_file():
+            run_id = path.read_text(errors="replace").strip()
+            if run_id.isascii() and run_id.isalnum():
+                return run_id
+        return None
+
+    def write(self, package: str, run_id: str) -> None:
+        """Store the id of a new run. Without `save`, no launch continues it."""
+        if self.save is not None:
+            write_durably(Path(self.save) / f".{package}-run", run_id.encode())
+
+    def choose(self, package: str) -> str | None:
+        """Return the id of the run to continue, or a new one; None without `save`."""
+        if self.save is None:
+            return None
+        run_id = self.read(package)
+        if run_id is None:
+            run_id = secrets.token_hex(8)
+            self.write(package, run_id)
+        return run_id
+
+
+class IntervalWriter:
+    """A writer that has one row of scalars for an iteration."""
+
+    def __init__(self, config: LoggingConfig) -> None:
         self._every = config.tensorboard_log_interval
-        self._run = wandb.init(
-            project=config.wandb_project,
-            name=config.wandb_exp_name,
-            entity=config.wandb_entity,
-            dir=directory,
-            config=args,
-            id=os.environ.get("WANDB_RUN_ID") or _choose_wandb_id(save, args, iteration),
-            resume=os.environ.get("WANDB_RESUME") or "allow",
-        )
 
     def interval(self, interval: Interval) -> None:
         for iteration in interval.iterations:
-            # wandb stores one row per step, so the speed belongs to the row of the last iteration.
+            # The speed belongs to the row of the last iteration.
             is_last = iteration is interval.last
             if not is_last and iteration.iteration % self._every != 0:
                 continue
@@ -196,22 +233,105 @@ class WandbWriter:
             self.scalars(values, iteration.iteration)
 
     def scalars(self, values: dict[str, float], iteration: int, samples: int | None = None) -> None:
+        raise NotImplementedError
+
+
+class WandbWriter(IntervalWriter):
+    """Writes the scalars of TensorBoard to a project of Weights & Biases.
+
+    A continued run ignores the steps that it has already. The variables WANDB_RUN_ID and
+    WANDB_RESUME override which one is continued.
+    """
+
+    def __init__(self, config: LoggingConfig, run_ids: RunIds, args: dict[str, Any]) -> None:
+        super().__init__(config)
+        wandb = import_package("wandb_project")
+        directory = config.wandb_save_dir or os.path.join(run_ids.save or ".", "wandb")
+        os.makedirs(directory, exist_ok=True)
+        self._run = wandb.init(
+            project=config.wandb_project,
+            name=config.wandb_exp_name,
+            entity=config.wandb_entity,
+            dir=directory,
+            config=args,
+            id=os.environ.get("WANDB_RUN_ID") or run_ids.choose("wandb"),
+            resume=os.environ.get("WANDB_RESUME") or "allow",
+        )
+
+    def scalars(self, values: dict[str, float], iteration: int, samples: int | None = None) -> None:
         self._run.log(values, step=iteration)
 
     def close(self) -> None:
         self._run.finish()
 
 
-def _choose_wandb_id(save: str | None, args: dict[str, Any], iteration: int) -> str | None:
-    """Return the id of the W&B run of `save`, a new one for a new branch; None without `save`."""
-    if save is None:
-        return None
-    begins_branch = iteration == 0 or any(args.get(flag) for flag in _BRANCH_FLAGS)
-    path = Path(save) / _WANDB_RUN
-    if not begins_branch and path.is_file():
-        run_id = path.read_text(errors="replace").strip()
-        if run_id.isascii() and run_id.isalnum():
-            return run_id
-    run_id = secrets.token_hex(8)
-    write_durably(path, run_id.encode())
-    return run_id
+class MlflowWriter(IntervalWriter):
+    """Writes the scalars of TensorBoard to an experiment of MLflow (MLFLOW_TRACKING_URI)."""
+
+    def __init__(self, config: LoggingConfig, run_ids: RunIds, args: dict[str, Any]) -> None:
+        super().__init__(config)
+        self._mlflow = import_package("mlflow_experiment")
+        self._client = self._mlflow.MlflowClient()
+        run_id = run_ids.read("mlflow")
+        if run_id is None:
+            experiment = self._mlflow.set_experiment(config.mlflow_experiment)
+            run_id = self._client.create_run(experiment.experiment_id).info.run_id
+            run_ids.write("mlflow", run_id)
+            # Parameters of a run cannot change: they are those of its first launch.
+            params = [self._mlflow.entities.Param(*item) for item in _shorten_values(args)]
+            self._client.log_batch(run_id, params=params)
+        else:
+            self._client.update_run(run_id, status="RUNNING")
+        self._run_id = run_id
+
+    def scalars(self, values: dict[str, float], iteration: int, samples: int | None = None) -> None:
+        now = int(1000 * time.time())
+        metric = self._mlflow.entities.Metric
+        metrics = [metric(name, value, now, iteration) for name, value in values.items()]
+        self._client.log_batch(self._run_id, metrics=metrics)
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run_id)
+
+
+def _shorten_values(args: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the arguments as texts within the limits of MLflow: 100 of 500 characters.
+
+    Those without a value come last.
+    """
+    by_presence = sorted(args.items(), key=lambda item: item[1] in (None, False))
+    return [(name, str(value)[:500]) for name, value in by_presence[:100]]
+
+
+class TrackioWriter(IntervalWriter):
+    """Writes the scalars of TensorBoard to a project of trackio, which stores them on this machine
+    (TRACKIO_DIR).
+    """
+
+    def __init__(self, config: LoggingConfig, run_ids: RunIds, args: dict[str, Any]) -> None:
+        super().__init__(config)
+        trackio = import_package("trackio_project")
+        self._run = trackio.init(
+            project=config.trackio_project,
+            name=run_ids.choose("trackio"),
+            config={name: str(value) for name, value in args.items()},
+            resume="allow",
+            embed=False,
+            auto_log_cpu=False,
+            auto_log_gpu=False,
+        )
+
+    def scalars(self, values: dict[str, float], iteration: int, samples: int | None = None) -> None:
+        self._run.log(values, step=iteration)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+# The destinations, by the field of `LoggingConfig` that requests them
+DASHBOARDS: dict[str, tuple[str, Callable[[LoggingConfig, RunIds, dict[str, Any]], Writer]]] = {
+    "tensorboard_dir": ("TensorBoard", TensorBoardWriter),
+    "wandb_project": ("Weights & Biases", WandbWriter),
+    "mlflow_experiment": ("MLflow", MlflowWriter),
+    "trackio_project": ("trackio", TrackioWriter),
+}

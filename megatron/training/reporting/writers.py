@@ -1,4 +1,4 @@
-"""Destinations of metrics: the log line, TensorBoard, Weights & Biases, and the record of the run.
+"""Destinations of metrics: the log line, the record of the run, TensorBoard and trackers.
 
 Used on rank 0 only.
 """
@@ -39,7 +39,7 @@ def make_writers(
 
     Raises ValueError if a destination cannot be created.
     """
-    if config.tensorboard_dir is None and config.wandb_project is None:
+    if not config.dashboards():
         return []
     writers: list[Writer] = resolve(DASHBOARDS)(config, save, args, iteration)
     return writers
