@@ -13,7 +13,7 @@ CPP_SOURCES = megatron/core/datasets/helpers.cpp megatron/core/dist_checkpointin
 IMAGE_TESTS = tests/unit_tests/core/test_layering.py tests/unit_tests/core/datasets \
 	tests/functional_tests/test_training_loop.py tests/functional_tests/test_resume_layouts.py
 
-.PHONY: help setup demo test proof check docker-lint image-steps docs bench interop fake-cuda clean
+.PHONY: help setup demo test proof check docker-lint image-steps docs wheels bench interop fake-cuda clean
 
 help:
 	@sed -n 's/^#   \(make .*\)/\1/p' Makefile
@@ -22,6 +22,7 @@ help:
 	@echo "make docker-lint  lint the Dockerfile with hadolint"
 	@echo "make image-steps  the steps of the Dockerfile's CPU stage, without Docker (PYTEST_ARGS=... selects the tests)"
 	@echo "make bench  all benchmarks, their output into benchmarks/results.md (BENCH=\"--only startup\": some of them)"
+	@echo "make wheels  manylinux wheels of both distributions for each Python from 3.10 to 3.13 (WHEEL_PYTHONS=\"python3.12 ...\")"
 	@echo "make docs  the pages of docs/ as a site, links checked"
 	@echo "make interop  tests against megatron-core and DeepSpeed in virtual environments of their own"
 	@echo "make fake-cuda  tests of the CUDA path without a GPU, on torch's CUDA build and a fake CUDA runtime"
@@ -65,6 +66,9 @@ docs: setup
 	$(PY) docs/make_options_page.py > docs/megatron_lm_options.md
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
 	@echo "docs: build/site/index.html"
+
+wheels:
+	bash .ci/wheels
 
 bench: setup
 	$(PY) benchmarks/run_all.py $(BENCH)
