@@ -41,6 +41,7 @@ with program_imports():
 # Imported if a flag requests it
 DRY_RUN = "megatron.planning.dry_run:dry_run"
 FILL_IN_THE_MIDDLE = "megatron.core.datasets.fill_in_the_middle:FillInTheMiddle"
+FINE_TUNING = "megatron.training.sft.dataset:build_sft_datasets"
 SMOKE = "megatron.planning.smoke:shrink"
 RESTART = "megatron.training.restart.monitor:run_restartable"
 
@@ -68,6 +69,9 @@ def datasets_provider(
 ) -> Datasets:
     """Build the training, validation and test samples."""
     assert config.model.vocab_size is not None
+    if config.data.sft:
+        datasets: Datasets = resolve(FINE_TUNING)(config, num_samples, tokenizer)
+        return datasets
     fim = None
     if config.data.fim_data and not config.data.mock_data:
         fim = resolve(FILL_IN_THE_MIDDLE)(config.data, tokenizer)

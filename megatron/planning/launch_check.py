@@ -40,6 +40,7 @@ from megatron.training.config.parsing import make_flag_parser
 from megatron.training.config.run_config import Config
 from megatron.training.data.tokenizer import TokenizerConfig, build_tokenizer
 from megatron.training.reporting.dashboards import check_dashboards
+from megatron.training.sft.examples import find_data_files
 
 
 @dataclass(frozen=True)
@@ -138,11 +139,14 @@ def _check_dashboards(flags: LaunchFlags) -> None:
 def _find_data_problems(flags: LaunchFlags) -> list[str]:
     if flags.data is None:
         return []
+    open_data: Callable[[str], object] = IndexedDataset
+    if flags.data.sft:
+        open_data = find_data_files
     problems = []
     prefixes = [prefix for blend, _ in flags.data.sources().values() for prefix in blend.prefixes]
     for prefix in dict.fromkeys(prefixes):
         try:
-            IndexedDataset(prefix)
+            open_data(prefix)
         except ValueError as error:
             problems.append(str(error))
     return problems

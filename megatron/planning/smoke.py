@@ -76,6 +76,7 @@ DROPPED_PREFIXES = (
     "--trackio-",
     "--profile",
     "--save-hf",
+    "--sft",
     "--non-persistent-",
     "--ckpt-convert-",
 )

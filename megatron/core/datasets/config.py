@@ -188,6 +188,29 @@ class GPTDatasetConfig(FlagSection):
     fim_eod_token: str = flag("<|endoftext|>")
     """Token between documents."""
 
+    sft: bool = flag(
+        False,
+        requires={
+            "tokenizer_type": ("HuggingFaceTokenizer", "PretrainedFromHF", "TokenizerFromFile")
+        },
+        excludes={"mock_data": True, "fim_data": True, "eod_mask_loss": True},
+    )
+    """Supervised fine-tuning: --data-path and similar flags specify JSONL (.gz), parquet and arrow
+    files, patterns, or folders of data sets with messages or prompt and completion. With
+    --reset-attention-mask (and --reset-position-ids) several examples share a sequence as
+    documents, otherwise each one is padded.
+    """
+    sft_train_on: str = flag(
+        "assistant", choices=("assistant", "last", "all"), requires={"sft": True}
+    )
+    """Tokens that count for the loss: those of assistant messages and completions, only those of
+    the last one of each example, or all.
+    """
+    sft_too_long: str = flag(
+        "truncate", choices=("truncate", "drop", "error"), requires={"sft": True}
+    )
+    """What to do with examples of more than --seq-length + 1 tokens."""
+
     # These fields are not flags; callers may change them.
     # Read seq_length + 1 tokens per sample, so that each position has a label; otherwise the last
     # position has none.

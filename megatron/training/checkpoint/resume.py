@@ -54,6 +54,9 @@ _DATA_FLAGS = (
     "dataloader_type",
     "fim_data",
     "fim_rate",
+    "sft",
+    "sft_train_on",
+    "sft_too_long",
 )
 _MAX_VALUE = 300  # characters of a value in a warning: a blend may have thousands of members
 # Flags that change the training of a run, besides its model, data and schedule. Learning rate,

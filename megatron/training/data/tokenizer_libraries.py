@@ -175,12 +175,7 @@ def build_huggingface(config: TokenizerConfig) -> Tokenizer:
     """Use a tokenizer of `transformers`: a directory, a tokenizer.json, or a name on the hub. EOD
     is its EOS token.
     """
-    if config.tokenizer_model is None:
-        raise ValueError("--tokenizer-type HuggingFaceTokenizer requires --tokenizer-model")
-    tokenizer = _load_huggingface(config.tokenizer_model, config.trust_remote_code)
-    # Documents can be longer than the context of a model: no warning.
-    tokenizer.model_max_length = 10**30
-    tokenizer.add_tokens(config.special_tokens or [], special_tokens=True)
+    tokenizer = load_huggingface(config)
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"--tokenizer-model {config.tokenizer_model} has no EOS token, which separates "
@@ -198,6 +193,17 @@ def build_huggingface(config: TokenizerConfig) -> Tokenizer:
         token_id=vocab.get,
         config=config,
     )
+
+
+def load_huggingface(config: TokenizerConfig) -> Any:
+    """Load a tokenizer of `transformers`, with the special tokens of the flags."""
+    if config.tokenizer_model is None:
+        raise ValueError("--tokenizer-type HuggingFaceTokenizer requires --tokenizer-model")
+    tokenizer = _load_huggingface(config.tokenizer_model, config.trust_remote_code)
+    # Documents can be longer than the context of a model: no warning.
+    tokenizer.model_max_length = 10**30
+    tokenizer.add_tokens(config.special_tokens or [], special_tokens=True)
+    return tokenizer
 
 
 def _read_pipeline(path: Path) -> Any:

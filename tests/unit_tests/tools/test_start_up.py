@@ -134,6 +134,7 @@ UNNEEDED = (
     "megatron.training.reporting.recorded_launches",
     "megatron.training.reporting.run_report",
     "megatron.training.restart",
+    "megatron.training.sft",
 )
 # Trains as `python pretrain_gpt.py` does, then prints the modules that a dense run does not need.
 TRAIN = f"""

@@ -1,0 +1,1 @@
+"""Supervised fine-tuning: datasets of conversations with loss masks (--sft)."""

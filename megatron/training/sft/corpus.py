@@ -1,0 +1,137 @@
+"""All examples of some files, tokenized once and cached in the format of indexed datasets."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import mmap
+import os
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from megatron.core.datasets import GPTDatasetConfig, IndexedDataset
+from megatron.core.datasets.gpt_dataset import find_cache_directory
+from megatron.core.datasets.index_cache import compute_digest
+from megatron.core.datasets.indexed_dataset_builder import IndexedDatasetBuilder
+from megatron.core.datasets.ordered_workers import OrderedWorkers
+from megatron.core.progress import ProgressBar
+from megatron.training.sft.chat_template import ExampleEncoder
+from megatron.training.sft.examples import find_data_files, read_example_chunks
+
+logger = logging.getLogger(__name__)
+
+CACHE_VERSION = 1  # of the tokens and masks that the same input results in
+SMALL_BYTES = 1 << 20  # files below this are tokenized by this process
+
+
+class SFTCorpus:
+    """Examples of the files of `paths`, in their order.
+
+    `first_trained` are the positions of the first token of each example that is trained on, and
+    `lengths` the numbers of its tokens.
+    """
+
+    def __init__(
+        self, paths: tuple[str, ...], config: GPTDatasetConfig, encoder: ExampleEncoder
+    ) -> None:
+        self.files: list[str] = []
+        for path in paths:
+            self.files += find_data_files(path)
+        self.name = " ".join(paths)
+        # Equal digests mean equal tokens and masks.
+        self.digest = compute_digest(
+            {
+                "class": "SFTCorpus",
+                "version": CACHE_VERSION,
+                "files": [_compute_file_digest(path) for path in self.files],
+                "tokenizer": _compute_tokenizer_digest(encoder),
+                "train_on": encoder.train_on,
+            }
+        )
+        self.cache_directory = find_cache_directory(config, self.files[0])
+        prefix = self.cache_directory / f"{self.digest}-SFTCorpus"
+        if not Path(f"{prefix}.idx").exists():
+            self._tokenize(prefix, encoder)
+        self._indexed = IndexedDataset(prefix, config.mmap_bin_files)
+        sequence_lengths = self._indexed.lengths.reshape(-1, 2)
+        self.first_trained = sequence_lengths[:, 0]
+        self.lengths = sequence_lengths.sum(axis=1, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def read(self, example: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the token ids of an example, and whether each is trained on."""
+        context = self._indexed.read(2 * example)
+        stored = np.concatenate((context, self._indexed.read(2 * example + 1)))
+        is_trained = stored >= 0
+        return np.where(is_trained, stored, ~stored), is_trained
+
+    def locate(self, example: int) -> str:
+        """Return the file and line of an example, for messages. Reads the files again."""
+        num_examples = 0
+        for chunk in read_example_chunks(self.files):
+            if example < num_examples + len(chunk.documents):
+                line_number, _ = chunk.documents[example - num_examples]
+                return f"{chunk.path}:{line_number}"
+            num_examples += len(chunk.documents)
+        raise AssertionError(f"{self.name} has no example {example}")
+
+    def _tokenize(self, prefix: Path, encoder: ExampleEncoder) -> None:
+        """Write the examples to the cache."""
+        try:
+            builder = IndexedDatasetBuilder(prefix, np.int32)
+        except OSError as error:
+            raise ValueError(
+                f"the tokens of {self.name} cannot be stored in {self.cache_directory} "
+                f"({error.strerror}): give a writable directory with --data-cache-path"
+            ) from None
+        num_bytes = sum(os.path.getsize(path) for path in self.files)
+        num_workers = len(os.sched_getaffinity(0)) if num_bytes > SMALL_BYTES else 0
+        workers = OrderedWorkers(encoder, read_example_chunks(self.files), num_workers)
+        try:
+            with ProgressBar(f"tokenizing {self.name}", None, "tokens") as progress:
+                for _, encoded in workers:
+                    num_examples = len(encoded.lengths) // 2
+                    builder.add(encoded.tokens, encoded.lengths, [2] * num_examples)
+                    progress.add(len(encoded.tokens))
+            if builder.num_documents == 0:
+                raise ValueError(f"--data-path {self.name} has no examples: the files are empty")
+        except BaseException:
+            builder.discard()
+            raise
+        finally:
+            workers.close()
+        # Another node has written the same files meanwhile, which may be in use.
+        if Path(f"{prefix}.idx").exists():
+            builder.discard()
+        else:
+            builder.commit()
+
+
+def _compute_file_digest(path: str) -> str:
+    """Return the digest of a file's contents: times change with every copy to a node."""
+    with open(path, "rb") as file:
+        if os.path.getsize(path) == 0:
+            return ""
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            return xxhash.xxh3_128_hexdigest(content)
+
+
+def _compute_tokenizer_digest(encoder: ExampleEncoder) -> str:
+    """Return the digest of everything in the tokenizer that determines tokens and masks."""
+    tokenizer = encoder.tokenizer
+    description = {
+        "pipeline": tokenizer.backend_tokenizer.to_str(),
+        "special_tokens": {name: str(text) for name, text in tokenizer.special_tokens_map.items()},
+        "template": encoder.template,
+    }
+    return compute_digest(description)
+
+
+@functools.lru_cache(maxsize=4)
+def shuffle_rows(seed: int, epoch: int, num_rows: int) -> np.ndarray:
+    """Return the order of the rows in an epoch."""
+    return np.random.RandomState([seed, epoch]).permutation(num_rows)

@@ -1,0 +1,250 @@
+"""Samples of fine-tuning: rows of whole examples, in an order that is shuffled by epoch."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+
+from megatron.core.datasets import Dataset, GPTDatasetConfig, Sample
+from megatron.core.datasets.blend import BlendedDataset
+from megatron.core.datasets.config import SPLITS, Blend, Fractions, Split, compute_sequence_range
+from megatron.core.datasets.index_cache import Arrays, compute_digest, load_or_build
+from megatron.training.config.run_config import Config
+from megatron.training.data.tokenizer import Tokenizer
+from megatron.training.data.tokenizer_libraries import load_huggingface
+from megatron.training.run import Datasets
+from megatron.training.sft.chat_template import ExampleEncoder
+from megatron.training.sft.corpus import SFTCorpus, shuffle_rows
+from megatron.training.sft.packing import pack_best_fit
+
+logger = logging.getLogger(__name__)
+
+PREVIEW_TOKENS = 400
+
+
+class SFTDataset:
+    """Rows of a split of a corpus.
+
+    A row contains whole examples, several with --reset-attention-mask, otherwise one. Sample i is
+    row `i mod R` of the order for epoch `i div R`, so it depends on the seed only. `examples` is
+    the half-open range of the split, `num_samples` the number of samples (None: one epoch).
+    """
+
+    def __init__(
+        self,
+        corpus: SFTCorpus,
+        examples: tuple[int, int],
+        split: Split,
+        num_samples: int | None,
+        config: GPTDatasetConfig,
+        padding: int,
+    ) -> None:
+        self.corpus = corpus
+        self.split = split
+        self.config = config
+        self.padding = padding
+        self._first_example, self._last_example = examples
+        is_packed = config.reset_attention_mask
+        description = {
+            "class": "SFTDataset",
+            "corpus": corpus.digest,
+            "examples": list(examples),
+            "seq_length": config.seq_length,
+            "too_long": config.sft_too_long,
+            "is_packed": is_packed,
+        }
+        self.fingerprint = compute_digest({**description, "seed": config.seed})
+        arrays = load_or_build(
+            corpus.cache_directory,
+            f"SFTDataset-{split}",
+            description,
+            self._build_rows,
+            config.verify_index_cache,
+        )
+        self.row_starts = arrays["row_starts"]  # [rows + 1], positions in row_examples
+        self.row_examples = arrays["row_examples"]
+        self.num_samples = self.num_rows if num_samples is None else num_samples
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.row_starts) - 1
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> Sample:
+        """Return inputs, labels and masks of a row, as `finish_sample` does."""
+        if not 0 <= index < self.num_samples:
+            raise IndexError(f"sample {index} of {self.num_samples}")
+        epoch, position = divmod(index, self.num_rows)
+        row = int(shuffle_rows(self.config.seed, epoch, self.num_rows)[position])
+
+        length = self.config.seq_length
+        tokens = np.full(length, self.padding, dtype=np.int64)
+        labels = np.full(length, self.padding, dtype=np.int64)
+        loss_mask = np.zeros(length, dtype=np.float32)
+        documents = np.zeros(length, dtype=np.int64)
+        position_ids = np.arange(length)
+        end = 0
+        for example in self.get_examples(row):
+            ids, is_trained = self.corpus.read(example)
+            ids = ids[: length + 1]
+            start = end
+            end = start + len(ids) - 1
+            # Position i predicts token i + 1 of the same example.
+            tokens[start:end] = ids[:-1]
+            labels[start:end] = ids[1:]
+            loss_mask[start:end] = is_trained[1 : len(ids)]
+            # What follows, another example or the padding, is another document.
+            documents[end:] += 1
+            if self.config.reset_position_ids:
+                position_ids[end:] = np.arange(length - end)
+        sample: Sample = {
+            "loss_mask": loss_mask,
+            "tokens": tokens,
+            "labels": labels,
+            "position_ids": position_ids,
+        }
+        if self.config.reset_attention_mask:
+            sample["documents"] = documents
+        return sample
+
+    def get_examples(self, row: int) -> list[int]:
+        """Return the examples of a row, as indices of the corpus."""
+        examples = self.row_examples[self.row_starts[row] : self.row_starts[row + 1]]
+        return [int(example) for example in examples]
+
+    def _build_rows(self) -> Arrays:
+        """Apply --sft-too-long, and pack the examples."""
+        limit = self.config.seq_length + 1  # the last token is a label only
+        examples = np.arange(self._first_example, self._last_example)
+        lengths = self.corpus.lengths[examples]
+        is_too_long = lengths > limit
+        policy = self.config.sft_too_long
+        if policy == "error" and is_too_long.any():
+            example = int(examples[np.argmax(is_too_long)])
+            raise ValueError(
+                f"{self.corpus.locate(example)}: the example has {self.corpus.lengths[example]} "
+                f"tokens, more than --seq-length {self.config.seq_length} + 1, as do "
+                f"{is_too_long.sum() - 1} others of the {self.split} split: raise --seq-length, "
+                "or use --sft-too-long truncate or drop"
+            )
+        # A truncated example may have no token left that is trained on.
+        is_kept = self.corpus.first_trained[examples] < limit
+        if policy == "drop":
+            is_kept = ~is_too_long
+        examples = examples[is_kept]
+        if not len(examples):
+            raise ValueError(
+                f"the {self.split} split of {self.corpus.name} has no examples (of "
+                f"{len(is_kept)}, {is_too_long.sum()} are longer than --seq-length "
+                f"{self.config.seq_length}): give it a larger share in --split or data of its own, "
+                "raise --seq-length, or do not use the split (--eval-iters 0)"
+            )
+        logger.info(
+            "%s: %d examples, %d of them truncated to %d tokens, and %d dropped",
+            self.split,
+            len(examples),
+            int((is_too_long & is_kept).sum()),
+            limit,
+            int((~is_kept).sum()),
+        )
+
+        if not self.config.reset_attention_mask:
+            return {"row_starts": np.arange(len(examples) + 1), "row_examples": examples}
+        lengths = np.minimum(self.corpus.lengths[examples], limit) - 1
+        rows = pack_best_fit(lengths, self.config.seq_length)
+        row_starts = np.append(0, np.cumsum(np.bincount(rows)))
+        return {
+            "row_starts": row_starts,
+            "row_examples": examples[np.argsort(rows, kind="stable")],
+        }
+
+    def describe(self) -> str:
+        """Return the number of rows, how full they are, and the number of epochs."""
+        limit = self.config.seq_length + 1
+        lengths = np.minimum(self.corpus.lengths[self.row_examples], limit) - 1
+        fill = lengths.sum() / (self.num_rows * self.config.seq_length)
+        return (
+            f"{self.split}: {len(self.row_examples)} examples in {self.num_rows} sequences of "
+            f"{self.config.seq_length} tokens, {fill:.1%} full; {self.num_samples} samples are "
+            f"{self.num_samples / self.num_rows:.2f} epochs"
+        )
+
+
+def format_preview(dataset: SFTDataset, tokenizer: Tokenizer) -> str:
+    """Return the text of the first example that is trained on, with its trained parts marked."""
+    row = int(shuffle_rows(dataset.config.seed, 0, dataset.num_rows)[0])
+    example = dataset.get_examples(row)[0]
+    ids, is_trained = dataset.corpus.read(example)
+    ids = ids[:PREVIEW_TOKENS]
+    changes = np.flatnonzero(np.diff(is_trained[: len(ids)])) + 1
+    texts = []
+    start = 0
+    for end in [*changes.tolist(), len(ids)]:
+        text = tokenizer.detokenize(ids[start:end].tolist())
+        texts.append(f"[[{text}]]" if is_trained[start] else text)
+        start = end
+    return (
+        f"example {example} of {dataset.corpus.name}, trained on the text in [[ ]]:\n"
+        f"{''.join(texts)}"
+    )
+
+
+def build_sft_datasets(
+    config: Config, num_samples: tuple[int, int, int], tokenizer: Tokenizer
+) -> Datasets:
+    """Build the training, validation and test samples of --sft.
+
+    The first rank of a node tokenizes the data, the others map its cache.
+    """
+    data = config.data
+    encoder = ExampleEncoder(load_huggingface(tokenizer.config), data.sft_train_on)
+    padding = tokenizer.eod if tokenizer.pad is None else tokenizer.pad
+    corpora: dict[tuple[str, ...], SFTCorpus] = {}
+
+    def build_member(
+        paths: tuple[str, ...], fractions: Fractions, split: Split, count: int | None
+    ) -> SFTDataset:
+        if paths not in corpora:
+            corpora[paths] = SFTCorpus(paths, data, encoder)
+        corpus = corpora[paths]
+        examples = compute_sequence_range(fractions, len(corpus))
+        dataset = SFTDataset(corpus, examples, split, count, data, padding)
+        if data.verify_index_cache:  # one rank of a node
+            logger.info(dataset.describe())
+        return dataset
+
+    def build_split(blend: Blend, fractions: Fractions, split: Split, count: int) -> Dataset:
+        # Without weights, the files are one data set.
+        if blend.weights is None:
+            return build_member(blend.prefixes, fractions, split, count)
+        members = [build_member((path,), fractions, split, count) for path in blend.prefixes]
+        return BlendedDataset(
+            members,
+            blend.weights,
+            count,
+            members[0].corpus.cache_directory,
+            f"SFTBlend-{split}",
+            data.verify_index_cache,
+        )
+
+    sources = data.sources()
+    datasets: list[Dataset | None] = []
+    for split, count in zip(SPLITS, num_samples, strict=True):
+        dataset = None
+        if count != 0 and split in sources:
+            blend, fractions = sources[split]
+            dataset = build_split(blend, fractions, split, count)
+        datasets.append(dataset)
+    train, valid, test = datasets
+    if train is None and num_samples[0] != 0:
+        raise ValueError(
+            "there is no training data: --split gives it no share, or --train-data-path is missing"
+        )
+    if train is not None and data.verify_index_cache:
+        first = train.members[0] if isinstance(train, BlendedDataset) else train
+        assert isinstance(first, SFTDataset)
+        logger.info(format_preview(first, tokenizer))
+    return train, valid, test

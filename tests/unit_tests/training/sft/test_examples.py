@@ -1,0 +1,118 @@
+"""Files and records of fine-tuning data."""
+
+import gzip
+import json
+
+import pytest
+
+from megatron.training.sft.examples import (
+    Conversation,
+    TextPair,
+    find_data_files,
+    parse_example,
+    read_example_chunks,
+)
+from tests.support.sft_runs import GOLDEN
+
+USER = {"role": "user", "content": "a"}
+ANSWER = {"role": "assistant", "content": "b"}
+LINES = (GOLDEN / "conversations.jsonl").read_bytes()
+
+
+def parse(record):
+    return parse_example(json.dumps(record).encode())
+
+
+def read_records(path):
+    """Return the examples of the files of a path, and their line numbers."""
+    documents = []
+    for chunk in read_example_chunks(find_data_files(str(path))):
+        documents += chunk.documents
+    return [parse_example(content) for _, content in documents], [line for line, _ in documents]
+
+
+def test_records_of_each_form():
+    assert parse({"messages": [USER, ANSWER]}) == Conversation([USER, ANSWER])
+    assert parse({"prompt": "a", "completion": "b"}) == TextPair("a", "b")
+    pair = parse({"prompt": [USER], "completion": [ANSWER], "tools": '[{"name": "f"}]'})
+    assert pair == Conversation([USER, ANSWER], [{"name": "f"}], num_context=1)
+
+
+def test_null_fields_of_messages_are_dropped():
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}], "thinking": None}
+    expected = {"role": "assistant", "tool_calls": [{"name": "f"}]}
+    assert parse({"messages": [call]}) == Conversation([expected])
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b"{", "not JSON: .*one JSON object per line"),
+        (b"[" * 100_000, "nested too deep"),
+        (b"[1]", "expected a JSON object, got list"),
+        (b"\xff", "not JSON"),
+        (b'{"text": "a"}', "the fields are 'text': expected messages, or prompt and completion"),
+        (b'{"prompt": "a", "completion": []}', "both strings or both lists"),
+        (b'{"messages": []}', r"messages is \[\]: expected a list of at least one"),
+        (b'{"messages": [3]}', r"messages\[0\] is 3: expected"),
+        (b'{"messages": [{"from": "human"}]}', r"messages\[0\] has the role None: expected system"),
+        (b'{"messages": [{"role": "bot", "content": "a"}]}', "role 'bot': .*rename the role"),
+        (b'{"messages": [{"role": "user"}]}', r"messages\[0\] \(user\) has the content None"),
+        (b'{"messages": [{"role": "user", "content": [1]}]}', r"content \[1\]: expected a string"),
+    ],
+)
+def test_malformed_records_are_errors_with_a_fix(content, message):
+    with pytest.raises(ValueError, match=message):
+        parse_example(content)
+
+
+def test_json_lines_are_read_plain_and_compressed(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(LINES.replace(b"\n", b"\n\n"))
+    with gzip.open(tmp_path / "b.jsonl.gz", "wb") as file:
+        file.write(LINES)
+    plain, plain_lines = read_records(tmp_path / "a.jsonl")
+    compressed, _ = read_records(tmp_path / "b.jsonl.gz")
+    assert plain == compressed and len(plain) == 12
+    assert plain_lines == list(range(1, 25, 2))
+
+
+def test_tables_are_read_as_json_lines_are(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import ipc, parquet
+
+    table = pyarrow.Table.from_pylist([json.loads(line) for line in LINES.splitlines()])
+    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=5)
+    with ipc.new_stream(str(tmp_path / "b.arrow"), table.schema) as writer:
+        writer.write_table(table, max_chunksize=5)
+    (tmp_path / "c.jsonl").write_bytes(LINES)
+    expected, _ = read_records(tmp_path / "c.jsonl")
+    for name in ("a.parquet", "b.arrow"):
+        assert read_records(tmp_path / name) == (expected, list(range(1, 13)))
+    (tmp_path / "d.parquet").write_bytes(b"no table")
+    with pytest.raises(ValueError, match=r"d\.parquet: cannot be read"):
+        read_records(tmp_path / "d.parquet")
+
+
+def test_folders_and_patterns(tmp_path):
+    names = ("data/test-0.parquet", "data/train-0.jsonl", "data/train-1.jsonl.gz", "info.json")
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    train = [str(tmp_path / name) for name in names[1:3]]
+    assert find_data_files(str(tmp_path)) == train
+    assert find_data_files(str(tmp_path / "data/train-*")) == train
+    assert find_data_files(str(tmp_path / names[0])) == [str(tmp_path / names[0])]
+    with pytest.raises(ValueError, match=r"absent: no such file or folder"):
+        find_data_files(str(tmp_path / "absent"))
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(ValueError, match=r"notes\.txt: --sft reads \.jsonl"):
+        find_data_files(str(tmp_path / "notes.txt"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"empty: the folder has no \.jsonl"):
+        find_data_files(str(tmp_path / "empty"))
+
+
+def test_damaged_files_are_errors(tmp_path):
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(LINES)[:-20])
+    with pytest.raises(ValueError, match=r"a\.jsonl\.gz: cannot be read"):
+        read_records(tmp_path / "a.jsonl.gz")
