@@ -172,7 +172,9 @@ def check_mergekit(python: Path, work: Path) -> None:
 
 
 def check_peft_trl(python: Path, work: Path) -> None:
-    run(OURS, "-m", "tests.interop.peft_trl_check", python, work)
+    for name in ("peft_trl_check", "trl_sft_check"):
+        (work / name).mkdir()
+        run(OURS, "-m", f"tests.interop.{name}", python, work / name, quiet=name == "trl_sft_check")
 
 
 def check_trackers(python: Path, work: Path) -> None:

@@ -17,8 +17,7 @@ from pathlib import Path
 from megatron.training.config.checkpoint_args import read_checkpoint_args
 from megatron.training.config.parsing import parse_args
 from megatron.training.data.tokenizer import build_tokenizer
-from megatron.training.sft.corpus import shuffle_rows
-from megatron.training.sft.dataset import SFTDataset, build_sft_datasets
+from megatron.training.sft.dataset import SFTDataset, build_sft_datasets, shuffle_rows
 from tests.support import sft_runs
 from tests.support.sft_runs import CASES, GLOBAL_BATCH, GOLDEN, STEPS
 

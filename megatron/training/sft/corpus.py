@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import mmap
 import os
@@ -129,9 +128,3 @@ def _compute_tokenizer_digest(encoder: ExampleEncoder) -> str:
         "template": encoder.template,
     }
     return compute_digest(description)
-
-
-@functools.lru_cache(maxsize=4)
-def shuffle_rows(seed: int, epoch: int, num_rows: int) -> np.ndarray:
-    """Return the order of the rows in an epoch."""
-    return np.random.RandomState([seed, epoch]).permutation(num_rows)

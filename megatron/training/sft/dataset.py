@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 
 import numpy as np
@@ -15,12 +16,18 @@ from megatron.training.data.tokenizer import Tokenizer
 from megatron.training.data.tokenizer_libraries import load_huggingface
 from megatron.training.run import Datasets
 from megatron.training.sft.chat_template import ExampleEncoder
-from megatron.training.sft.corpus import SFTCorpus, shuffle_rows
+from megatron.training.sft.corpus import SFTCorpus
 from megatron.training.sft.packing import pack_best_fit
 
 logger = logging.getLogger(__name__)
 
 PREVIEW_TOKENS = 400
+
+
+@functools.lru_cache(maxsize=4)
+def shuffle_rows(seed: int, epoch: int, num_rows: int) -> np.ndarray:
+    """Return the order of the rows in an epoch."""
+    return np.random.RandomState([seed, epoch]).permutation(num_rows)
 
 
 class SFTDataset:
@@ -161,15 +168,15 @@ class SFTDataset:
             "row_examples": examples[np.argsort(rows, kind="stable")],
         }
 
-    def describe(self) -> str:
-        """Return the number of rows, how full they are, and the number of epochs."""
+    def describe(self, num_samples: int) -> str:
+        """Return the number of rows, how full they are, and how many epochs the samples are."""
         limit = self.config.seq_length + 1
         lengths = np.minimum(self.corpus.lengths[self.row_examples], limit) - 1
         fill = lengths.sum() / (self.num_rows * self.config.seq_length)
         return (
-            f"{self.split}: {len(self.row_examples)} examples in {self.num_rows} sequences of "
-            f"{self.config.seq_length} tokens, {fill:.1%} full; {self.num_samples} samples are "
-            f"{self.num_samples / self.num_rows:.2f} epochs"
+            f"{self.split}: {self.corpus.name}: {len(self.row_examples)} examples in "
+            f"{self.num_rows} sequences of {self.config.seq_length} tokens, {fill:.1%} full; "
+            f"{num_samples} samples are {num_samples / self.num_rows:.2f} epochs"
         )
 
 
@@ -186,6 +193,8 @@ def format_preview(dataset: SFTDataset, tokenizer: Tokenizer) -> str:
         text = tokenizer.detokenize(ids[start:end].tolist())
         texts.append(f"[[{text}]]" if is_trained[start] else text)
         start = end
+    if len(ids) < dataset.corpus.lengths[example]:
+        texts.append(" ...")
     return (
         f"example {example} of {dataset.corpus.name}, trained on the text in [[ ]]:\n"
         f"{''.join(texts)}"
@@ -211,17 +220,16 @@ def build_sft_datasets(
             corpora[paths] = SFTCorpus(paths, data, encoder)
         corpus = corpora[paths]
         examples = compute_sequence_range(fractions, len(corpus))
-        dataset = SFTDataset(corpus, examples, split, count, data, padding)
-        if data.verify_index_cache:  # one rank of a node
-            logger.info(dataset.describe())
-        return dataset
+        return SFTDataset(corpus, examples, split, count, data, padding)
 
     def build_split(blend: Blend, fractions: Fractions, split: Split, count: int) -> Dataset:
         # Without weights, the files are one data set.
         if blend.weights is None:
-            return build_member(blend.prefixes, fractions, split, count)
+            single = build_member(blend.prefixes, fractions, split, count)
+            logger.info(single.describe(count))
+            return single
         members = [build_member((path,), fractions, split, count) for path in blend.prefixes]
-        return BlendedDataset(
+        dataset = BlendedDataset(
             members,
             blend.weights,
             count,
@@ -229,6 +237,10 @@ def build_sft_datasets(
             f"SFTBlend-{split}",
             data.verify_index_cache,
         )
+        num_samples_of_members = np.bincount(dataset.dataset_index, minlength=len(members))
+        for member, drawn in zip(members, num_samples_of_members.tolist(), strict=True):
+            logger.info(member.describe(drawn))
+        return dataset
 
     sources = data.sources()
     datasets: list[Dataset | None] = []
@@ -243,7 +255,7 @@ def build_sft_datasets(
         raise ValueError(
             "there is no training data: --split gives it no share, or --train-data-path is missing"
         )
-    if train is not None and data.verify_index_cache:
+    if train is not None:
         first = train.members[0] if isinstance(train, BlendedDataset) else train
         assert isinstance(first, SFTDataset)
         logger.info(format_preview(first, tokenizer))

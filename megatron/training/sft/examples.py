@@ -141,7 +141,10 @@ def parse_example(content: bytes) -> Conversation | TextPair:
         )
     tools = record.get("tools")
     if isinstance(tools, str):  # as TRL stores them
-        tools = json.loads(tools)
+        try:
+            tools = json.loads(tools)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"tools is not JSON: {error}; write a list of functions") from None
 
     if record.get("messages") is not None:
         return Conversation(_check_messages(record["messages"], "messages"), tools)

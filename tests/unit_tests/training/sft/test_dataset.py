@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from megatron.training.config.parsing import parse_args
+from megatron.training.data import documents
 from megatron.training.data.tokenizer import build_tokenizer
 from megatron.training.sft import corpus as corpus_module
-from megatron.training.sft.dataset import build_sft_datasets
+from megatron.training.sft.dataset import build_sft_datasets, shuffle_rows
 from tests.support.sft_runs import GOLDEN, PACKED, SEQ_LENGTH, make_flags, write_tokenizer
 
 EXAMPLES = json.loads((GOLDEN / "trl.json").read_text())["conversations"]["examples"]
@@ -60,7 +61,7 @@ def test_documents_are_the_examples_of_trl(build):
     for row in range(dataset.num_rows):
         sample = dataset[row]
         assert all(values.shape == (SEQ_LENGTH,) for values in sample.values())
-        order = corpus_module.shuffle_rows(1234, 0, dataset.num_rows)
+        order = shuffle_rows(1234, 0, dataset.num_rows)
         examples = dataset.get_examples(int(order[row]))
         documents = read_documents(sample)
         assert documents[: len(examples)] == [expected[example] for example in examples]
@@ -97,12 +98,15 @@ def test_splits_divide_examples(build):
     assert [*list_rows(train), *list_rows(valid)] == [(example,) for example in range(11)]
 
 
-def test_several_files_are_one_data_set_and_weights_make_a_blend(build):
+def test_several_files_are_one_data_set_and_weights_make_a_blend(build, caplog):
     data = GOLDEN / "conversations.jsonl"
     pairs = GOLDEN / "pairs.jsonl"
     both, _, _ = build(f"--data-path {data} {pairs}", packing="", num_samples=(40, 0, 0))
     assert both.num_rows == 20
-    blend, _, _ = build(f"--data-path 3 {data} 1 {pairs}", packing="", num_samples=(40, 0, 0))
+    with caplog.at_level("INFO"):
+        blend, _, _ = build(f"--data-path 3 {data} 1 {pairs}", packing="", num_samples=(40, 0, 0))
+    assert "30 samples are 2.50 epochs" in caplog.text
+    assert "10 samples are 1.25 epochs" in caplog.text
     assert np.bincount(blend.dataset_index).tolist() == [30, 10]
     assert blend[0].keys() == both[0].keys()
 
@@ -158,16 +162,14 @@ def test_tokens_are_cached_until_the_data_changes(build, tmp_path, monkeypatch):
 
 def test_workers_write_the_tokens_that_one_process_writes(build, tmp_path, monkeypatch):
     data = tmp_path / "data.jsonl"
-    # Several chunks of text
-    data.write_text((GOLDEN / "conversations.jsonl").read_text() * 200)
+    data.write_text((GOLDEN / "conversations.jsonl").read_text() * 3)
+    monkeypatch.setattr(documents, "CHUNK_BYTES", 1000)  # several chunks of text
     alone, _, _ = build(data=data)
-    expected = [alone.corpus.read(example)[0].tolist() for example in range(0, 2400, 7)]
+    expected = [alone.corpus.read(example)[0].tolist() for example in range(36)]
     monkeypatch.setattr(corpus_module, "SMALL_BYTES", 0)
     shutil.rmtree(tmp_path / "cache")
     with_workers, _, _ = build(data=data)
-    assert [
-        with_workers.corpus.read(example)[0].tolist() for example in range(0, 2400, 7)
-    ] == expected
+    assert [with_workers.corpus.read(example)[0].tolist() for example in range(36)] == expected
 
 
 def test_errors_name_the_line_and_leave_no_cache(build, tmp_path):
@@ -185,7 +187,7 @@ def test_errors_name_the_line_and_leave_no_cache(build, tmp_path):
 def test_the_preview_marks_trained_text(build, caplog):
     with caplog.at_level("INFO"):
         build(packing="", data="pairs.jsonl", num_samples=(16, 0, 0))
-    assert "train: 8 examples in 8 sequences of 96 tokens" in caplog.text
+    assert "pairs.jsonl: 8 examples in 8 sequences of 96 tokens" in caplog.text
     assert "16 samples are 2.00 epochs" in caplog.text
     preview = next(message for message in caplog.messages if "trained on the text" in message)
     assert "</s>" in preview and preview.count("[[") == preview.count("]]") == 2

@@ -53,6 +53,7 @@ def test_null_fields_of_messages_are_dropped():
         (b"\xff", "not JSON"),
         (b'{"text": "a"}', "the fields are 'text': expected messages, or prompt and completion"),
         (b'{"prompt": "a", "completion": []}', "both strings or both lists"),
+        (b'{"messages": [], "tools": "x"}', "tools is not JSON"),
         (b'{"messages": []}', r"messages is \[\]: expected a list of at least one"),
         (b'{"messages": [3]}', r"messages\[0\] is 3: expected"),
         (b'{"messages": [{"from": "human"}]}', r"messages\[0\] has the role None: expected system"),
