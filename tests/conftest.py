@@ -53,6 +53,10 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # of numpy, in programs that
 # asks a name server, a lost answer would delay the process by 5 s, the default of the resolver.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
+# Triton decides when it is imported whether kernels run in its interpreter.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 
 # A save flushes each of its files, which takes 3 to 20 ms on a disk: the directories of tests are in
 # memory if it has room for them. The variable is pytest's.

@@ -18,12 +18,16 @@ from megatron.core.wings import resolve
 
 _KERNELS = {
     "adamw": "megatron.core.triton_kernels:adamw",
+    "residual_norm": "megatron.core.triton_kernels:residual_norm",
+    "residual_norm_backward": "megatron.core.triton_kernels:residual_norm_backward",
     "rotate": "megatron.core.triton_kernels:rotate",
     "softmax": "megatron.core.triton_kernels:softmax",
     "softmax_gradient": "megatron.core.triton_kernels:softmax_gradient",
     "swiglu": "megatron.core.triton_kernels:swiglu",
     "swiglu_backward": "megatron.core.triton_kernels:swiglu_backward",
 }
+# Elements of a row that a kernel of norms keeps in registers.
+MAX_NORM_SIZE = 16384
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _is_enabled = True

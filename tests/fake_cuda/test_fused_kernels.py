@@ -35,6 +35,8 @@ def test_kernels_change_losses_by_rounding_only(tmp_path):
     compiled = {path.stem for path in (tmp_path / "triton").rglob("*.cubin")}
     assert compiled == {
         "_adamw_kernel",
+        "_residual_norm_kernel",
+        "_residual_norm_backward_kernel",
         "_rotate_kernel",
         "_softmax_kernel",
         "_softmax_gradient_kernel",

@@ -1,15 +1,18 @@
 """Training with the operators of Triton kernels, on a CPU by their references, equals that without."""
 
+import sys
 from unittest import mock
 
 import pytest
 import torch
 
 from megatron.core import fused_kernels
+from tests import ROOT
 from tests.support.training_harness import COMMON, LLAMA, train
 
 pytest.importorskip("triton", reason="Triton is not in the environment: pip install triton")
 
+STAND_IN = str(ROOT / "tests/te_stand_in")
 LATENT = (
     "--multi-latent-attention --q-lora-rank 12 --kv-lora-rank 8 --qk-head-dim 8 --qk-pos-emb-head-dim 4 "
     "--v-head-dim 8 --normalization RMSNorm --swiglu --ffn-hidden-size 48 --disable-bias-linear "
@@ -37,10 +40,27 @@ RUNS = {  # name -> (processes, flags)
     ),
     "ZeRO": (2, f"{LLAMA} --use-distributed-optimizer --overlap-param-gather --clip-grad 0.1"),
     "CP 2": (2, f"{LLAMA} --context-parallel-size 2"),
+    "layer norm, dropout": (
+        1,
+        f"{LLAMA} --normalization LayerNorm --apply-layernorm-1p --hidden-dropout 0.1",
+    ),
+    "no norm weights": (1, f"{LLAMA} --no-norm-weights"),
+    "recomputed norms": (
+        1,
+        f"{LLAMA} --recompute-granularity selective --recompute-modules layernorm",
+    ),
+    "residual sums by torch": (1, f"{LLAMA} --no-bias-dropout-fusion"),
+}
+_NORM_KERNELS = {"residual_norm", "residual_norm_backward"}
+WITHOUT_KERNELS = {
+    "recomputed norms": _NORM_KERNELS,
+    "residual sums by torch": _NORM_KERNELS,
 }
 
 
 def train_with_operators(rank, world_size, flags):
+    if "transformer_engine" in flags and STAND_IN not in sys.path:
+        sys.path.insert(0, STAND_IN)
     names = set()
     load = fused_kernels._load
 
@@ -61,11 +81,24 @@ def test_operators_change_results_by_rounding_only(pool, name):
     outcomes = pool.run(train_with_operators, processes, flags)
     expected = pool.run(train, processes, flags, COMMON + "--mock-data --train-iters 3 ")
     for (outcome, names), plain in zip(outcomes, expected, strict=True):
-        assert names == set(fused_kernels._KERNELS)
+        assert names == set(fused_kernels._KERNELS) - WITHOUT_KERNELS.get(name, set())
         assert outcome.measured.losses == pytest.approx(plain.measured.losses, rel=1e-6)
         assert outcome.measured.grad_norms == pytest.approx(plain.measured.grad_norms, rel=1e-5)
         for row, plain_row in zip(outcome.boxes, plain.boxes, strict=True):
             torch.testing.assert_close(row[-1], plain_row[-1], rtol=1e-3, atol=1e-5, msg=row[0])
+
+
+def test_separate_norms_of_transformer_engine_use_the_kernel(pool):
+    """Those of experts; its norms before dense projections are part of the projections."""
+    experts = f"{LLAMA} --num-experts 4 --moe-router-topk 2 "
+    te = "--transformer-impl transformer_engine"
+    ((outcome, names),) = pool.run(train_with_operators, 1, experts + te)
+    assert names >= _NORM_KERNELS
+    (expected,) = pool.run(train, 1, experts, COMMON + "--mock-data --train-iters 3 ")
+    assert outcome.measured.losses == pytest.approx(expected.measured.losses, rel=1e-6)
+    assert outcome.measured.grad_norms == pytest.approx(expected.measured.grad_norms, rel=1e-5)
+    ((_, names),) = pool.run(train_with_operators, 1, f"{LLAMA} {te}")
+    assert not names & _NORM_KERNELS
 
 
 def test_bf16_weights_are_the_rounded_main_parameters(pool):

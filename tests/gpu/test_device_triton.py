@@ -100,3 +100,31 @@ def test_rotation(heads, width, pairs, dtype, interleaved):
         assert_close(y, expected)
         kernels.rotate(device_x, device_x, cos.cuda(), sin.cuda(), inverse, interleaved)
         assert torch.equal(device_x, y)
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "size"), [(3001, 2048), (7, 1001), (2, 16384)])
+def test_residual_norm(rows, size, dtype, norm):
+    x, branch, dy, dtotal = (torch.randn(rows, size).to(dtype) for _ in range(4))
+    weight = torch.randn(size).to(dtype)
+    bias = torch.randn(size).to(dtype) if norm == "layer" else None
+    device_bias = None if bias is None else bias.cuda()
+    options = (1e-5, norm == "rms", True)
+    expected = kernels.compute_residual_norm(x, branch, weight, bias, *options)
+    actual = kernels.residual_norm(x.cuda(), branch.cuda(), weight.cuda(), device_bias, *options)
+    for one, other in zip(actual, expected, strict=True):
+        assert_close(one, other)
+    total, _, mean, scale = expected
+    dx, dparams = kernels.compute_residual_norm_backward(
+        dy, dtotal, total, weight, mean, scale, bias is not None, True
+    )
+    saved = [tensor.cuda() for tensor in (dy, dtotal, total, weight, mean, scale)]
+    device_dx, device_dparams = kernels.residual_norm_backward(*saved, bias is not None, True)
+    # Elements are sums of terms that partly cancel: tolerance relative to the largest.
+    tolerance = TOLERANCES[dtype]
+    torch.testing.assert_close(
+        device_dx.cpu(), dx, rtol=tolerance, atol=tolerance * dx.abs().max().item()
+    )
+    scale = dparams.abs().max().item()
+    torch.testing.assert_close(device_dparams.cpu(), dparams, rtol=0, atol=1e-5 * scale)

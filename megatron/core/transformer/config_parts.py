@@ -132,6 +132,9 @@ class ComputeOptions:
     """Compute SwiGLU and its gradient in one Triton kernel each, on CUDA."""
     rope_fusion: bool = flag(True, "--no-rope-fusion")
     """Rotate queries and keys in a Triton kernel, on CUDA."""
+    bias_dropout_fusion: bool = flag(True, "--no-bias-dropout-fusion")
+    """Compute the residual sum and the norm of it in one Triton kernel for each direction, on CUDA.
+    """
     apply_rope_fusion: bool = flag(
         False,
         requires={"transformer_impl": "transformer_engine", "rope_type": "rope"},

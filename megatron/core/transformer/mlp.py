@@ -61,9 +61,13 @@ class MLP(MegatronModule):
             config, placement, ffn_size, normed=not shared_expert
         )
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """Return the output of the branch, `[s, b, h]` (or `[s/tp, b, h]`) as its input."""
-        inner = self.linear_fc1(hidden_states)  # [s, b, ffn/tp], twice that when gated
+    def forward(self, hidden_states: Tensor, *, is_normalized: bool = False) -> Tensor:
+        """Return the output of the branch, `[s, b, h]` (or `[s/tp, b, h]`) as its input.
+
+        `is_normalized`: the norm of the first projection has been applied to the input.
+        """
+        project = self.linear_fc1.project if is_normalized else self.linear_fc1
+        inner = project(hidden_states)  # [s, b, ffn/tp], twice that when gated
         return self.linear_fc2(self.activation(inner))
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.core.fused_kernels import MAX_NORM_SIZE, find_kernel
 from megatron.core.module import Constant, MegatronModule, ParamInfo, make_parameter
 from megatron.core.parallel_state import Axis
 from megatron.core.private_operators import HAS_FUSED_RMS_NORM
@@ -48,6 +49,12 @@ class Norm(MegatronModule):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.normalize(x, self.weight, self.bias)
+
+    def add_and_normalize(
+        self, hidden: Tensor, branch: Tensor | None
+    ) -> tuple[Tensor, Tensor] | None:
+        """See `Normalization.add_and_normalize`."""
+        return self.normalize.add_and_normalize(hidden, branch, self.weight, self.bias)
 
 
 class NormPerHead(Norm):
@@ -135,6 +142,13 @@ class NormColumnParallelLinear(ColumnParallelLinear):
             return recompute_intermediate(self._normalize_input, self.project, x)
         return self.project(self._normalize_input(x))
 
+    def add_and_normalize(
+        self, hidden: Tensor, branch: Tensor | None
+    ) -> tuple[Tensor, Tensor] | None:
+        """See `Normalization.add_and_normalize`; `project` accepts the result."""
+        weight = self.layer_norm_weight
+        return self.normalize.add_and_normalize(hidden, branch, weight, self.layer_norm_bias)
+
     def _normalize_input(self, x: Tensor) -> Tensor:
         return self.normalize(x, self.layer_norm_weight, self.layer_norm_bias)
 
@@ -149,6 +163,8 @@ class Normalization:
     """The weight is stored as w - 1."""
     apex: Any = None
     """The module of apex's kernels, if enabled."""
+    has_kernel: bool = False
+    """Whether a Triton kernel may compute the norm together with the residual sum before it."""
 
     @classmethod
     def from_config(cls, config: TransformerConfig) -> Normalization:
@@ -157,7 +173,9 @@ class Normalization:
         if config.norm_impl == "apex" and config.transformer_impl == "local":
             apex = resolve(_IMPORT_APEX_NORMS)()
         is_rms = config.normalization == "RMSNorm"
-        return _get_shared(is_rms, config.norm_epsilon, config.apply_layernorm_1p, apex)
+        has_kernel = config.bias_dropout_fusion and apex is None
+        zero_centered = config.apply_layernorm_1p
+        return _get_shared(is_rms, config.norm_epsilon, zero_centered, apex, has_kernel)
 
     def __call__(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         if weight is None or not self.zero_centered:
@@ -180,6 +198,20 @@ class Normalization:
         if self.rms:
             return _RMSNorm.apply(x, weight, self.epsilon)
         return F.layer_norm(x, shape, weight, bias, self.epsilon)
+
+    def add_and_normalize(
+        self, hidden: Tensor, branch: Tensor | None, weight: Tensor | None, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return `hidden + branch` and its norm from one kernel, or None if there is no kernel.
+
+        The gradients of both are added in the kernel of the backward pass, also without a `branch`.
+        """
+        if not self.has_kernel or hidden.shape[-1] > MAX_NORM_SIZE:
+            return None
+        if find_kernel("residual_norm", hidden) is None:
+            return None
+        total, normed = _ResidualNorm.apply(hidden, branch, weight, bias, self)
+        return total, normed
 
     def _run_apex(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         normed: Tensor
@@ -265,3 +297,49 @@ class _RMSNorm(torch.autograd.Function):
             scaled = (dy * weight).float()
         dx = scaled.sub_(normalized.mul_(mean)).mul_(scale)
         return dx.to(x.dtype), dw, None
+
+
+class _ResidualNorm(torch.autograd.Function):
+    """`t = x + branch` and `norm(t)`; keeps t and the mean and scale of each row."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        branch: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        norm: Normalization,
+    ) -> tuple[Tensor, Tensor]:
+        kernel = find_kernel("residual_norm", x)
+        assert kernel is not None
+        total, normed, mean, scale = kernel(
+            x, branch, weight, bias, norm.epsilon, norm.rms, norm.zero_centered
+        )
+        if branch is None:
+            total = x
+        ctx.save_for_backward(total, weight, mean, scale)
+        ctx.has_branch = branch is not None
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.zero_centered = norm.zero_centered
+        ctx.set_materialize_grads(False)
+        return total, normed
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: Any, dtotal: Tensor | None, dy: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        total, weight, mean, scale = ctx.saved_tensors
+        if dy is None:
+            return dtotal, dtotal if ctx.has_branch else None, None, None, None
+        kernel = find_kernel("residual_norm_backward", total)
+        assert kernel is not None
+        has_bias = ctx.bias_dtype is not None
+        dx, dparams = kernel(dy, dtotal, total, weight, mean, scale, has_bias, ctx.zero_centered)
+        dweight = None
+        if weight is not None:
+            dweight = dparams[0].to(weight.dtype)
+        dbias = None
+        if has_bias:
+            dbias = dparams[-1].to(ctx.bias_dtype)
+        return dx, dx if ctx.has_branch else None, dweight, dbias, None

@@ -16,6 +16,7 @@ from megatron.core.tensor_parallel import recompute_intermediate
 from megatron.core.transformer.attention.multi_head import Attention, SelfAttention
 from megatron.core.transformer.backends import select_layer_spec
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.norm import Norm, NormColumnParallelLinear
 from megatron.core.transformer.placement import Placement
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.wings import resolve
@@ -80,10 +81,47 @@ class TransformerLayer(MegatronModule):
         # again for every bound method that is used on both sides of a break.
         if self.config.parallel_residual:
             return self._forward_parallel(hidden_states, documents)
-        attention = self._attend(hidden_states, documents)
-        hidden_states = hidden_states + self._scale_and_drop(attention)
-        mlp = self._feed_forward(hidden_states)
+        hidden_states, normed = self._add_and_normalize(hidden_states, None, self.attention_norm)
+        attention = self._attend(hidden_states, documents, normed)
+        branch = self._scale_and_drop(attention)
+        hidden_states, normed = self._add_and_normalize(hidden_states, branch, self.mlp_norm)
+        mlp = self._feed_forward(hidden_states, normed)
         return hidden_states + self._scale_and_drop(mlp)
+
+    @property
+    def attention_norm(self) -> MegatronModule | None:
+        """The module with the norm of the attention branch's input, which may be a projection."""
+        if self.input_layernorm is not None:
+            return self.input_layernorm
+        return getattr(self.self_attention, "linear_qkv", None)
+
+    @property
+    def mlp_norm(self) -> MegatronModule | None:
+        """The module with the norm of the MLP branch's input, which may be a projection."""
+        if self.pre_mlp_layernorm is not None:
+            return self.pre_mlp_layernorm
+        # Recomputation of the MLP begins with its norm, whose result is not kept.
+        if self.config.recomputes("mlp"):
+            return None
+        return getattr(self.mlp, "linear_fc1", None)
+
+    def _add_and_normalize(
+        self,
+        hidden_states: Tensor,
+        branch: Tensor | None,
+        norm: MegatronModule | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the residual stream with `branch`, and its norm if one kernel computes both.
+
+        The kernel also adds their gradients; without a `branch` that is its only purpose.
+        """
+        if isinstance(norm, Norm | NormColumnParallelLinear) and not self._recomputes_norms():
+            fused = norm.add_and_normalize(hidden_states, branch)
+            if fused is not None:
+                return fused
+        if branch is not None:
+            hidden_states = hidden_states + branch
+        return hidden_states, None
 
     def _forward_parallel(self, hidden_states: Tensor, documents: Tensor | None) -> Tensor:
         """Return the residual stream after a layer whose branches have the same input."""
@@ -94,9 +132,18 @@ class TransformerLayer(MegatronModule):
         mlp = self._feed_forward(inputs)
         return hidden_states + self._scale_and_drop(attention) + self._scale_and_drop(mlp)
 
-    def _attend(self, hidden_states: Tensor, documents: Tensor | None) -> Tensor:
-        """Return the output of the attention branch before dropout."""
+    def _attend(
+        self, hidden_states: Tensor, documents: Tensor | None, normed: Tensor | None = None
+    ) -> Tensor:
+        """Return the output of the attention branch before dropout.
+
+        `normed` is the norm of `hidden_states` if it has been computed.
+        """
         norm = self.input_layernorm
+        if normed is not None and norm is None:
+            return self.self_attention(normed, documents, is_normalized=True)
+        if normed is not None:
+            return self.self_attention(normed, documents)
         if norm is None:
             return self.self_attention(hidden_states, documents)
         if self._recomputes_norms():
@@ -104,9 +151,16 @@ class TransformerLayer(MegatronModule):
             return recompute_intermediate(norm, attention, hidden_states)
         return self.self_attention(norm(hidden_states), documents)
 
-    def _feed_forward(self, hidden_states: Tensor) -> Tensor:
-        """Return the output of the MLP branch before dropout."""
+    def _feed_forward(self, hidden_states: Tensor, normed: Tensor | None = None) -> Tensor:
+        """Return the output of the MLP branch before dropout.
+
+        `normed` is the norm of `hidden_states` if it has been computed.
+        """
         norm = self.pre_mlp_layernorm
+        if normed is not None and norm is None:
+            return self.mlp(normed, is_normalized=True)
+        if normed is not None:
+            return self._run_mlp(normed)
         if norm is None:
             return self._run_mlp(hidden_states)
         if self._recomputes_norms():

@@ -26,6 +26,14 @@ SIGNATURES = {
         "x_group i32, x_head i32, y_position i64, y_sample i64, y_group i32, y_head i32, sign fp32, num_pairs i32, "
         "num_unchanged i32"
     ),
+    "_residual_norm_kernel": (
+        "x *HALF, branch *HALF, weight *HALF, bias *HALF, total *HALF, y *HALF, means *fp32, scales *fp32, size i32, "
+        "epsilon fp32, weight_offset fp32"
+    ),
+    "_residual_norm_backward_kernel": (
+        "dy *HALF, dtotal *HALF, total *HALF, weight *HALF, means *fp32, scales *fp32, dx *HALF, dweights *fp32, "
+        "dbiases *fp32, rows i32, size i32, weight_offset fp32"
+    ),
 }
 CONSTANTS = {
     "_swiglu_kernel": {"BLOCK": 1024},
@@ -39,6 +47,21 @@ CONSTANTS = {
         "PAIRS": 64,
         "UNCHANGED": 32,
         "HEADS": 16,
+    },
+    "_residual_norm_kernel": {
+        "IS_RMS": False,
+        "HAS_BRANCH": True,
+        "HAS_WEIGHT": True,
+        "HAS_BIAS": True,
+        "BLOCK": 2048,
+    },
+    "_residual_norm_backward_kernel": {
+        "IS_RMS": False,
+        "HAS_DTOTAL": True,
+        "HAS_WEIGHT": True,
+        "HAS_BIAS": True,
+        "STEPS": 32,
+        "BLOCK": 2048,
     },
 }
 

@@ -142,14 +142,22 @@ class SelfAttention(Attention):
             in_place=is_local and config.head_dim % 8 == 0,
         )
 
-    def forward(self, hidden_states: Tensor, documents: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        hidden_states: Tensor,
+        documents: Tensor | None = None,
+        *,
+        is_normalized: bool = False,
+    ) -> Tensor:
         """Return the output of the branch, `[s, b, h]` (or `[s/tp, b, h]`) as its input.
 
         A token attends to tokens with the same number in `documents` `[b, s]`. Under context
         parallelism s counts the positions of this rank, except in `documents`, which are whole.
+        `is_normalized`: the norm of the projection has been applied to the input.
         """
         # Project, and view the result by groups.
-        mixed = self.linear_qkv(hidden_states)  # [s, b, (heads + 2 groups) / tp * d]
+        project = self.linear_qkv.project if is_normalized else self.linear_qkv
+        mixed = project(hidden_states)  # [s, b, (heads + 2 groups) / tp * d]
         length, batch, _ = mixed.shape
         # [s, b, groups / tp, q + 2, d], with gates [s, b, groups / tp, 2 q + 2, d]
         mixed = mixed.view(length, batch, self.groups, -1, self.config.head_dim)

@@ -104,8 +104,8 @@ class SharedExperts(MLP):
             shape = (1, config.hidden_size)
             self.gate_weight = make_parameter(shape, config.params_dtype, placement.device, info)
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        output = super().forward(hidden_states)
+    def forward(self, hidden_states: Tensor, *, is_normalized: bool = False) -> Tensor:
+        output = super().forward(hidden_states, is_normalized=is_normalized)
         if self.gate_weight is None:
             return output
         gate = torch.sigmoid(F.linear(hidden_states, self.gate_weight))  # [s, b, 1]

@@ -89,6 +89,9 @@ class TENormColumnParallelLinear(NormColumnParallelLinear, EngineLinearMixin):
     def forward(self, x: Tensor) -> Tensor:
         return self.project(x)
 
+    def add_and_normalize(self, hidden: Tensor, branch: Tensor | None) -> None:
+        """Return None: the module computes norm and projection together."""
+
     def project(self, x: Tensor) -> Tensor:
         """Apply norm and projection to the input, which is not normalized."""
         return self.engine(self, x)

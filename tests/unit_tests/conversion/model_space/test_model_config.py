@@ -129,6 +129,7 @@ def test_every_field_declares_its_effect() -> None:
         "apply_rope_fusion",
         "bias_swiglu_fusion",
         "rope_fusion",
+        "bias_dropout_fusion",
         "cross_entropy_loss_fusion",
         "cross_entropy_fusion_impl",
         "fp4",
