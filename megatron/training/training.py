@@ -585,7 +585,10 @@ def reporting(
     directory = config.checkpoint.save
     if directory is not None and isinstance(path_of(directory), ObjectPath):
         directory = None
-    dashboards = make_writers(config.logging, directory, flags, run.state.iteration)
+    state = run.state
+    dashboards = make_writers(
+        config.logging, directory, flags, state.iteration, state.consumed_train_samples
+    )
     run.writers = [*writers, *dashboards]
     record = None
     if directory is not None:

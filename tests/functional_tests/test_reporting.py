@@ -125,15 +125,16 @@ def test_run_record(launches):
 def test_tensorboard_curves_over_samples(launches):
     directory, _, _ = launches
     events = EventAccumulator(str(directory / "tensorboard")).Reload()
+    sample_events = EventAccumulator(str(directory / "tensorboard/samples")).Reload()
     over_iterations = events.Scalars("lm loss")
-    over_samples = events.Scalars("lm loss vs samples")
+    over_samples = sample_events.Scalars("lm loss vs samples")
     assert (
         [event.step for event in over_samples]
         == [8 * event.step for event in over_iterations]
         == [8, 16, 24, 32]
     )
     assert [event.value for event in over_samples] == [event.value for event in over_iterations]
-    names = set(events.Tags()["scalars"])
+    names = {*events.Tags()["scalars"], *sample_events.Tags()["scalars"]}
     assert {
         "world-size",
         "world-size vs samples",

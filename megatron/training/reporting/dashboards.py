@@ -19,21 +19,26 @@ from megatron.training.reporting.writers import Writer, compute_mean
 
 logger = logging.getLogger(__name__)
 
+_SAMPLES = "samples"  # in --tensorboard-dir: curves over consumed samples
 _BRANCH_FLAGS = ("ckpt_step", "finetune", "override_existing_run")
 
 
 def make_dashboards(
-    config: LoggingConfig, save: str | None, args: dict[str, Any], iteration: int
+    config: LoggingConfig,
+    save: str | None,
+    args: dict[str, Any],
+    iteration: int,
+    consumed_samples: int,
 ) -> list[Writer]:
     """Return the writers that `config` requests, for a launch that begins after `iteration`.
 
     Raises ValueError if a destination cannot be created.
     """
-    run_ids = RunIds(save, args, iteration)
+    run = TrackedRun(save, args, iteration, consumed_samples)
     writers: list[Writer] = []
     for name, (dashboard, make_writer) in DASHBOARDS.items():
         if getattr(config, name) is not None:
-            writer = make_writer(config, run_ids, args)
+            writer = make_writer(config, run, args)
             writers.append(FaultTolerantWriter(writer, dashboard))
     return writers
 
@@ -116,16 +121,28 @@ class TensorBoardWriter:
     """Writes scalars under Megatron-LM's names to TensorBoard.
 
     Each has a curve over iterations, and one over consumed samples (`... vs samples`).
+
+    TensorBoard drops what earlier launches wrote after the position at which this one begins, so
+    that it shows repeated iterations once. That applies to all curves of a directory: those over
+    samples have a directory of their own, because their steps are other numbers.
     """
 
-    def __init__(self, config: LoggingConfig, run_ids: RunIds, args: dict[str, Any]) -> None:
+    def __init__(self, config: LoggingConfig, run: TrackedRun, args: dict[str, Any]) -> None:
         # Imported on first use: it takes half a second.
         from torch.utils.tensorboard import SummaryWriter
 
+        assert config.tensorboard_dir is not None
         self._every = config.tensorboard_log_interval
         try:
             self._writer = SummaryWriter(
-                log_dir=config.tensorboard_dir, max_queue=config.tensorboard_queue_size
+                config.tensorboard_dir,
+                purge_step=run.iteration + 1,
+                max_queue=config.tensorboard_queue_size,
+            )
+            self._sample_writer = SummaryWriter(
+                os.path.join(config.tensorboard_dir, _SAMPLES),
+                purge_step=run.consumed_samples + 1,
+                max_queue=config.tensorboard_queue_size,
             )
         except OSError as error:
             raise ValueError(
@@ -146,15 +163,17 @@ class TensorBoardWriter:
         self.scalars(world_size, last.iteration, last.consumed_train_samples)
         self.scalars(make_throughput_scalars(interval), last.iteration)
         self._writer.flush()
+        self._sample_writer.flush()
 
     def scalars(self, values: dict[str, float], iteration: int, samples: int | None = None) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, iteration)
             if samples is not None:
-                self._writer.add_scalar(f"{name} vs samples", value, samples)
+                self._sample_writer.add_scalar(f"{name} vs samples", value, samples)
 
     def close(self) -> None:
         self._writer.close()
+        self._sample_writer.close()
 
 
 # Packages by the field of `LoggingConfig` that requires them
@@ -177,15 +196,19 @@ def import_package(name: str) -> Any:
         ) from None
 
 
-class RunIds:
-    """Ids of the runs that dashboards have of the run in `save`, each in a file there.
+class TrackedRun:
+    """The run in `save`: its position at this launch, and its ids at dashboards in files there.
 
     A launch that continues the run in `save` continues its runs at the dashboards. One that begins
     a branch begins new ones.
     """
 
-    def __init__(self, save: str | None, args: dict[str, Any], iteration: int) -> None:
+    def __init__(
+        self, save: str | None, args: dict[str, Any], iteration: int, consumed_samples: int
+    ) -> None:
         self.save = save
+        self.iteration = iteration
+        self.consumed_samples = consumed_samples
         self._begins_branch = iteration == 0 or any(args.get(flag) for flag in _BRANCH_FLAGS)
 
     def read(self, package: str) -> str | None:
@@ -243,10 +266,10 @@ class WandbWriter(IntervalWriter):
     WANDB_RESUME override which one is continued.
     """
 
-    def __init__(self, config: LoggingConfig, run_ids: RunIds, args: dict[str, Any]) -> None:
+    def __init__(self, config: LoggingConfig, run: TrackedRun, args: dict[str, Any]) -> None:
         super().__init__(config)
         wandb = import_package("wandb_project")
-        directory = config.wandb_save_dir or os.path.join(run_ids.save or ".", "wandb")
+        directory = config.wandb_save_dir or os.path.join(run.save or ".", "wandb")
         os.makedirs(directory, exist_ok=True)
         self._run = wandb.init(
             project=config.wandb_project,
@@ -254,7 +277,7 @@ class WandbWriter(IntervalWriter):
             entity=config.wandb_entity,
             dir=directory,
             config=args,
-            id=os.environ.get("WANDB_RUN_ID") or run_ids.choose("wandb"),
+            id=os.environ.get("WANDB_RUN_ID") or run.choose("wandb"),
             resume=os.environ.get("WANDB_RESUME") or "allow",
         )
 
@@ -268,15 +291,15 @@ class WandbWriter(IntervalWriter):
 class MlflowWriter(IntervalWriter):
     """Writes the scalars of TensorBoard to an experiment of MLflow (MLFLOW_TRACKING_URI)."""
 
-    def __init__(self, config: LoggingConfig, run_ids: RunIds, args: dict[str, Any]) -> None:
+    def __init__(self, config: LoggingConfig, run: TrackedRun, args: dict[str, Any]) -> None:
         super().__init__(config)
         self._mlflow = import_package("mlflow_experiment")
         self._client = self._mlflow.MlflowClient()
-        run_id = run_ids.read("mlflow")
+        run_id = run.read("mlflow")
         if run_id is None:
             experiment = self._mlflow.set_experiment(config.mlflow_experiment)
             run_id = self._client.create_run(experiment.experiment_id).info.run_id
-            run_ids.write("mlflow", run_id)
+            run.write("mlflow", run_id)
             # Parameters of a run cannot change: they are those of its first launch.
             params = [self._mlflow.entities.Param(*item) for item in _shorten_values(args)]
             self._client.log_batch(run_id, params=params)
@@ -308,12 +331,12 @@ class TrackioWriter(IntervalWriter):
     (TRACKIO_DIR).
     """
 
-    def __init__(self, config: LoggingConfig, run_ids: RunIds, args: dict[str, Any]) -> None:
+    def __init__(self, config: LoggingConfig, run: TrackedRun, args: dict[str, Any]) -> None:
         super().__init__(config)
         trackio = import_package("trackio_project")
         self._run = trackio.init(
             project=config.trackio_project,
-            name=run_ids.choose("trackio"),
+            name=run.choose("trackio"),
             config={name: str(value) for name, value in args.items()},
             resume="allow",
             embed=False,
@@ -329,7 +352,7 @@ class TrackioWriter(IntervalWriter):
 
 
 # The destinations, by the field of `LoggingConfig` that requests them
-DASHBOARDS: dict[str, tuple[str, Callable[[LoggingConfig, RunIds, dict[str, Any]], Writer]]] = {
+DASHBOARDS: dict[str, tuple[str, Callable[[LoggingConfig, TrackedRun, dict[str, Any]], Writer]]] = {
     "tensorboard_dir": ("TensorBoard", TensorBoardWriter),
     "wandb_project": ("Weights & Biases", WandbWriter),
     "mlflow_experiment": ("MLflow", MlflowWriter),

@@ -33,7 +33,11 @@ class Writer(Protocol):
 
 
 def make_writers(
-    config: LoggingConfig, save: str | None, args: dict[str, Any], iteration: int
+    config: LoggingConfig,
+    save: str | None,
+    args: dict[str, Any],
+    iteration: int,
+    consumed_samples: int = 0,
 ) -> list[Writer]:
     """Return the writers that `config` requests, for a launch that begins after `iteration`.
 
@@ -41,7 +45,7 @@ def make_writers(
     """
     if not config.dashboards():
         return []
-    writers: list[Writer] = resolve(DASHBOARDS)(config, save, args, iteration)
+    writers: list[Writer] = resolve(DASHBOARDS)(config, save, args, iteration, consumed_samples)
     return writers
 
 

@@ -167,6 +167,26 @@ def test_tensorboard(pool, tmp_path):
     } <= tags
 
 
+def test_tensorboard_shows_repeated_iterations_once(pool, tmp_path):
+    """Launches that begin at 0, 2, again 2 (after a kill) and, on request, at 1."""
+    config = LoggingConfig(tensorboard_dir=str(tmp_path), tensorboard_log_interval=1)
+    values = {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0}
+    for launch, (first, last) in enumerate([(0, 3), (2, 4), (2, 3), (1, 3)]):
+        iterations = []
+        for iteration in range(first + 1, last + 1):
+            values[iteration] = 10.0 * launch + iteration
+            iterations.append((iteration, values[iteration], False))
+        (writer,) = make_writers(config, None, {"num_layers": 4}, first, 8 * first)
+        writer.interval(*pool.run(interval_of, 1, iterations))
+        writer.close()
+    expected = [(iteration, values[iteration]) for iteration in (1, 2, 3)]
+    events = EventAccumulator(str(tmp_path)).Reload().Scalars("lm loss")
+    assert [(event.step, event.value) for event in events] == expected
+    sample_events = EventAccumulator(str(tmp_path / "samples")).Reload()
+    events = sample_events.Scalars("lm loss vs samples")
+    assert [(event.step / 8, event.value) for event in events] == expected
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_failing_writer_is_dropped_with_one_warning(pool, tmp_path, caplog):
     (interval,) = pool.run(interval_of, 1, [(1, 2.0, False)])
