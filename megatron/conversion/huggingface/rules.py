@@ -188,7 +188,7 @@ EMBEDDING_WIDTH = Rule({"word_embed_proj_dim": "hidden_size"}, _check_embedding_
 
 
 def _check_projections(hf_config: ConfigFields, args: Json) -> Json:
-    num_parts = hf_config.first("pretraining_tp")
+    num_parts = hf_config.first("pretraining_tp") or 1
     if hf_config.first("slow_but_exact") and num_parts > 1:
         supported = f"False is with pretraining_tp = {num_parts}"
         raise unsupported("slow_but_exact", True, supported)

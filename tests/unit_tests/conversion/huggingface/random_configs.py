@@ -205,9 +205,12 @@ def draw_convolutions(rng: random.Random, drawn: Drawn) -> Any:
     return rng.choice([["full_attention"] * layers, mixed, OMITTED])
 
 
+# Shorter than the 20 tokens of these tests, as long, and longer.
+WINDOWS = (3, 7, 19, 20, 50)
+
 SAMPLERS: dict[str, Sampler] = {name: choose_optional(value) for name, value in CONSTANTS.items()}
 SAMPLERS |= {
-    "vocab_size": choose(67, 96),
+    "vocab_size": choose(67, 71, 96),
     "num_hidden_layers": choose(1, 2, 3, 4),
     "n_layer": choose(1, 2),
     "num_layers": choose(1, 2, 3),
@@ -222,8 +225,8 @@ SAMPLERS |= {
     "num_attention_heads": choose(4),
     "n_head": choose(4),
     "num_heads": choose(4),
-    "intermediate_size": choose(20, 24),
-    "n_inner": choose_optional(40, None),
+    "intermediate_size": choose(20, 24, 33),
+    "n_inner": choose_optional(40, 37, None),
     "max_position_embeddings": choose(32, 64),
     "n_positions": choose(32, 64),
     "seq_length": choose_optional(32, 64),
@@ -270,13 +273,13 @@ SAMPLERS |= {
     "parallel_attn": choose_optional(True, True, False),
     "num_ln_in_parallel_attn": choose_optional(1, 2, None),
     "num_kv_heads": draw_groups,
-    "ffn_hidden_size": choose_optional(40, None),
+    "ffn_hidden_size": choose_optional(40, 37, None),
     "activation": choose_optional("gelu", "gelu_new"),
     "bias": choose_optional(True, False),
     "alibi": choose_optional(False, False, True),
     "rotary_dim": choose_optional(4, 8),
     "attention_types": draw_attention_types,
-    "window_size": choose_optional(3, 7),
+    "window_size": choose_optional(*WINDOWS),
     "no_rope_layers": draw_no_rope_layers,
     "no_rope_layer_interval": choose_optional(2, 3),
     "embedding_multiplier": choose_optional(12.0, 1.0),
@@ -284,7 +287,7 @@ SAMPLERS |= {
     "logits_scaling": choose_optional(8.0, 1.0),
     "attention_multiplier": choose(0.3, 0.125),
     "layer_types": draw_layer_types,
-    "sliding_window": choose_optional(3, 7, None),
+    "sliding_window": choose_optional(*WINDOWS, None),
     "sliding_window_pattern": choose_optional(2, 2, 3),
     "use_sliding_window": choose_optional(True, True, False),
     "max_window_layers": choose_optional(0, 1, 2),
@@ -296,8 +299,8 @@ SAMPLERS |= {
     "n_routed_experts": choose(8),
     "num_experts_per_tok": choose(1, 2, 2, 3),
     "router_aux_loss_coef": choose_optional(0.0, 0.01),
-    "moe_intermediate_size": choose(12, 20),
-    "shared_expert_intermediate_size": choose(12, 20),
+    "moe_intermediate_size": choose(12, 20, 27),
+    "shared_expert_intermediate_size": choose(12, 20, 27),
     "norm_topk_prob": choose_optional(True, False),
     "decoder_sparse_step": choose_optional(1, 2),
     "mlp_only_layers": draw_dense_layers,
@@ -416,7 +419,7 @@ OF_FAMILIES: dict[str, dict[str, Sampler]] = {
     },
     "phi": {"hidden_act": choose_optional("gelu_new", "gelu")},
     "cohere": {"head_dim": choose(OMITTED)},
-    "cohere2": {"head_dim": choose(OMITTED), "sliding_window": choose(3, 7)},
+    "cohere2": {"head_dim": choose(OMITTED), "sliding_window": choose(*WINDOWS)},
     "helium": {"head_dim": choose(8), "hidden_size": choose(32)},
     "smollm3": {"use_sliding_window": _FALSE},
     # Layers with a window have the default base unless their own parameters state another.
@@ -462,7 +465,7 @@ OF_FAMILIES: dict[str, dict[str, Sampler]] = {
     "nanochat": _SQUARED_RELU | {"final_logit_softcapping": choose_optional(2.0, 0.5, None)},
     "afmoe": _SIGMOID_EXPERTS
     | {
-        "sliding_window": choose(3, 7),
+        "sliding_window": choose(*WINDOWS),
         "n_group": choose(OMITTED),
         "topk_group": choose(OMITTED),
     },
@@ -470,7 +473,7 @@ OF_FAMILIES: dict[str, dict[str, Sampler]] = {
         "attention_bias": _FALSE,
         "intermediate_size": choose(12, 20),
         "rms_norm_eps": choose_optional(1e-6, 1e-3, None),
-        "sliding_window": choose(3, 7),
+        "sliding_window": choose(*WINDOWS),
         "first_k_dense_replace": choose_optional(0, 1),
         "norm_topk_prob": choose_optional(True, True, False),
         "num_shared_experts": choose_optional(0, 1, 2),
@@ -480,7 +483,7 @@ OF_FAMILIES: dict[str, dict[str, Sampler]] = {
         "norm_topk_prob": choose(True, True, False),
         "num_hidden_layers": choose(3, 4, 5),
         "mlp_only_layers": choose_optional([0], [1, 2], None),
-        "sliding_window": choose(3, 7),
+        "sliding_window": choose(*WINDOWS),
     },
     "mistral4": _NO_HEAD_GROUPS
     | {
@@ -518,12 +521,15 @@ OF_FAMILIES: dict[str, dict[str, Sampler]] = {
         "intermediate_size": choose(OMITTED),
         "tie_word_embeddings": choose(OMITTED),
     },
-    "granite_swa": {"sliding_window_pattern": choose(OMITTED), "sliding_window": choose(3, 7)},
-    "granitemoe_swa": {"sliding_window_pattern": choose(OMITTED), "sliding_window": choose(3, 7)},
+    "granite_swa": {"sliding_window_pattern": choose(OMITTED), "sliding_window": choose(*WINDOWS)},
+    "granitemoe_swa": {
+        "sliding_window_pattern": choose(OMITTED),
+        "sliding_window": choose(*WINDOWS),
+    },
     "mellum": {
         "first_k_dense_replace": choose(OMITTED),
         "sliding_window_pattern": choose(OMITTED),
-        "sliding_window": choose(3, 7),
+        "sliding_window": choose(*WINDOWS),
     },
 }
 

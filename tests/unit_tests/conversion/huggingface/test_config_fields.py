@@ -631,6 +631,13 @@ def test_values_that_transformers_computes_differently_are_refused(name: str) ->
             rule.read(found, {"moe_ffn_hidden_size": 12})
 
 
+def test_opt_without_parts_of_projections_is_read() -> None:
+    family = next(family for family in FAMILIES if family.model_type == "opt")
+    fields = ConfigFields({"slow_but_exact": True}, transformers_defaults("opt"))
+    (rule,) = (rule for rule in family.all_rules if "slow_but_exact" in rule.fields)
+    assert rule.read(fields, {}) == {}
+
+
 def test_cwm_is_exported_as_cwm(tmp_path: Path) -> None:
     fields = SIZES | {"head_dim": 8, "sliding_window": 8}
     expected = save_model(tmp_path / "in", "cwm", **fields, drop=("bos_token_id", "pad_token_id"))

@@ -29,8 +29,8 @@ from tests.unit_tests.conversion.huggingface.random_configs import (
     undeclared_fields,
 )
 
-DRAWS = 4  # accepted models per family in the default suite
-MANY_DRAWS = 50  # with --run-slow
+DRAWS = 1  # accepted models per family in the default suite
+MANY_DRAWS = 10  # with --run-slow
 TOKENS = torch.randint(0, 67, (1, 20), generator=torch.Generator().manual_seed(5))
 # Families of which we can run models; others are in test_foreign_mixers.py.
 MIXED = ("granitemoehybrid", "lfm2")
