@@ -80,6 +80,7 @@ setup(
             "jsonschema>=4.18,<5",
             "accelerate>=1.1,<2",
             "lightning>=2.5,<3",
+            "spmd-types>=0.3.1,<0.4",
         ],
     },
     ext_modules=[

@@ -85,7 +85,12 @@ SKIP: dict[str, Callable[..., Done]] = {
     "_allgather_base": repeat_own_part,
     "_reduce_scatter_base": take_own_part,
     "alltoall_base": return_to_sender,
+    # The names since torch 2.13
+    "all_gather_single": repeat_own_part,
+    "reduce_scatter_single": take_own_part,
+    "all_to_all_single": return_to_sender,
 }
+SKIP = {name: skip for name, skip in SKIP.items() if hasattr(dist.ProcessGroup, name)}
 
 
 def find_site() -> str:
