@@ -129,6 +129,7 @@ class Run:
     hf_exports: ExportTarget | None = None  # models next to checkpoints (--save-hf-interval)
     # Identifies the order of samples; None until the data is built or a checkpoint is loaded.
     train_data_fingerprint: str | None = None
+    train_token_digest: str | None = None  # of blocks of the token files
     # Differences between the flags of the data and those of the loaded checkpoint.
     changed_data_flags: list[str] = field(default_factory=list)
     end_of_document: int | None = None  # token that ends documents in the data

@@ -1,5 +1,7 @@
 """Directories of checkpoints that are moved, linked or damaged outside of the program."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -65,10 +67,10 @@ def test_resume_warns_of_other_samples(launcher, tmp_path, changed, warning):
     assert [warning in text for text in warnings] == ([True] if warning else [])
 
 
-def write_data(prefix, num_sequences):
+def write_data(prefix, num_sequences, first_token=0):
     with IndexedDatasetBuilder(str(prefix), np.uint16) as builder:
         for _ in range(num_sequences):
-            builder.add(np.arange(40))
+            builder.add(np.arange(first_token, first_token + 40))
 
 
 def test_resume_reports_how_the_data_changed(launcher, tmp_path):
@@ -89,11 +91,17 @@ def test_resume_reports_how_the_data_changed(launcher, tmp_path):
     write_data(b, 21)
     output = launcher.run(1, f"{flags} --data-path {blend}").output()
     assert f"{warning}(its flags are the same: the .idx file of a member has other" in output
+    write_data(b, 20, first_token=1)
+    output = launcher.run(1, f"{flags} --data-path {blend}").output()
+    digests = "digest of blocks of the .bin files: [0-9a-f]{32} in the checkpoint, [0-9a-f]{32} now"
+    assert re.search(
+        rf"the tokens of --data-path differ from the checkpoint's \({digests}\)", output
+    )
     # A file that does not fit its index is an error.
     with open(f"{b}.bin", "ab") as file:
         file.write(b"xx")
     job = launcher.start(1, f"{flags} --data-path {blend}")
-    assert job.wait() == [1] and f"{b}.bin has 1682 bytes, but {b}.idx describes" in job.output()
+    assert job.wait() == [1] and f"{b}.bin has 1602 bytes, but {b}.idx describes" in job.output()
 
 
 @pytest.mark.parametrize("masks", ["", "--reset-attention-mask"])

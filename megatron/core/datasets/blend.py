@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.core.datasets.gpt_dataset import Dataset, Sample
+from megatron.core.datasets.gpt_dataset import Dataset, Sample, TokenFiles
 from megatron.core.datasets.index_cache import (
     MAX_BLEND_MEMBERS,
     Arrays,
@@ -97,6 +97,16 @@ class BlendedDataset:
                     f"{self.weights[member]:.6g} requires {count} of {self.size}: "
                     "raise --mid-level-dataset-surplus"
                 )
+
+    def digest_tokens(self, num_blocks: int) -> str:
+        # Of more members than blocks, those of every n-th one are read.
+        count = len(self.members)
+        blocks_per_member = max(1, num_blocks // count)
+        digests = []
+        for member in self.members[:: -(-count // num_blocks)]:
+            if isinstance(member, TokenFiles):
+                digests.append(member.digest_tokens(blocks_per_member))
+        return compute_digest({"members": digests})
 
     def __len__(self) -> int:
         return self.size

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -45,6 +45,17 @@ class Dataset(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Sample: ...
+
+
+@runtime_checkable
+class TokenFiles(Protocol):
+    """A dataset that reads token files."""
+
+    def digest_tokens(self, num_blocks: int) -> str:
+        """Return the digest (32 hex digits) of at most `num_blocks` blocks of the files.
+
+        It takes the same time for files of any size.
+        """
 
 
 def make_generator(seed: int, split: Split, index: int) -> np.random.RandomState:
@@ -262,6 +273,9 @@ class GPTDataset:
             num_tokens = int((text != PADDING).sum())
             text[:num_tokens] = self.fim(text[:num_tokens], random)
         return finish_sample(text, self.config, self.eod)
+
+    def digest_tokens(self, num_blocks: int) -> str:
+        return compute_array_digest(np.frombuffer(self.indexed.read_blocks(num_blocks), np.uint8))
 
     def _read(self, sample: int) -> np.ndarray:
         """Return the tokens of a sample, int64 [seq_length + extra_tokens].

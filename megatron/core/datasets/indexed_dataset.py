@@ -41,6 +41,7 @@ DTYPES: dict[int, np.dtype] = {
 }
 DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
 
+_BLOCK_SIZE = 4096  # bytes, a page: the least that a disk reads
 UINT16_VOCAB_LIMIT = 65500  # Megatron-LM's limit, a little below 2**16
 
 
@@ -107,6 +108,15 @@ class IndexedDataset:
                 )
             data += more
         return data
+
+    def read_blocks(self, num_blocks: int) -> bytes:
+        """Return `num_blocks` evenly spaced blocks of the .bin, from its first to its last byte."""
+        end = int(self.offsets[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
+        size = min(_BLOCK_SIZE, end)
+        blocks = []
+        for offset in np.linspace(0, end - size, num_blocks, dtype=np.int64).tolist():
+            blocks.append(self._pread(size, offset))
+        return b"".join(blocks)
 
     def __reduce__(self) -> tuple:
         return type(self), (self.prefix, self.use_mmap)  # other processes open the files themselves

@@ -112,7 +112,7 @@ _RUN: dict[str, Check] = {
     **_fields(text(), "pipeline_model_parallel_layout"),
     **_fields(LAYERS, "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers"),
     **_fields(text(), "tokenizer_type tokenizer_model vocab_file merge_file"),
-    **_fields(text(), "train_data_fingerprint"),
+    **_fields(text(), "train_data_fingerprint train_token_digest"),
     **_fields(text(8), "tiktoken_pattern"),
     **_fields(schema.boolean, "legacy_tokenizer"),
     **_fields(sequence(text(256), 10_000), "foreign_mixers"),

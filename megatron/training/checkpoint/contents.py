@@ -146,6 +146,7 @@ def start_common_state(run: Run) -> CommonState:
         "params_dtype": config.model.params_dtype,
         "skipped_train_samples": 0,
         "train_data_fingerprint": run.train_data_fingerprint,
+        "train_token_digest": run.train_token_digest,
         "end_of_document": run.end_of_document,
     }
     common = megatron_common_state(make_namespace(config.flags(), derived), state)

@@ -147,8 +147,9 @@ def load_checkpoint(run: Run, checkpoint: ChosenCheckpoint[Source]) -> None:
     _restore_optimizer(run, model, selection)
     _restore_average(run, source, selection)
     if training is not None:
-        fingerprint = source.args.get("train_data_fingerprint")
-        _restore_position(run, training, fingerprint, with_optimizer)
+        _restore_position(run, training, with_optimizer)
+        run.train_data_fingerprint = source.args.get("train_data_fingerprint")
+        run.train_token_digest = source.args.get("train_token_digest")
         stored_args = normalize_stored_args(source.args)
         run.changed_data_flags = list_data_differences(run.config.flags(), stored_args)
         stored_state = None
@@ -381,9 +382,7 @@ def _is_skipped(key: str, with_optimizer: bool, stored_keys: Collection[str]) ->
     return key.startswith("rng_state/") or is_extra_state(key)
 
 
-def _restore_position(
-    run: Run, training: TrainingState, fingerprint: str | None, with_optimizer: bool
-) -> None:
+def _restore_position(run: Run, training: TrainingState, with_optimizer: bool) -> None:
     """Restore iteration and consumed samples, which determine the next data, and the schedule."""
     run.state = TrainState(
         training.iteration,
@@ -391,7 +390,6 @@ def _restore_position(
         training.consumed_valid_samples,
         training.num_floating_point_operations_so_far,
     )
-    run.train_data_fingerprint = fingerprint
     if with_optimizer and training.scheduler is not None:
         run.scheduler.load_state_dict(training.scheduler, training.param_groups or ())
     else:

@@ -8,6 +8,7 @@ repetition.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import socket
@@ -21,6 +22,7 @@ import torch.distributed as dist
 
 from megatron.core.datasets import Dataset
 from megatron.core.datasets.config import SPLITS
+from megatron.core.datasets.gpt_dataset import TokenFiles
 from megatron.core.datasets.index_cache import compute_digest
 from megatron.core.datasets.ordered_workers import OrderedWorkers
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
@@ -30,6 +32,9 @@ from megatron.training.data.tokenizer import Tokenizer
 from megatron.training.run import Batch, Datasets, DatasetsProvider, Run
 
 logger = logging.getLogger(__name__)
+
+_DIGESTED_BLOCKS = 256  # of token files: at 5 ms each, 1.3 s at the start of a launch
+_PATH_FLAGS = ("data_path", "train_data_path", "data_args_path", "per_split_data_args_path")
 
 
 @dataclass
@@ -70,8 +75,8 @@ def build_data(run: Run, tokenizer: Tokenizer, provider: DatasetsProvider) -> Da
 
     needs_data = any(map(run.needs_batch, range(len(run.chunks))))
     datasets = build_on_one_rank_per_node_first(build, needs_data) or (None, None, None)
-    fingerprints = _share_fingerprints(datasets, needs_data)
-    _compare_with_checkpoint(run, datasets[0])
+    fingerprints, token_digest = _share_fingerprints(datasets, needs_data)
+    _compare_with_checkpoint(run, datasets[0], token_digest)
 
     # Training and validation continue where the run stopped; each test starts at the beginning.
     consumed = (run.state.consumed_train_samples, run.state.consumed_valid_samples, 0)
@@ -134,18 +139,28 @@ def count_samples(run: Run) -> tuple[int, int, int]:
     return train, valid, per_evaluation
 
 
-def _share_fingerprints(datasets: Datasets, needs_data: bool) -> list[str | None]:
-    """Return the fingerprint of each split on rank 0, None for a split without data. Collective.
+def _share_fingerprints(
+    datasets: Datasets, needs_data: bool
+) -> tuple[list[str | None], str | None]:
+    """Return the fingerprint of each split on rank 0, None for a split without data, and the digest
+    of the tokens of the first, None without token files. Collective.
 
     Raises ValueError on all ranks if a rank has other data, e.g. because the copies of a file on
     the nodes are of different versions.
     """
     fingerprints = [None if dataset is None else dataset.fingerprint for dataset in datasets]
-    shared = [fingerprints]
+    token_digest = None
+    if dist.get_rank() == 0 and isinstance(datasets[0], TokenFiles):
+        with contextlib.suppress(OSError):  # which training will report
+            token_digest = datasets[0].digest_tokens(_DIGESTED_BLOCKS)
+    shared = [(fingerprints, token_digest)]
     dist.broadcast_object_list(shared, src=0)
+    ((shared_fingerprints, token_digest),) = shared
 
     def compare() -> None:
-        for split, fingerprint, expected in zip(SPLITS, fingerprints, shared[0], strict=True):
+        for split, fingerprint, expected in zip(
+            SPLITS, fingerprints, shared_fingerprints, strict=True
+        ):
             if fingerprint != expected:
                 raise ValueError(
                     f"the {split} data on {socket.gethostname()} differs from that of rank 0: all "
@@ -153,15 +168,15 @@ def _share_fingerprints(datasets: Datasets, needs_data: bool) -> list[str | None
                 )
 
     Coordination.of(None).run_on_all(compare if needs_data else _accept)
-    return shared[0]
+    return shared_fingerprints, token_digest
 
 
 def _accept() -> None:
     """Accept the data of a rank that reads none."""
 
 
-def _compare_with_checkpoint(run: Run, train: Dataset | None) -> None:
-    """Warn if the order of samples differs from that of the resumed run."""
+def _compare_with_checkpoint(run: Run, train: Dataset | None, token_digest: str | None) -> None:
+    """Warn if the order of samples or their tokens differ from those of the resumed run."""
     if train is None:
         return
     fingerprint = compute_order_fingerprint(train, run.config.loader)
@@ -178,7 +193,15 @@ def _compare_with_checkpoint(run: Run, train: Dataset | None) -> None:
             f"{run.state.consumed_train_samples} samples consumed so far may be repeated and "
             "others skipped"
         )
+    elif run.state.consumed_train_samples and run.train_token_digest not in (None, token_digest):
+        flags = [f"--{name.replace('_', '-')}" for name in _PATH_FLAGS if run.config.flags()[name]]
+        logger.warning(
+            f"the tokens of {', '.join(flags)} differ from the checkpoint's (digest of blocks of "
+            f"the .bin files: {run.train_token_digest} in the checkpoint, {token_digest} now): the "
+            "files were replaced by others with the same names and lengths of sequences"
+        )
     run.train_data_fingerprint = fingerprint
+    run.train_token_digest = token_digest
 
 
 def compute_order_fingerprint(dataset: Dataset, config: DataLoaderConfig) -> str:

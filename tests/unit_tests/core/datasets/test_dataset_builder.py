@@ -1,6 +1,7 @@
 """Datasets from --data-path and related flags: parsing, splits, blends, invalid options."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -153,6 +154,20 @@ def test_blend_fingerprint_covers_members_and_weights(data):
         ]
     ]
     assert len(set(prints)) == 5
+
+
+def test_token_digest_of_a_blend_reads_at_most_as_many_blocks_as_requested(data, monkeypatch):
+    blend, _, _ = build((50, 0, 0), data_path=["1", "a", "1", "b", "1", "c"], split="1")
+    reads = []
+    real_pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda *args: reads.append(args) or real_pread(*args))
+    counts = []
+    for num_blocks in (1, 2, 3, 7):
+        reads.clear()
+        blend.digest_tokens(num_blocks)
+        counts.append(len(reads))
+    assert counts == [1, 2, 3, 6]
+    assert len({member.digest_tokens(2) for member in blend.members}) == 3
 
 
 def test_longer_blend_begins_with_the_same_samples(data):

@@ -146,6 +146,24 @@ def test_small_corpus_is_repeated(corpus):
     )
 
 
+def test_token_digest_covers_the_content_of_the_file(corpus):
+    """Blocks of a file without gaps between them cover every byte; fewer cover both ends."""
+    base = dataset_for(corpus, 10)
+    digests = {count: base.digest_tokens(count) for count in (1, 2, 3)}
+    assert digests[3] == dataset_for(corpus, 200, seed=1, mmap_bin_files=False).digest_tokens(3)
+    size = corpus.with_suffix(".bin").stat().st_size
+    assert size < 2 * 4096
+    for offset, is_noticed in ((0, [1, 2, 3]), (4096, [2, 3]), (size - 1, [2, 3])):
+        content = bytearray(corpus.with_suffix(".bin").read_bytes())
+        content[offset] ^= 1
+        corpus.with_suffix(".bin").write_bytes(content)
+        changed = dataset_for(corpus, 10)
+        assert changed.fingerprint == base.fingerprint
+        assert is_noticed == [n for n in digests if changed.digest_tokens(n) != digests[n]]
+        content[offset] ^= 1
+        corpus.with_suffix(".bin").write_bytes(content)
+
+
 def test_fingerprint_identifies_the_order_of_samples(corpus):
     base = dataset_for(corpus, 10).fingerprint
     assert (
