@@ -60,9 +60,8 @@ def run_name(save_directory: Path) -> str:
     A copy of the directory is another run, and so is a directory that was emptied.
     """
     # The random content distinguishes emptied directories, the path distinguishes copies.
-    path = save_directory / RUN
-    if not path.is_file():
-        _write_whole(path, secrets.token_hex(8).encode())
+    if read_run_name(save_directory) is None:
+        _write_whole(save_directory / RUN, secrets.token_hex(8).encode())
     name = read_run_name(save_directory)
     assert name is not None
     return name
@@ -70,11 +69,12 @@ def run_name(save_directory: Path) -> str:
 
 def read_run_name(save_directory: Path) -> str | None:
     """Return the result of `run_name`, None before the first launch."""
-    path = save_directory / RUN
-    if not path.is_file():
+    try:
+        content = read_regular(save_directory / RUN, follow_links=True)
+    except (FileNotFoundError, NotADirectoryError):
         return None
     address = str(save_directory.resolve()).encode()
-    return xxhash.xxh3_64_hexdigest(path.read_bytes() + address)
+    return xxhash.xxh3_64_hexdigest(content + address)
 
 
 _MAX_DIGITS = len(str(schema.MAX_COUNT))

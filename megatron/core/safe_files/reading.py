@@ -125,6 +125,7 @@ class OpenFile:
 
     def __init__(self, path: Path, follow_links: bool = False) -> None:
         self.path = path
+        self.follow_links = follow_links
         self.descriptor: int | None = _open_descriptor(path, follow_links)
         self.size = os.fstat(self.descriptor).st_size  # at the time of opening
 
@@ -237,7 +238,24 @@ class OpenFile:
     def _read_some(self, view: memoryview, position: int) -> int:
         """Fill the beginning of `view` from `position` on. Returns the bytes read, 0 at the end."""
         assert self.descriptor is not None
+        for _ in range(_STALE_ATTEMPTS - 1):
+            try:
+                return os.preadv(self.descriptor, [view], position)
+            except OSError as error:
+                if error.errno != errno.ESTALE:
+                    raise
+                self._reopen()
         return os.preadv(self.descriptor, [view], position)
+
+    def _reopen(self) -> None:
+        """Replace a stale descriptor, which other threads may be using, unless the file changed."""
+        assert self.descriptor is not None
+        descriptor = _open_descriptor(self.path, self.follow_links)
+        try:
+            if os.fstat(descriptor).st_size == self.size:
+                os.dup2(descriptor, self.descriptor, inheritable=False)
+        finally:
+            os.close(descriptor)
 
     def measure_directory(self) -> int:
         """Return the bytes that the files next to this one use on disk, this one included."""

@@ -3,6 +3,7 @@
 import errno
 import os
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -21,11 +22,13 @@ from megatron.core.dist_checkpointing import (
     read_tracker,
 )
 from megatron.core.dist_checkpointing.files import read_run_name, run_name
+from megatron.core.dist_checkpointing.verification import verify
 from megatron.core.durable_files import fsync_directory, put_in_place, write_json
+from megatron.core.safe_files.reading import CheckpointError, open_file
 from tests.support.nfs_client import nfs_client
 from tests.unit_tests.core.dist_checkpointing.saved_state import Training, assert_holds
 
-STALE = ("latest_checkpointed_iteration.txt", "owner.json", "lineage.json")
+STALE = ("latest_checkpointed_iteration.txt", "owner.json", "lineage.json", ".run")
 
 
 def save_iteration(root, generation, iteration):
@@ -95,7 +98,34 @@ def test_files_that_another_client_replaces_are_read_again(tmp_path):
         assert read_tracker(tmp_path) == 3
         assert read_lineage(tmp_path).generation == 2
         assert read_run_name(tmp_path) == name
-    assert len(stale_files) == 3
+    assert len(stale_files) == 4
+
+
+def test_shards_whose_descriptor_is_stale_are_opened_again(tmp_path):
+    save_iteration(tmp_path, Generation.take(tmp_path, {}), 1)
+    directory = tmp_path / "iter_0000001"
+    names = [path.name for path in directory.iterdir()]
+    with nfs_client(tmp_path, stale=names) as stale_files:
+        assert verify(directory).ok
+        assert_holds(directory, 1, rows=100)
+    shards = {(path.stat().st_dev, path.stat().st_ino) for path in directory.glob("*.distcp")}
+    assert shards and shards <= set(stale_files)
+
+
+def test_stale_shard_of_another_size_is_an_error(tmp_path):
+    path = tmp_path / "shard"
+    path.write_bytes(b"before")
+    with open_file(path) as file, nfs_client(tmp_path, stale=["shard"]):
+        assert file.read(0, 6) == b"before"
+    with open_file(path) as file:
+        (tmp_path / "other").write_bytes(b"afterwards")
+        (tmp_path / "other").rename(path)
+        with (
+            mock.patch.object(os, "preadv", side_effect=OSError(errno.ESTALE, "stale")),
+            pytest.raises(CheckpointError, match="shard: cannot be read at 0: stale"),
+        ):
+            file.read(0, 6)
+        assert file.read(0, 6) == b"before"  # of the descriptor that was not replaced
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])
