@@ -135,7 +135,12 @@ def _list_kinds(pattern: Iterable[bool | int]) -> list[str]:
 
 
 def _make_uniform_window(window: int | None) -> Json:
-    """Return the arguments of a model whose layers all have this window, or none."""
+    """Return the arguments of a model whose layers all have this window, or none.
+
+    transformers takes 0 for a window without tokens, and not for no window.
+    """
+    if window == 0:
+        raise unsupported("sliding_window", window, "null, or 1 or more, is")
     size = None
     if window:
         size = (window - 1, 0)

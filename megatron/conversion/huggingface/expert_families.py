@@ -474,6 +474,7 @@ DOTS1 = Family(
         NO_BIAS,
         _NO_ATTENTION_BIAS,
         implied(qk_layernorm=True),
+        EXPERTS_PER_TOKEN,  # without a default
         *_SIGMOID_EXPERTS,
         DENSE_PREFIX,
         fixed("moe_layer_freq", 1),
@@ -651,6 +652,7 @@ ARIA_TEXT = Family(
     rows.ARIA_ROWS,
     (
         *LLAMA_RULES,
+        SILU,  # in the experts, whatever the field is
         heads(),
         NO_BIAS,
         _NO_ATTENTION_BIAS,

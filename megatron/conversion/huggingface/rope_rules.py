@@ -225,8 +225,13 @@ def _read_rotated_width(width: int | None, args: Json) -> Json:
 
 
 def _get_head_dim(args: Json) -> int:
-    head_dim = args.get("kv_channels") or args["hidden_size"] // args["num_attention_heads"]
+    hidden_size = args["hidden_size"]
+    num_heads = args["num_attention_heads"]
+    head_dim = args.get("kv_channels") or hidden_size // num_heads
     assert isinstance(head_dim, int)
+    if head_dim == 0:
+        supported = f"num_attention_heads = {num_heads} or more is"
+        raise unsupported("hidden_size", hidden_size, supported)
     return head_dim
 
 
@@ -297,6 +302,8 @@ def _read_rope(
             f"config.json: rope type {rope_type!r} is not supported, only {', '.join(scalings)} "
             f"{verb}"
         )
+    if rope_type == "yarn" and base == 1.0:  # it divides by the logarithm
+        raise unsupported(base_name, base, "more than 1 is with rope type yarn")
     scaling = _leave_out(parameters, (*_TYPE_FIELDS, *_NUMBERS))
     arguments = {
         "position_embedding_type": "rope",

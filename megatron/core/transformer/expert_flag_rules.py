@@ -46,6 +46,11 @@ def _find_group_problems(config: TransformerConfig) -> Iterator[str]:
         return
     if config.moe_router_group_score_topk is not None:
         scores = config.moe_router_group_score_topk
+        if experts % groups or group_topk > groups:
+            yield (
+                f"--moe-router-num-groups {groups} must divide --num-experts {experts}, and be at "
+                f"least --moe-router-group-topk {group_topk}"
+            )
         if not 1 <= scores <= experts // groups:
             yield (
                 f"--moe-router-group-score-topk {scores} must be between 1 and "

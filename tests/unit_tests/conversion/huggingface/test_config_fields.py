@@ -192,6 +192,35 @@ def test_missing_fields_have_the_defaults_of_transformers(name: str) -> None:
     assert model_config(found, 67, name) == model_config(wanted | {"bf16": False}, 67, name)
 
 
+_YARN_WITHOUT_BASE = {
+    "rope_type": "yarn",
+    "rope_theta": 1.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 8,
+}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "message"),
+    [
+        ("phi3", {"sliding_window": 0}, "sliding_window = 0 is not supported, only null, or 1"),
+        ("ministral3", {"sliding_window": 0}, "sliding_window = 0 is not supported"),
+        ("qwen3_moe", {"sliding_window": 0, "use_sliding_window": True}, "sliding_window = 0"),
+        ("aria_text", {"hidden_act": "gelu_new"}, "hidden_act = 'gelu_new' is not supported"),
+        ("dots1", {}, "config.json has no 'num_experts_per_tok': give --moe-router-topk"),
+        ("gptj", {"n_embd": 1, "rotary_dim": 2}, "hidden_size = 1 is not supported, only num_atte"),
+        ("llama", {"rope_scaling": _YARN_WITHOUT_BASE}, "rope_theta = 1.0 is not supported, only"),
+    ],
+)
+def test_values_that_select_another_computation_are_refused(
+    model_type: str, fields: dict[str, Any], message: str
+) -> None:
+    sizes = SIZES if model_type != "gptj" else {"vocab_size": 67, "n_layer": 1, "n_head": 4}
+    hf = sizes | fields | {"model_type": model_type}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        find_family(hf).read_config(hf, {})
+
+
 def test_no_group_of_experts_is_refused() -> None:
     hf = DEEPSEEK | {"model_type": "deepseek_v3", "n_group": 1, "topk_group": 0}
     with pytest.raises(ValueError, match="topk_group = 0 is not supported, only 1 or more is"):

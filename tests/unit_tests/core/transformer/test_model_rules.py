@@ -10,6 +10,14 @@ from tests.unit_tests.core.transformer.tiny_moe import make_config
     [
         ({"moe_router_topk": 5}, "--moe-router-topk 5 must be between 1 and --num-experts 4"),
         ({"moe_router_topk": 1}, "--moe-router-topk 1 requires --moe-router-pre-softmax"),
+        (
+            {
+                "moe_router_num_groups": 3,
+                "moe_router_group_topk": 2,
+                "moe_router_group_score_topk": 1,
+            },
+            "--moe-router-num-groups 3 must divide --num-experts 4, and be at least",
+        ),
         ({"moe_layer_freq": [0, 1, 1]}, "must have a 0 or a 1 for each of the --num-layers 2"),
         (
             {"add_bias_linear": True, "moe_shared_expert_intermediate_size": 8},
