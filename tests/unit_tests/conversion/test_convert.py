@@ -35,16 +35,27 @@ def first_checkpoint(root: Path, args=LLAMA_ARGS, **changes):
     return source
 
 
-@pytest.mark.parametrize("args", [LLAMA_ARGS, GPT_ARGS], ids=["llama", "gpt2"])
-@pytest.mark.parametrize("source_format,target_format", list(itertools.product(FORMATS, FORMATS)))
+@pytest.fixture(
+    scope="module",
+    params=itertools.product([LLAMA_ARGS, GPT_ARGS], FORMATS),
+    ids=itertools.starmap("{}-{}".format, itertools.product(["llama", "gpt2"], FORMATS)),
+)
+def first_conversion(request, tmp_path_factory):
+    """Return a model and its checkpoint in a format."""
+    args, form = request.param
+    directory = tmp_path_factory.mktemp("first")
+    source = first_checkpoint(directory / "run", args)
+    options = WriteOptions(optim_sidecar=True)
+    convert(directory / "run", directory / form, form, options=options)
+    return source, directory / form
+
+
+@pytest.mark.parametrize("target_format", FORMATS)
 def test_every_pair_of_formats_keeps_weights_and_optimizer(
-    tmp_path, source_format, target_format, args
+    tmp_path, first_conversion, target_format
 ):
-    source = first_checkpoint(tmp_path / "run", args)
-    convert(
-        tmp_path / "run", tmp_path / "a", source_format, options=WriteOptions(optim_sidecar=True)
-    )
-    outcome = convert(tmp_path / "a", tmp_path / "b", target_format, options=LAYOUT, verify=True)
+    source, path = first_conversion
+    outcome = convert(path, tmp_path / "b", target_format, options=LAYOUT, verify=True)
     result = open_checkpoint(tmp_path / "b")
     assert outcome.verified == compare(source, result) == len(source.tensors)
     assert (
@@ -55,9 +66,18 @@ def test_every_pair_of_formats_keeps_weights_and_optimizer(
 
 
 @pytest.mark.parametrize(
-    "args", [{}, {"bf16": True}, {"optimizer": "sgd"}, {"optimizer": "sgd", "bf16": True}]
+    ("args", "distributed"),
+    [
+        ({}, True),
+        ({"bf16": True}, False),
+        ({"optimizer": "sgd"}, False),
+        ({"optimizer": "sgd", "bf16": True}, True),
+        pytest.param({}, False, marks=pytest.mark.slow),
+        pytest.param({"bf16": True}, True, marks=pytest.mark.slow),
+        pytest.param({"optimizer": "sgd"}, True, marks=pytest.mark.slow),
+        pytest.param({"optimizer": "sgd", "bf16": True}, False, marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize("distributed", [True, False])
 def test_chain_through_all_formats_and_back(tmp_path, args, distributed):
     source = first_checkpoint(tmp_path / "0", use_distributed_optimizer=distributed, **args)
     for step, saver in enumerate(

@@ -80,18 +80,25 @@ def assert_merged(result, sources, weights, state="param") -> None:
 # ---- Sums ----
 
 
-@pytest.mark.parametrize("saver", FORMATS)
-@pytest.mark.parametrize("args", [LLAMA_ARGS, GPT_ARGS], ids=["llama", "gpt2"])
-def test_inputs_of_all_formats_and_dtypes_merge_to_every_format(tmp_path, saver, args):
+@pytest.fixture(scope="module", params=[LLAMA_ARGS, GPT_ARGS], ids=["llama", "gpt2"])
+def mixed_inputs(request, tmp_path_factory):
+    """Return checkpoints of every format and several dtypes, and the words that name them."""
+    directory = tmp_path_factory.mktemp("inputs")
     dtypes = ({"bf16": True}, {"fp16": True}, {}, {"bf16": True})
-    sources = [random_source(args | dtype, seed=seed) for seed, dtype in enumerate(dtypes)]
+    sources = [random_source(request.param | dtype, seed=seed) for seed, dtype in enumerate(dtypes)]
     words = []
     for number, form in enumerate(FORMATS):
-        write_torch_dist(sources[number], tmp_path / f"run{number}/iter_0000007")
+        write_torch_dist(sources[number], directory / f"run{number}/iter_0000007")
         options = WriteOptions(optim_sidecar=True, tensor_parallel=2, pipeline_parallel=2)
-        path = tmp_path / form
-        convert(tmp_path / f"run{number}/iter_0000007", path, form, options=options)
+        path = directory / form
+        convert(directory / f"run{number}/iter_0000007", path, form, options=options)
         words.append(f"{path}:{WEIGHTS[number]}")
+    return sources, words
+
+
+@pytest.mark.parametrize("saver", FORMATS)
+def test_inputs_of_all_formats_and_dtypes_merge_to_every_format(tmp_path, mixed_inputs, saver):
+    sources, words = mixed_inputs
     done = run_merge(
         *("--input", *words, "--output", tmp_path / "out", "--saver", saver, "--verify-target")
     )
