@@ -1,4 +1,4 @@
-"""Functions for Python programs: what the tools do, without a command line.
+"""Functions for Python programs: the tools without a command line.
 
 See docs/library.md. Options have the names and meanings of the tools' flags. Errors of the caller
 are ValueError, with the value, the reason and the fix.
