@@ -149,10 +149,11 @@ def _share_fingerprints(
     the nodes are of different versions.
     """
     fingerprints = [None if dataset is None else dataset.fingerprint for dataset in datasets]
-    token_digest = None
-    if dist.get_rank() == 0 and isinstance(datasets[0], TokenFiles):
+    token_digest: str | None = None
+    train: object = datasets[0]
+    if dist.get_rank() == 0 and isinstance(train, TokenFiles):
         with contextlib.suppress(OSError):  # which training will report
-            token_digest = datasets[0].digest_tokens(_DIGESTED_BLOCKS)
+            token_digest = train.digest_tokens(_DIGESTED_BLOCKS)
     shared = [(fingerprints, token_digest)]
     dist.broadcast_object_list(shared, src=0)
     ((shared_fingerprints, token_digest),) = shared
