@@ -8,18 +8,13 @@ import sys
 import pytest
 
 from tests import ROOT
+from tests.support.programs import run_program
 from tests.support.training_harness import COMMON
 
 
 def dry_run(flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "pretrain_gpt.py", "--dry-run", *shlex.split(COMMON + flags)],
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    words = shlex.split(COMMON + flags)
+    return run_program(ROOT / "pretrain_gpt.py", "--dry-run", *words, **environment)
 
 
 def test_dry_run_prints_summary_and_plan(tmp_path):

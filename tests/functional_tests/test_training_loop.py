@@ -1,14 +1,13 @@
 """The training loop: evaluation, saves, growing batch sizes, conversion, logged norms, exit."""
 
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from tests import ROOT
 from tests.support.compare import assert_same
+from tests.support.programs import run_program
 from tests.support.training_harness import COMMON, LAYOUTS, MODELS, train, whole
 
 LLAMA = f"--mock-data {MODELS['llama']} "
@@ -179,10 +178,8 @@ def test_norms_and_zeros_count_every_parameter_once(pool, layout, model):
 
 
 def test_help_is_grouped_and_has_no_requirements(tmp_path):
-    command = [sys.executable, str(ROOT / "pretrain_gpt.py"), "--help"]
-    result = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True
-    )
+    result = run_program(ROOT / "pretrain_gpt.py", "--help", directory=tmp_path)
+    assert result.returncode == 0, result.stderr
     groups = [
         "Model",
         "Parallelism",

@@ -5,8 +5,6 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,8 +14,8 @@ from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
 from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import WriteOptions
 from megatron.core.dist_checkpointing import write_tracker
-from tests import ROOT
 from tests.support.memory_source import LLAMA_ARGS, random_source
+from tests.support.programs import run_program
 from tests.unit_tests.conversion.convert_tool import run_convert
 
 FORMATS = ("torch_dist", "legacy", "hf", "universal")
@@ -121,9 +119,7 @@ def content(directory):
 
 def process(code, *words):
     """Run `code` in a Python process of its own, for tests that end or stop it."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", code, *map(str, words)]
-    return subprocess.run(command, text=True, capture_output=True, env=environment, timeout=120)
+    return run_program(code, *words)
 
 
 @pytest.mark.parametrize("form,number", CASES, ids=[f"{form}-{number}" for form, number in CASES])

@@ -6,8 +6,6 @@ and logits.
 
 import json
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,8 @@ from megatron.conversion.convert import convert
 from megatron.conversion.model_space.foreign import describe_foreign_mixers
 from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import ReadOptions, WriteOptions
+from tests import ROOT
+from tests.support.programs import run_program
 from tests.unit_tests.conversion.convert_tool import run_convert, run_merge
 from tools.checkpoint import inspect_checkpoint
 
@@ -240,8 +240,7 @@ def test_training_is_refused(tmp_path: Path) -> None:
     kept = follow_chain(model, tmp_path / "kept", "torch_dist")
     words = "--use-checkpoint-args --finetune --micro-batch-size 1 --global-batch-size 1 --lr 1e-3"
     words += " --train-iters 1 --seq-length 8 --mock-data --tokenizer-type NullTokenizer"
-    command = [sys.executable, "pretrain_gpt.py", "--load", kept, *words.split()]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_program(ROOT / "pretrain_gpt.py", "--load", kept, *words.split())
     assert done.returncode != 0
     assert "which the trainer does not have: this model cannot be trained here" in done.stderr
 

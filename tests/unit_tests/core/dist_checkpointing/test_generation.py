@@ -5,8 +5,6 @@ import json
 import os
 import random
 import shutil
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -25,6 +23,7 @@ from megatron.core.dist_checkpointing import (
 from megatron.core.dist_checkpointing.generation import find_interrupted_commit, read_current_owner
 from megatron.core.dist_checkpointing.lineage import on_branch
 from megatron.core.durable_files import put_in_place
+from tests.support.programs import run_program
 
 STOPPED = '''
 import json, os, signal, sys, threading, torch
@@ -101,8 +100,7 @@ MOMENTS = {
 
 def test_suspended_process_changes_nothing_after_a_takeover(tmp_path):
     """Suspend a process during its third save, and continue it after a successor has saved."""
-    command = [sys.executable, "-c", STOPPED, str(tmp_path), json.dumps(list(MOMENTS.values()))]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    result = run_program(STOPPED, tmp_path, json.dumps(list(MOMENTS.values())))
     assert result.returncode == 0, result.stderr
     for number, (old, new) in enumerate(json.loads(result.stdout)):
         root = tmp_path / str(number)

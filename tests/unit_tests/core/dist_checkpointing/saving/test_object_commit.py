@@ -3,8 +3,6 @@
 import json
 import math
 import os
-import subprocess
-import sys
 import threading
 from functools import partial
 from unittest import mock
@@ -36,6 +34,7 @@ from megatron.core.dist_checkpointing.verification import verify
 from megatron.core.object_path import path_of
 from megatron.core.object_storage import ObjectStore
 from tests.support.object_server import FaultyProxy, object_server
+from tests.support.programs import run_program
 from tests.unit_tests.core.dist_checkpointing.saved_state import (
     Training,
     assert_holds,
@@ -480,8 +479,7 @@ print(last)
 
 def run_kills(root, starts):
     """Kill every second start after it has superseded another one that is still running."""
-    command = [sys.executable, "-c", WRITERS, str(root), str(starts)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=3600)
+    result = run_program(WRITERS, root, starts, timeout=3600)
     assert result.returncode == 0, result.stderr
     whole = [path for path in root.glob("iter_*") if is_complete(path)]
     assert whole and all(verify(path).ok for path in whole), "0 torn"

@@ -16,6 +16,7 @@ from megatron.core.dist_checkpointing import (
     save,
     write_tracker,
 )
+from tests.support.programs import run_program
 from tests.unit_tests.core.dist_checkpointing.saved_state import Training, assert_holds
 
 CRASHING = """
@@ -77,12 +78,7 @@ print("resumed up to", last)
 
 
 def run_crashes(root, kills):
-    result = subprocess.run(
-        [sys.executable, "-c", CRASHING, str(root), str(kills), "1"],
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    result = run_program(CRASHING, root, kills, 1, timeout=600)
     assert result.returncode == 0, result.stderr
     assert int(result.stdout.split()[-1]) > 0
 
