@@ -44,7 +44,7 @@ FORMATS = {
     "hf": ("--save-optim-sidecar",),
 }
 DTYPES = {"fp32": "", "bf16": "--bf16", "fp16": "--fp16 --initial-loss-scale 1024"}
-COMMON = f"--mock-data --train-iters 4 {LLAMA}"
+COMMON = f"--mock-data --train-iters 4 --num-layers 2 --global-batch-size 4 {LLAMA}"
 REFUSED = "whose state {} files cannot contain, because matrices have other states than the rest"
 
 slow = pytest.mark.slow

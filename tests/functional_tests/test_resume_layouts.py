@@ -59,8 +59,20 @@ def load_and_stop(pool, model, layout, directory):
     )
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("layout", [name for name in SINGLE if name not in ("tp2", "dp2")])
+def choose_saves():
+    """Return (model, layout): tied embeddings where a pipeline separates them, the rest slow."""
+    cases = []
+    for layout in SINGLE:
+        if layout in ("tp2", "dp2"):
+            continue
+        for model in MODELS:
+            is_slow = (model == "gpt2") != ("pp2" in layout)
+            marks = [pytest.mark.slow] if is_slow else []
+            cases.append(pytest.param(model, layout, marks=marks))
+    return cases
+
+
+@pytest.mark.parametrize(("model", "layout"), choose_saves())
 def test_saved_at_any_layout_loads_at_one_process(pool, tmp_path, uninterrupted, model, layout):
     saved = train_and_save(pool, model, layout, tmp_path)
     assert losses(saved)[-1] == pytest.approx(uninterrupted[model][SAVED - 1], rel=ROUNDING)
@@ -110,8 +122,21 @@ def test_save_contains_keys_required_by_megatron_core(pool, tmp_path):
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 
 
-@pytest.mark.parametrize("layout", ["single", "tp2_sp", "pp2_interleaved", "tp2_dp2", "pp2_cp2"])
-@pytest.mark.parametrize("precision", ["", "--bf16"])
+@pytest.mark.parametrize(
+    ("layout", "precision"),
+    [
+        ("single", ""),
+        ("tp2_sp", ""),
+        ("pp2_interleaved", "--bf16"),
+        ("tp2_dp2", "--bf16"),
+        ("pp2_cp2", ""),
+        pytest.param("single", "--bf16", marks=pytest.mark.slow),
+        pytest.param("tp2_sp", "--bf16", marks=pytest.mark.slow),
+        pytest.param("pp2_interleaved", "", marks=pytest.mark.slow),
+        pytest.param("tp2_dp2", "", marks=pytest.mark.slow),
+        pytest.param("pp2_cp2", "--bf16", marks=pytest.mark.slow),
+    ],
+)
 def test_resuming_at_the_same_layout_is_bitwise(pool, tmp_path, layout, precision):
     """With dropout, so that the random numbers must continue, too."""
     world_size, flags = SINGLE[layout]

@@ -37,8 +37,8 @@ def first_checkpoint(root: Path, args=LLAMA_ARGS, **changes):
 
 @pytest.fixture(
     scope="module",
-    params=itertools.product([LLAMA_ARGS, GPT_ARGS], FORMATS),
-    ids=itertools.starmap("{}-{}".format, itertools.product(["llama", "gpt2"], FORMATS)),
+    params=list(itertools.product([LLAMA_ARGS, GPT_ARGS], FORMATS)),
+    ids=[f"{model}-{form}" for model, form in itertools.product(["llama", "gpt2"], FORMATS)],
 )
 def first_conversion(request, tmp_path_factory):
     """Return a model and its checkpoint in a format."""
