@@ -58,12 +58,18 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-# A save flushes each of its files, which takes 3 to 20 ms on a disk: the directories of tests are in
-# memory if it has room for them. The variable is pytest's.
-MEMORY = Path("/dev/shm")
-NEEDED_BYTES = 6 << 30
-if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > NEEDED_BYTES:
-    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+def has_room(directory: Path, num_bytes: int = 6 << 30) -> bool:
+    """Return whether a directory has free bytes and allows to run the programs of tests."""
+    if not directory.is_dir():
+        return False
+    is_executable = not os.statvfs(directory).f_flag & os.ST_NOEXEC
+    return is_executable and shutil.disk_usage(directory).free > num_bytes
+
+
+# A save flushes each of its files, which takes 3 to 20 ms on a disk: the directories of tests are
+# in memory if it has room for them. The variable is pytest's.
+if has_room(Path("/dev/shm")):
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/dev/shm")
 
 
 @pytest.fixture(scope="session")
