@@ -73,12 +73,12 @@ from megatron.conversion.huggingface.expert_rules import (
     deepseek_experts,
     dense_prefix,
     listed_expert_layers,
-    normalized_weights,
     scaled_weights,
 )
 from megatron.conversion.huggingface.family import Family
 from megatron.conversion.huggingface.rope_rules import (
     MISTRAL4_ROPE,
+    ROPE_INTERLEAVE,
     SWITCHED_ROPE,
     rope,
     two_ropes,
@@ -102,12 +102,6 @@ from megatron.core.safe_files.schema import COUNT, anything, integer, sequence
 
 _SHARED_REASON = "layers with shared experts do not have biases"
 _NO_ATTENTION_BIAS = fixed("attention_bias", False, written=True, reason=_SHARED_REASON)
-_INTERLEAVED = fixed(
-    "rope_interleave",
-    True,
-    written=True,
-    reason="latent attention rotates pairs of neighboring elements",
-)
 
 
 def _experts(counts: tuple[str, ...], width: str) -> tuple[Rule, ...]:
@@ -346,7 +340,7 @@ DEEPSEEK_V3 = Family(
         DENSE_PREFIX,
         fixed("moe_layer_freq", 1),
         *_SIGMOID_EXPERTS,
-        _INTERLEAVED,
+        ROPE_INTERLEAVE,
         PREDICTION_LAYERS,
     ),
     harmless=_DEEPSEEK_HARMLESS,
@@ -369,7 +363,7 @@ MISTRAL4 = Family(
         SWITCHED_NORMALIZATION,
         fixed("n_group", 1),
         fixed("topk_group", 1),
-        _INTERLEAVED,
+        ROPE_INTERLEAVE,
     ),
     harmless="qk_head_dim",
 )
@@ -381,7 +375,7 @@ GLM4_MOE_LITE = Family(
         *_LATENT_RULES,
         listed_expert_layers(num_dense=1),
         *_SIGMOID_EXPERTS,
-        _INTERLEAVED,
+        ROPE_INTERLEAVE,
         PREDICTION_LAYERS,
     ),
     harmless=_DEEPSEEK_HARMLESS,
@@ -609,7 +603,7 @@ HUNYUAN_V1_MOE = Family(
         _NO_ATTENTION_BIAS,
         copied("num_experts", "num_experts", "num_local_experts"),
         LAYER_TOPK,
-        normalized_weights("moe_topk"),
+        NORMALIZED_WEIGHTS,
         # The shared expert has the width of the others.
         copied("moe_ffn_hidden_size", "intermediate_size"),
         copied("moe_shared_expert_intermediate_size", "intermediate_size"),
@@ -630,7 +624,7 @@ ERNIE4_5_MOE = Family(
         FULL_ATTENTION,
         copied("num_experts", "moe_num_experts", "num_experts"),
         copied("moe_router_topk", "moe_k", "num_experts_per_tok"),
-        normalized_weights("moe_k"),
+        NORMALIZED_WEIGHTS,
         copied("moe_ffn_hidden_size", "moe_intermediate_size"),
         counted_shared_experts("moe_num_shared_experts"),
         EXPERT_INTERVAL,
@@ -661,7 +655,7 @@ ARIA_TEXT = Family(
         copied("moe_router_topk", "moe_topk"),
         copied("moe_ffn_hidden_size", "intermediate_size"),
         counted_shared_experts("moe_num_shared_experts"),
-        normalized_weights("moe_topk"),
+        NORMALIZED_WEIGHTS,
         FULL_ATTENTION,
     ),
 )
@@ -669,7 +663,7 @@ YOUTU = Family(
     "youtu",
     "YoutuForCausalLM",
     rows.DEEPSEEK_ROWS,
-    (*_LATENT_RULES, _INTERLEAVED),
+    (*_LATENT_RULES, ROPE_INTERLEAVE),
     harmless="qk_head_dim embedding_initializer_range",
 )
 MINIMAX_M2 = Family(

@@ -31,32 +31,28 @@ AUXILIARY_LOSS = Rule(
 
 
 # Weights of the chosen experts that sum to 1 are those of a softmax over the chosen ones alone.
-# With one expert per token that weight is 1 for every token, which our router does not support.
+# With one expert per token that weight is 1 for every token.
 
 
 _TOPK = "num_experts_per_tok"
 
 
-def _refuse_one_expert(args: Json, field: str = _TOPK) -> None:
-    if args["moe_router_topk"] == 1:
-        supported = (
-            "2 or more are where the weights of the chosen experts are normalized: a single weight "
-            "is always 1, so the router would not be trained"
-        )
-        raise unsupported(field, 1, supported)
+def _normalize_one_expert(topk: int, is_normalized: bool = True) -> Json:
+    return {"moe_router_normalize_top1": is_normalized and topk == 1}
 
 
-def normalized_weights(field: str = _TOPK) -> Rule:
-    """Normalize the weights of the chosen experts; `field` is their number."""
-
-    def read(hf_config: ConfigFields, args: Json) -> Json:
-        _refuse_one_expert(args, field)
-        return {"moe_router_pre_softmax": False}
-
-    return Rule({}, read)
+def _read_always_normalized(hf_config: ConfigFields, args: Json) -> Json:
+    return _normalize_one_expert(args["moe_router_topk"])
 
 
-NORMALIZED_WEIGHTS = normalized_weights()
+NORMALIZED_SIGMOID = Rule({}, _read_always_normalized)
+
+
+def _read_normalized_weights(hf_config: ConfigFields, args: Json) -> Json:
+    return {"moe_router_pre_softmax": False, **_read_always_normalized(hf_config, args)}
+
+
+NORMALIZED_WEIGHTS = Rule({}, _read_normalized_weights)
 
 
 def _read_layer_topk(hf_config: ConfigFields, args: Json) -> Json:
@@ -90,9 +86,10 @@ LAYER_TOPK = Rule(
 
 def _read_normalization(hf_config: ConfigFields, args: Json) -> Json:
     is_normalized = bool(hf_config.get("norm_topk_prob"))
-    if is_normalized:
-        _refuse_one_expert(args)
-    return {"moe_router_pre_softmax": not is_normalized}
+    return {
+        "moe_router_pre_softmax": not is_normalized,
+        **_normalize_one_expert(args["moe_router_topk"], is_normalized),
+    }
 
 
 def _write_normalization(config: TransformerConfig) -> Json:
@@ -104,19 +101,12 @@ SWITCHED_NORMALIZATION = Rule(
 )
 
 
-def _read_always_normalized(hf_config: ConfigFields, args: Json) -> Json:
-    _refuse_one_expert(args)
-    return {}
-
-
-NORMALIZED_SIGMOID = Rule({}, _read_always_normalized)
-
-
 def _read_sigmoid_normalization(hf_config: ConfigFields, args: Json) -> Json:
     is_normalized = bool(hf_config.get("norm_topk_prob"))
-    if is_normalized:
-        _refuse_one_expert(args)
-    return {"moe_router_normalize_sigmoid": is_normalized}
+    return {
+        "moe_router_normalize_sigmoid": is_normalized,
+        **_normalize_one_expert(args["moe_router_topk"], is_normalized),
+    }
 
 
 def _write_sigmoid_normalization(config: TransformerConfig) -> Json:
@@ -331,12 +321,12 @@ def _read_optional_experts(hf_config: ConfigFields, args: Json) -> Json:
     if not num_experts:
         return {"num_experts": None}
     topk = hf_config.first("num_experts_per_tok")
-    _refuse_one_expert({"moe_router_topk": topk})
     return {
         "num_experts": num_experts,
         "moe_router_topk": topk,
         "moe_ffn_hidden_size": hf_config.first(_EXPERT_WIDTH),
         "moe_router_pre_softmax": False,
+        **_normalize_one_expert(topk),
         **_read_shared_width(hf_config, args),
     }
 
@@ -378,8 +368,10 @@ def scaled_weights(field: str) -> Rule:
 def _read_selection(hf_config: ConfigFields, args: Json) -> Json:
     function = hf_config.first("expert_selection_fn")
     if function == "softmax":
-        _refuse_one_expert(args)
-        return {"moe_router_score_function": "softmax", "moe_router_pre_softmax": False}
+        return {
+            "moe_router_score_function": "softmax",
+            **_read_normalized_weights(hf_config, args),
+        }
     if function == "sigmoid":
         return {
             "moe_router_score_function": "sigmoid",

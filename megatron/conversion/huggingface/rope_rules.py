@@ -191,6 +191,19 @@ MINISTRAL3_ROPE = Rule(
 MISTRAL4_ROPE = Rule(MINISTRAL3_ROPE.fields, _read_mistral4_rope, _write_ministral3_rope)
 
 
+def _read_interleaved(hf_config: ConfigFields, args: Json) -> Json:
+    return {"latent_rotary_interleaved": bool(hf_config.get("rope_interleave"))}
+
+
+def _write_interleaved(config: TransformerConfig) -> Json:
+    return {"rope_interleave": config.latent_rotary_interleaved}
+
+
+# Latent attention rotates neighboring elements, or element i of the first half with that of the
+# second.
+ROPE_INTERLEAVE = Rule({"rope_interleave": boolean}, _read_interleaved, _write_interleaved)
+
+
 def _read_gptj_rope(hf_config: ConfigFields, args: Json) -> Json:
     width = hf_config.get("rotary_dim")
     if not width:

@@ -249,6 +249,12 @@ class ExpertOptions:
     """With sigmoid scores and more than one expert per token: divide the weights of the selected
     experts by their sum. --no-moe-router-normalize-sigmoid uses the plain scores (North Mini).
     """
+    moe_router_normalize_top1: bool = flag(
+        False, decides="mathematics", when=_MOE, meaning="normalizes_sigmoid"
+    )
+    """With one expert per token: divide its weight by itself, as normalizing models of transformers
+    do. Only losses of load balancing train the router then.
+    """
     moe_router_num_groups: int | None = flag(None, decides="mathematics", when=_MOE)
     """Number of groups of experts; a token uses experts of --moe-router-group-topk groups only."""
     moe_router_group_topk: int | None = flag(None, decides="mathematics", when=_MOE)
@@ -356,8 +362,9 @@ class ExpertOptions:
     def normalizes_sigmoid(self) -> bool:
         if self.score_function != "sigmoid":
             return True  # without effect: other scores add up to 1
-        # A single weight would become a constant without a gradient.
-        return self.moe_router_topk > 1 and self.moe_router_normalize_sigmoid
+        # A single weight becomes a constant without a gradient.
+        is_possible = self.moe_router_topk > 1 or self.moe_router_normalize_top1
+        return is_possible and self.moe_router_normalize_sigmoid
 
     @property
     def group_score_topk(self) -> int:

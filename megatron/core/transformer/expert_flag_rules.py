@@ -19,10 +19,11 @@ def _find_router_problems(config: TransformerConfig) -> Iterator[str]:
         yield f"--moe-router-topk {topk} must be between 1 and --num-experts {config.experts}"
     # The weights of the chosen experts sum to 1; with one expert the weight is constant.
     is_softmax = config.score_function == "softmax"
-    if topk == 1 and is_softmax and not config.softmax_before_choice:
+    is_constant = topk == 1 and is_softmax and not config.softmax_before_choice
+    if is_constant and not config.moe_router_normalize_top1:
         yield (
             "--moe-router-topk 1 requires --moe-router-pre-softmax: a softmax over one expert "
-            "has no gradient"
+            "has no gradient (--moe-router-normalize-top1 accepts that)"
         )
     losses = config.moe_router_load_balancing_type
     coefficients = config.moe_aux_loss_coeff

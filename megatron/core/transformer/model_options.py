@@ -259,6 +259,10 @@ class ModelOptions(ExpertOptions, ComputeOptions):
         1e-5, "--norm-epsilon", "--layernorm-epsilon", at_least=0, decides="mathematics"
     )
     """Epsilon of the normalization."""
+    latent_rotary_interleaved: bool = flag(
+        True, "--no-latent-rotary-interleaved", decides="mathematics", when=_LATENT
+    )
+    """With multi-latent attention: rotate elements 2i and 2i + 1 instead of i and i + d/2."""
     latent_norm_epsilon: float | None = flag(
         None, at_least=0, decides="mathematics", when=_LATENT, meaning="latent_epsilon"
     )

@@ -26,7 +26,7 @@ class MultiLatentAttention(Attention):
     Queries and keys have a part without (`plain`) and a part with (`rotated`) rotary embedding.
     Rows of a query head are `[plain, rotated]`, rows of a head of `linear_kv_up_proj` are `[plain
     key, value]`. The last rows of `linear_kv_down_proj` are the rotated part of the keys, which all
-    heads share. Rotation is interleaved: elements 2i and 2i + 1.
+    heads share. By default rotation is interleaved: elements 2i and 2i + 1.
     """
 
     def __init__(
@@ -75,7 +75,9 @@ class MultiLatentAttention(Attention):
 
         # Rotation precedes an exchange of heads, so the positions are those of this rank for every
         # --cp-comm-type.
-        self.rotary = RotaryTables(config, placement.cp.axis, self.rotated, interleaved=True)
+        self.rotary = RotaryTables(
+            config, placement.cp.axis, self.rotated, interleaved=config.latent_rotary_interleaved
+        )
         self.query_scales = None
         if config.query_length_scaling:
             self.query_scales = QueryScales(config, placement.cp.axis)

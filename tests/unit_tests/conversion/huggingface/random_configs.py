@@ -317,7 +317,7 @@ SAMPLERS |= {
     "n_shared_experts": choose(0, 1, 2),
     "first_k_dense_replace": draw_dense_prefix,
     "routed_scaling_factor": choose_optional(1.0, 2.5),
-    "rope_interleave": choose_optional(True, True, None),
+    "rope_interleave": choose_optional(True, True, False, None),
     "scoring_func": choose(OMITTED),
     "n_layers": choose(1, 2),
     "d_model": choose(24, 32),

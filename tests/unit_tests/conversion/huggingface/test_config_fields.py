@@ -143,25 +143,34 @@ def test_qwen2_moe_export_keeps_windows(pattern: list[int], tmp_path: Path) -> N
     assert_logits_equal(run_transformers(tmp_path / "out"), compute_logits(source), pattern)
 
 
-def test_deepseek_v3_with_one_expert_per_token(tmp_path: Path) -> None:
-    """transformers makes its weight 1 with norm_topk_prob; without, both take the sigmoid."""
-    one = DEEPSEEK | {"num_experts_per_tok": 1}
-    save_model(tmp_path / "normalized", "deepseek_v3", **one, norm_topk_prob=True)
-    message = "num_experts_per_tok = 1 is not supported, only 2 or more are where"
-    with pytest.raises(ValueError, match=message):
-        open_checkpoint(tmp_path / "normalized")
-    expected = save_model(tmp_path / "in", "deepseek_v3", **one, norm_topk_prob=False)
+@pytest.mark.parametrize("normalized", [True, False])
+def test_deepseek_v3_with_one_expert_per_token(normalized: bool, tmp_path: Path) -> None:
+    """Its weight is 1 with norm_topk_prob, and the sigmoid without."""
+    fields = DEEPSEEK | {"num_experts_per_tok": 1, "norm_topk_prob": normalized}
+    expected = save_model(tmp_path / "in", "deepseek_v3", **fields)
     assert_same_both_ways(tmp_path / "in", expected)
+    assert read_config(tmp_path / "back")["norm_topk_prob"] == normalized
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "gpt_oss"])
-def test_one_normalized_expert_is_refused_by_the_field(model_type: str) -> None:
-    counts = {"num_local_experts": 4} if model_type != "qwen3_moe" else {"num_experts": 4}
-    hf = SIZES | counts | {"model_type": model_type, "num_experts_per_tok": 1}
+def test_one_normalized_expert_per_token(model_type: str, tmp_path: Path) -> None:
+    count = "num_experts" if model_type == "qwen3_moe" else "num_local_experts"
+    fields = SIZES | {count: 4, "num_experts_per_tok": 1}
     if model_type == "qwen3_moe":
-        hf |= {"moe_intermediate_size": 12, "norm_topk_prob": True}
-    with pytest.raises(ValueError, match="num_experts_per_tok = 1 is not supported, only 2 or mo"):
-        find_family(hf).read_config(hf, {})
+        fields |= {"moe_intermediate_size": 12, "norm_topk_prob": True}
+    expected = save_model(tmp_path / "in", model_type, **fields)
+    assert_same_both_ways(tmp_path / "in", expected)
+    assert read_config(tmp_path / "back")["model_type"] == model_type
+
+
+@pytest.mark.parametrize("interleaved", [False, None])
+def test_deepseek_v3_rotates_halves_without_rope_interleave(
+    interleaved: bool | None, tmp_path: Path
+) -> None:
+    fields = DEEPSEEK | {"rope_interleave": interleaved}
+    expected = save_model(tmp_path / "in", "deepseek_v3", **fields)
+    assert_same_both_ways(tmp_path / "in", expected)
+    assert read_config(tmp_path / "back")["rope_interleave"] is False
 
 
 # Fields whose defaults fit other sizes only.
@@ -325,8 +334,7 @@ def test_null_is_false_in_deepseek_v3() -> None:
     hf = DEEPSEEK | {"model_type": "deepseek_v3"}
     family = find_family(hf)
     assert not family.read_config(hf | {"norm_topk_prob": None}, {})["moe_router_normalize_sigmoid"]
-    with pytest.raises(ValueError, match="rope_interleave = None is not supported, only True is"):
-        family.read_config(hf | {"rope_interleave": None}, {})
+    assert not family.read_config(hf | {"rope_interleave": None}, {})["latent_rotary_interleaved"]
 
 
 def test_type_of_a_scaling_of_gemma3_is_refused() -> None:
