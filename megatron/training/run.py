@@ -426,4 +426,5 @@ def evaluate(run: Run, batches: Iterator[Batch] | None) -> float:
             totals += forward_backward(run, batches, num_microbatches, forward_only=True)
     for chunk in run.chunks:
         chunk.train()
-    return reduce_losses([totals], run.ps)[0][0]
+    losses, _ = reduce_losses([totals], run.ps)
+    return losses[0][0]

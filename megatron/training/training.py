@@ -75,6 +75,7 @@ from megatron.training.reporting.console import (
 from megatron.training.reporting.intervals import Iteration, OnDevice, TrainingLog
 from megatron.training.reporting.measurements import (
     compute_params_norm,
+    find_slow_rank,
     format_memory_line,
     measure_memory,
 )
@@ -244,6 +245,9 @@ def train(run: Run, data: Data) -> None:
     nan_check = NanCheck(
         run.ps, training.check_for_nan_in_loss_and_grad, run.optimizer.grad_scaler.dynamic
     )
+    batches: Iterator[Batch] | None = data.train.batches
+    if batches is not None:
+        batches = log.time_input(batches)
     first = run.state.iteration + 1
     leave = None
     with (
@@ -260,7 +264,7 @@ def train(run: Run, data: Data) -> None:
             began = run.clock()
             before_iteration(run.state.iteration + 1)
             with run.saver.iteration():
-                iterate(run, data.train.batches, log, nan_check)
+                iterate(run, batches, log, nan_check)
             run.on_iteration()
             iteration = run.state.iteration
             decision = policy.after(iteration, run.clock() - began)
@@ -493,9 +497,12 @@ def report_interval(run: Run, log: TrainingLog, nan_check: NanCheck) -> None:
         report_line(
             run.timers.report(times, len(interval.iterations)), event="timers", seconds=times
         )
+    slow_rank = find_slow_rank(times, run.ps.config)
     # TensorBoard and other writers.
     for writer in run.writers:
         writer.interval(interval)
+        if slow_rank:
+            writer.scalars(slow_rank, interval.last.iteration)
         if config.log_memory_to_tensorboard:
             writer.scalars(measure_memory(run.device), interval.last.iteration)
         if config.log_timers_to_tensorboard:

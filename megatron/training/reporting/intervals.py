@@ -63,7 +63,8 @@ class Interval:
     tokens: int
     flops: float
     world_size: int
-    max_memory_bytes: float = math.nan  # of this rank since its start
+    max_memory_bytes: Sequence[float] = ()  # of each rank since its start
+    input_seconds: Sequence[float] = ()  # for which each rank waited for its data
 
     @property
     def last(self) -> Iteration:
@@ -144,9 +145,20 @@ class Interval:
             "seconds": self.seconds,
             "tokens_per_second": self.tokens_per_second,
             "tflops_per_gpu": self.tflops_per_device,
-            "max_memory_bytes": self.max_memory_bytes,
+            "max_memory_bytes": max(self.max_memory_bytes, default=math.nan),
+            "max_memory_rank": _find_largest(self.max_memory_bytes),
+            "min_memory_bytes": min(self.max_memory_bytes, default=math.nan),
+            "input_seconds": max(self.input_seconds, default=math.nan),
+            "input_rank": _find_largest(self.input_seconds),
             "max_load_over_mean": self.max_load_over_mean,
         }
+
+
+def _find_largest(values: Sequence[float]) -> int | None:
+    """Return the rank with the largest value, or None without values."""
+    if not values:
+        return None
+    return max(range(len(values)), key=values.__getitem__)
 
 
 class TrainingLog:
@@ -173,7 +185,18 @@ class TrainingLog:
         self._flops_per_token = flops_per_token
         self._pending: list[tuple[Iteration, OnDevice]] = []  # of the current interval
         self._excluded = 0.0  # seconds of evaluations and saves
+        self._input_seconds = 0.0
         self._start = self._clock()
+
+    def time_input(
+        self, batches: Iterator[dict[str, torch.Tensor]]
+    ) -> Iterator[dict[str, torch.Tensor]]:
+        """Yield the batches, and add the time that this rank waits for each to the interval."""
+        began = self._clock()
+        for batch in batches:
+            self._input_seconds += self._clock() - began
+            yield batch
+            began = self._clock()
 
     def record(self, iteration: Iteration, on_device: OnDevice) -> None:
         self._pending.append((iteration, on_device))
@@ -193,7 +216,10 @@ class TrainingLog:
         # Read all iterations with one transfer and one collective per kind of measurement.
         assert self._pending
         measured = [on_device for _, on_device in self._pending]
-        losses = reduce_losses([on_device.losses for on_device in measured], self._ps)
+        of_rank = [measure_max_memory(self._device), self._input_seconds]
+        losses, (memory, input_seconds) = reduce_losses(
+            [on_device.losses for on_device in measured], self._ps, of_rank
+        )
         scalars = _read_scalars(measured)
         experts = self._reduce_expert_metrics()
 
@@ -219,9 +245,11 @@ class TrainingLog:
         # Start the next interval.
         self._pending = []
         self._excluded = 0.0
+        self._input_seconds = 0.0
         self._start = now
-        memory = measure_max_memory(self._device)
-        return Interval(iterations, seconds, tokens, flops, self._ps.world_size, memory)
+        return Interval(
+            iterations, seconds, tokens, flops, self._ps.world_size, memory, input_seconds
+        )
 
     def _reduce_expert_metrics(self) -> list[dict[str, list[float]]]:
         """Return the metrics of the layers with experts for every pending iteration. Collective if
@@ -283,10 +311,13 @@ def _read_scalars(interval: Sequence[OnDevice]) -> list[_Scalars]:
     return metrics
 
 
-def reduce_losses(losses: Sequence[torch.Tensor], ps: ParallelState) -> list[list[float]]:
+def reduce_losses(
+    losses: Sequence[torch.Tensor], ps: ParallelState, of_rank: Sequence[float] = ()
+) -> tuple[list[list[float]], list[list[float]]]:
     """Reduce [numerator, denominator] pairs of every rank to losses of the whole batch.
 
-    Each tensor has several losses, [losses, 2].
+    Each tensor has several losses, [losses, 2]. Also returns the values of all ranks for each value
+    `of_rank`, in the same message.
 
     Only the last stage has losses. Its tensor-parallel ranks have the same values, so only the
     first of them contributes. Collective.
@@ -295,8 +326,17 @@ def reduce_losses(losses: Sequence[torch.Tensor], ps: ParallelState) -> list[lis
     pairs = torch.stack(list(losses)).to(torch.float64)  # [iteration, losses, 2]
     if not (ps.pp.is_last and ps.tp.is_first):
         pairs.zero_()
-    dist.all_reduce(pairs)
-    return [[_divide(*pair) for pair in of_iteration] for of_iteration in pairs.tolist()]
+    # A sum with zeros is a gather. Filling does not wait for the device.
+    table = pairs.new_zeros(len(of_rank), ps.world_size)
+    for row, value in zip(table, of_rank, strict=True):
+        row[ps.rank].fill_(value)
+    total = torch.cat((pairs.flatten(), table.flatten()))
+    dist.all_reduce(total)
+
+    total = total.cpu()  # waits for the device once
+    sums = total[: pairs.numel()].view_as(pairs).tolist()
+    values = total[pairs.numel() :].view_as(table).tolist()
+    return [[_divide(*pair) for pair in of_iteration] for of_iteration in sums], values
 
 
 def _divide(numerator: float, denominator: float) -> float:

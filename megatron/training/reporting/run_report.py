@@ -10,6 +10,7 @@ import contextlib
 import json
 import math
 import shlex
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -41,7 +42,25 @@ CURVES = (
     "loss_scale",
     "max_load_over_mean",
     "max_memory_bytes",
+    "min_memory_bytes",
 )
+# Dense bf16 TFLOP/s of the data sheets, by name of the device.
+PEAK_TFLOPS = {
+    "A100": 312,
+    "A800": 312,
+    "B200": 2250,
+    "B300": 2250,
+    "GB200": 2500,
+    "GB300": 2500,
+    "GH200": 989,
+    "H100 NVL": 835,
+    "H100 PCIe": 756,
+    "H100": 989,
+    "H200": 989,
+    "H20": 148,
+    "H800": 989,
+    "L40S": 362,
+}
 VALIDATION_LOSS = "lm loss validation"
 # Metrics of a save. Times are in seconds since it began, except for the time that training lost.
 SAVE_TIMES = (
@@ -53,6 +72,11 @@ SAVE_TIMES = (
 SAVE_SIZE = "save-gigabytes"
 _PRODUCTIVE_SHARE = 0.9  # below, the verdict is a warning
 _TREND_SHARE = 0.1  # of the losses, compared with as many before
+_SPIKE_WINDOW = 20  # points of the curve with which a loss is compared
+_SPIKE_DEVIATIONS = 8.0  # median absolute deviations above the median of the window
+_SPIKE_SHARE = 0.1  # least increase
+_SLOW_RATIO = 1.2  # of the slowest rank to the median of its stage
+_INPUT_SHARE = 0.05  # of the training time, above which waiting for data is a warning
 _SILENCE_SECONDS = 600.0  # without an end or a new line for longer, a launch is not running
 
 Row = dict[str, Any]
@@ -117,7 +141,7 @@ def describe_run(root: Path, verify_checkpoints: bool, now: float) -> Row:
     train_iters = newest.start.get("train_iters", newest.last)
     return {
         "name": root.name or str(root),
-        "path": str(root.absolute()),
+        "path": str(root.resolve()),
         "summary": newest.start.get("summary", {}),
         "command": newest.start.get("command", []),
         "arguments": collect_arguments(newest),
@@ -145,6 +169,9 @@ def make_verdict(
         _judge_progress(launches[-1], train_iters, now),
         _judge_numbers(launches),
         _judge_loss(launches),
+        _judge_spikes(launches),
+        _judge_ranks(launches[-1]),
+        _judge_input(launches[-1]),
         _judge_checkpoints(checkpoints),
         _judge_time(goodput),
     ]
@@ -216,6 +243,84 @@ def _judge_loss(launches: Sequence[RecordedLaunch]) -> Sentence | None:
     text = f"Training loss {newest:.3f}, {trend} over the last {_TREND_SHARE:.0%} of it."
     is_falling = change < 0.01
     return Sentence("good" if is_falling else "warn", text)
+
+
+def _judge_spikes(launches: Sequence[RecordedLaunch]) -> Sentence | None:
+    """Report losses far above those before them."""
+    curve = []
+    for launch, kept in zip(launches, find_kept_iterations(launches), strict=True):
+        curve += [point for point in make_curve(launch, "lm_loss") if point[0] <= kept]
+
+    # A spike begins at a loss that is too high, and ends at the next one that is not.
+    spikes: list[tuple[float, float, float, float]] = []  # iteration, loss before, loss, end
+    window: list[float] = []
+    is_high = False
+    for iteration, loss in curve:
+        if len(window) < _SPIKE_WINDOW // 2:
+            window.append(loss)
+            continue
+        before = statistics.median(window)
+        deviation = statistics.median(abs(value - before) for value in window)
+        limit = before + max(_SPIKE_DEVIATIONS * deviation, _SPIKE_SHARE * abs(before))
+        if loss <= limit:
+            window = [*window, loss][-_SPIKE_WINDOW:]
+            is_high = False
+            continue
+        if not is_high:
+            spikes.append((iteration, before, loss, iteration))
+        is_high = True
+        first, before, highest, _ = spikes[-1]
+        spikes[-1] = (first, before, max(highest, loss), iteration)
+    if not spikes:
+        return None
+
+    first, before, highest, last = max(spikes, key=lambda spike: spike[2] - spike[1])
+    text = f"Loss spikes: {len(spikes)}; the largest from {before:.3f} to {highest:.3f}, at "
+    text += f"iteration {first}" if first == last else f"iterations {first} to {last}"
+    if is_high:
+        return Sentence("bad", f"{text}. The loss has not come down since iteration {first}.")
+    return Sentence("warn", f"{text}.")
+
+
+def _judge_ranks(newest: RecordedLaunch) -> Sentence | None:
+    """Report a rank that is slower than its pipeline stage, if --timing-log-level 2 measured it."""
+    ratios: dict[float, list[float]] = {}
+    num_points = 0
+    for row in newest.points:
+        values = row["values"]
+        rank = values.get("slowest-rank")
+        ratio = values.get("slowest-rank-ratio")
+        if rank is not None and ratio is not None:
+            num_points += 1
+            ratios.setdefault(rank, []).append(ratio)
+    if num_points == 0:
+        return None
+    # Noise makes another rank the slowest each time.
+    rank, of_rank = max(ratios.items(), key=lambda item: len(item[1]))
+    ratio = statistics.median(of_rank)
+    if ratio < _SLOW_RATIO or len(of_rank) <= num_points / 2:
+        return Sentence("good", "No rank is permanently slower than its pipeline stage.")
+    return Sentence(
+        "warn",
+        f"Rank {rank:.0f} is slow: its forward passes take {ratio:.2f} times the median of its "
+        "pipeline stage.",
+    )
+
+
+def _judge_input(newest: RecordedLaunch) -> Sentence | None:
+    """Report time that ranks have waited for data."""
+    # The first interval includes the start of the workers.
+    rows = [row for row in newest.intervals[1:] if row.get("input_seconds") is not None]
+    seconds = sum(row["seconds"] for row in rows)
+    waited = sum(row["input_seconds"] for row in rows)
+    if waited <= _INPUT_SHARE * seconds:
+        return None
+    slowest = max(rows, key=lambda row: row["input_seconds"])
+    return Sentence(
+        "warn",
+        f"{waited / seconds:.0%} of the training time was spent waiting for data, longest on rank "
+        f"{slowest.get('input_rank')}: raise --num-workers, or use faster storage.",
+    )
 
 
 def _judge_checkpoints(checkpoints: Sequence[Row]) -> Sentence:
@@ -305,28 +410,75 @@ def describe_launch(launch: RecordedLaunch, kept: int, max_points: int = MAX_POI
         "loaded": launch.start.get("loaded"),
         "reason": end["reason"],
         "failed": end["failed"],
+        "speed": measure_speed(launch),
         "curves": {name: make_curve(launch, name, max_points) for name in CURVES},
         "validation": validation,
         "saves": saves,
     }
 
 
+def measure_speed(launch: RecordedLaunch) -> dict[str, float | None]:
+    """Return tokens per second, TFLOP/s per device and model FLOPs utilization (MFU) of a launch.
+
+    Values that cannot be computed are None: MFU requires a device of `PEAK_TFLOPS`.
+    """
+    # The first interval includes compilation and the start of the workers.
+    rows = launch.intervals[1:] or launch.intervals
+    tokens_per_second = _average(rows, "tokens_per_second", "seconds")
+    tflops = _average(rows, "tflops_per_gpu", "seconds")
+    device = launch.start.get("summary", {}).get("device", "")
+    mfu = None
+    # The longest name that fits: H200 is not an H20.
+    names = [name for name in PEAK_TFLOPS if name in device]
+    if names and tflops is not None:
+        mfu = tflops / PEAK_TFLOPS[max(names, key=len)]
+    return {"tokens_per_second": tokens_per_second, "tflops": tflops, "mfu": mfu}
+
+
 def make_curve(launch: RecordedLaunch, name: str, max_points: int = MAX_POINTS) -> list[Point]:
-    """Return (iteration, value) of the intervals, averaged if there are more than `max_points`."""
-    points = []
-    for row in launch.intervals:
-        if row.get(name) is not None:
-            points.append((row["iteration"], row[name]))
+    """Return (iteration, value) of the intervals, averaged if there are more than `max_points`.
+
+    A launch logs its first iteration alone, and its last ones if it ends between two lines. Such
+    intervals are averaged with their neighbors: one iteration is noisier than the mean of many.
+    """
+    rows = [row for row in launch.intervals if row.get(name) is not None]
+    if not rows:
+        return []
+    usual = statistics.median_high(row["iterations"] for row in rows)
+    group_size = max(1, math.ceil(len(rows) / max_points))
 
     # A point of the curve is the mean of a group of intervals, at the last of their iterations.
-    group_size = max(1, math.ceil(len(points) / max_points))
+    groups: list[list[Row]] = []
+    missing = 0  # iterations of the last group
+    for row in rows:
+        if missing <= 0:
+            groups.append([])
+            missing = group_size * usual
+        groups[-1].append(row)
+        missing -= row["iterations"]
+    num_last = sum(row["iterations"] for row in groups[-1])
+    if num_last < usual and len(groups) > 1:
+        last_group = groups.pop()
+        groups[-1] += last_group
+
+    weight = "seconds" if name == "tokens_per_second" else "iterations"
     curve = []
-    for start in range(0, len(points), group_size):
-        group = points[start : start + group_size]
-        mean = sum(value for _, value in group) / len(group)
-        last_iteration, _ = group[-1]
-        curve.append((last_iteration, mean))
+    for group in groups:
+        mean = _average(group, name, weight)
+        assert mean is not None
+        curve.append((group[-1]["iteration"], mean))
     return curve
+
+
+def _average(rows: Sequence[Row], name: str, weight: str) -> float | None:
+    """Return the weighted mean of the recorded values, or None if there are none."""
+    recorded = [row for row in rows if row.get(name) is not None]
+    if not recorded:
+        return None
+    total = sum(row[weight] for row in recorded)
+    if total <= 0:
+        return statistics.fmean(row[name] for row in recorded)
+    return sum(row[name] * row[weight] / total for row in recorded)
 
 
 def find_saves(launch: RecordedLaunch) -> list[Row]:

@@ -22,7 +22,12 @@ from megatron.training.reporting.recorded_launches import (
     read_record,
 )
 from megatron.training.reporting.run_record import RunRecord, failed_launch_recorded
-from megatron.training.reporting.run_report import PAGE, collect_facts, make_verdict
+from megatron.training.reporting.run_report import (
+    PAGE,
+    SAVE_SIZE,
+    collect_facts,
+    make_verdict,
+)
 from tests import ROOT
 from tools import report
 
@@ -165,6 +170,72 @@ def test_long_curves_are_averaged(run, monkeypatch):
     assert facts["launches"][0]["curves"]["lm_loss"] == [(20, 4.25), (30, 3.5)]
 
 
+def write_intervals(root, rows, first=0, **fields):
+    """Record a launch with an interval for each (last iteration, number of iterations, loss)."""
+    clock = Clock(1000.0 + first)
+    record = RunRecord(root, clock)
+    record.write("start", began=clock.now, iteration=first, train_iters=60, **fields)
+    for iteration, iterations, loss in rows:
+        clock.now += 1
+        record.write(
+            "interval", iteration=iteration, iterations=iterations, seconds=1.0 * iterations,
+            lm_loss=loss, tokens_per_second=100.0 * iterations, tflops_per_gpu=40.0 * iterations,
+        )  # fmt: skip
+    return record
+
+
+def test_curve_has_no_kink_where_a_launch_logs_its_first_iteration_alone(tmp_path):
+    """Nor where it ends between two lines."""
+    write_intervals(tmp_path, [(11, 1, 9.0), (20, 9, 4.0), (30, 10, 3.0), (32, 2, 9.0)], first=10)
+    (facts,) = collect_facts([tmp_path], False)["runs"]
+    curves = facts["launches"][0]["curves"]
+    losses, speeds = dict(curves["lm_loss"]), dict(curves["tokens_per_second"])
+    assert losses == pytest.approx({20: 4.5, 32: 4.0})
+    assert speeds == pytest.approx({20: 820.0, 32: 10400 / 12})
+
+
+def test_single_interval_of_a_launch_is_a_curve(tmp_path):
+    write_intervals(tmp_path, [(1, 1, 9.0)])
+    (facts,) = collect_facts([tmp_path], False)["runs"]
+    assert facts["launches"][0]["curves"]["lm_loss"] == [(1, 9.0)]
+
+
+@pytest.mark.parametrize(
+    ("device", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3 with 85 GB on every rank", 989),
+        ("NVIDIA H100 PCIe with 85 GB on every rank", 756),
+        ("NVIDIA H200 with 151 GB on every rank", 989),
+        ("NVIDIA H20 with 103 GB on every rank", 148),
+        ("CPU, 4 threads on every rank", None),
+    ],
+)
+def test_speed_of_a_launch(tmp_path, device, peak):
+    """Without its first interval, which includes compilation."""
+    rows = [(1, 1, 9.0), (10, 9, 4.0), (20, 10, 3.0)]
+    write_intervals(tmp_path, rows, summary={"device": device})
+    (facts,) = collect_facts([tmp_path], False)["runs"]
+    tflops = 40 * (81 + 100) / 19
+    assert facts["launches"][0]["speed"] == {
+        "tokens_per_second": pytest.approx(100 * (81 + 100) / 19),
+        "tflops": pytest.approx(tflops),
+        "mfu": None if peak is None else pytest.approx(tflops / peak),
+    }
+
+
+def test_speed_of_a_launch_without_intervals(tmp_path):
+    write_intervals(tmp_path, [])
+    (facts,) = collect_facts([tmp_path], False)["runs"]
+    speed = facts["launches"][0]["speed"]
+    assert speed == {"tokens_per_second": None, "tflops": None, "mfu": None}
+
+
+def test_page_draws_every_phase_of_a_save():
+    script = (PAGE / "script.js").read_text()
+    phases = run_report.split_save_time(dict.fromkeys((*run_report.SAVE_TIMES, SAVE_SIZE), 1.0))
+    assert [name for name in phases if f'"{name}"' not in script and f".{name}" not in script] == []
+
+
 def test_directory_without_a_record_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="no record of a run"):
         collect_facts([tmp_path], verify_checkpoints=False)
@@ -266,6 +337,65 @@ def test_verdict_of_a_run_with_nan(tmp_path):
     verdict = verdict_of(tmp_path)
     assert verdict[0] == ("bad", "Failed at iteration 20 of 60: NotFiniteError")
     assert verdict[1] == ("bad", "Losses that are not finite: 3; skipped iterations: 3.")
+
+
+def noisy_losses(num_points):
+    """Return (iteration, iterations, loss) of a falling curve with noise."""
+    return [(n, 1, 4.0 - 0.01 * n + 0.02 * (n % 3)) for n in range(1, num_points + 1)]
+
+
+@pytest.mark.parametrize(
+    ("spikes", "expected"),
+    [
+        ({}, None),
+        (
+            {30: 6.0, 31: 7.0, 40: 5.0},
+            ("warn", "Loss spikes: 2; the largest from 3.825 to 7.000, at iterations 30 to 31."),
+        ),
+        (
+            {59: 8.0, 60: 6.0},
+            (
+                "bad",
+                "Loss spikes: 1; the largest from 3.535 to 8.000, at iterations 59 to 60. The loss "
+                "has not come down since iteration 59.",
+            ),
+        ),
+    ],
+)
+def test_verdict_of_loss_spikes(tmp_path, spikes, expected):
+    rows = [(n, count, spikes.get(n, loss)) for n, count, loss in noisy_losses(60)]
+    write_intervals(tmp_path, rows)
+    sentences = [row for row in verdict_of(tmp_path) if row[1].startswith("Loss spikes")]
+    assert sentences == ([] if expected is None else [expected])
+
+
+@pytest.mark.parametrize(
+    ("ratios", "expected"),
+    [
+        ([(3, 1.5), (3, 1.4), (0, 1.1)], "Rank 3 is slow: its forward passes take 1.45 times"),
+        ([(3, 1.5), (1, 1.4), (0, 1.3)], "No rank is permanently slower"),
+        ([(3, 1.1), (3, 1.1), (3, 1.1)], "No rank is permanently slower"),
+    ],
+)
+def test_verdict_of_slow_ranks(tmp_path, ratios, expected):
+    record = write_intervals(tmp_path, noisy_losses(3))
+    for iteration, (rank, ratio) in enumerate(ratios):
+        values = {"slowest-rank": rank, "slowest-rank-ratio": ratio}
+        record.write("point", iteration=iteration, values=values)
+    assert sum(text.startswith(expected) for _, text in verdict_of(tmp_path)) == 1
+
+
+@pytest.mark.parametrize(("waited", "count"), [(0.04, 0), (0.25, 1)])
+def test_verdict_of_input_waits(tmp_path, waited, count):
+    """The first interval, in which workers start, does not count."""
+    record = write_intervals(tmp_path, [])
+    for iteration, seconds in ((1, 9.0), (2, waited), (3, waited)):
+        record.write(
+            "interval", iteration=iteration, iterations=1, seconds=1.0, input_seconds=seconds,
+            input_rank=5,
+        )  # fmt: skip
+    text = "25% of the training time was spent waiting for data, longest on rank 5"
+    assert sum(sentence.startswith(text) for _, sentence in verdict_of(tmp_path)) == count
 
 
 def test_comparison_of_runs(tmp_path, capsys):
@@ -382,6 +512,7 @@ const cut = find("main, .verdict, .tile, .tile b, .legend, .scroll, .controls, h
 const texts = [];
 for (const image of find("svg")) {
   const frame = image.getBoundingClientRect();
+  if (image.outerHTML.includes("NaN")) texts.push(`${image.ariaLabel} has an undefined value`);
   const boxes = [...image.querySelectorAll("text")].map(text => [text.textContent, text.getBoundingClientRect()]);
   boxes.forEach(([text, box], n) => {
     if (box.left < frame.left - 1 || box.right > frame.right + 1) texts.push(`${text} leaves the image`);

@@ -63,6 +63,7 @@ function formatValue(value) {
 }
 
 function formatBytes(value) {
+  if (value === 0) return "0";
   if (value >= 1e9) return trimZeros((value / 1e9).toFixed(2)) + " GB";
   if (value >= 1e6) return trimZeros((value / 1e6).toFixed(1)) + " MB";
   return trimZeros((value / 1e3).toFixed(1)) + " kB";
@@ -165,7 +166,7 @@ function makeLogTicks(low, high, wanted) {
       if (value >= low && value <= high) values.push(value);
     }
   }
-  return values.length > 1 ? values : [low, high];
+  return values.length > 1 ? values : makeTicks(low, high, wanted);
 }
 
 /* Draw grid and axes; return the maps from data to pixels. */
@@ -361,7 +362,7 @@ function addSavesChart(parent, launches) {
   const rows = launches.flatMap(launch => launch.saves);
   if (!rows.length) return;
   const total = stages => STAGES.reduce((sum, [name]) => sum + stages[name], 0);
-  const highest = Math.max(...rows.map(([, stages]) => Math.max(stages["training waited"], total(stages))));
+  const highest = Math.max(...rows.map(([, stages]) => Math.max(stages["training lost"], total(stages))));
   const end = Math.max(facts.train_iters, ...rows.map(row => row[0]));
   const draw = (image, width, height) => {
     const range = view.zoom ?? [0, end];
@@ -379,18 +380,18 @@ function addSavesChart(parent, launches) {
         image.append(svg("rect", { x, y, width: thickness, height: axes.py(sum) - y, fill: spentColor(color) }));
         sum += stages[stage];
       }
-      const y = axes.py(stages["training waited"]);
+      const y = axes.py(stages["training lost"]);
       image.append(svg("line", { x1: x - 3, x2: x + thickness + 3, y1: y, y2: y, stroke: spentColor("saves"), "stroke-width": 3 }));
     }
     addZoom(image, axes, range, width);
   };
   const describe = () => {
-    const names = [...STAGES.map(([name]) => name), "training waited"];
+    const names = [...STAGES.map(([name]) => name), "training lost"];
     const columns = [["iteration", "num"], ...names.map(name => [`${name} (s)`, "num"]), ["size", "num"]];
     return [columns, rows.map(([i, stages]) => [i, ...names.map(name => formatValue(stages[name])), formatBytes(stages.bytes)])];
   };
   const legend = STAGES.map(([name, color]) => legendEntry(name, `background:${spentColor(color)}`, "box"));
-  legend.push(legendEntry("training waited", `background:${spentColor("saves")}`));
+  legend.push(legendEntry("training lost", `background:${spentColor("saves")}`));
   addChart(parent, { title: "Time of each save", legend, height: 230, draw, describe });
 }
 
@@ -422,6 +423,16 @@ function hostCell(host) {
   const name = (host ?? "").split(".")[0];
   return { content: name, title: host ?? "", mood: name.length <= 20 ? "short" : "" };
 }
+
+const numberCell = (value, format) => value === null || value === undefined ? "" : format(value);
+const SPEED_COLUMNS = [["tokens/s", "num"], ["TFLOP/s", "num"]];
+const speedCells = ({ tokens_per_second, tflops, mfu }) => [
+  numberCell(tokens_per_second, formatCount),
+  {
+    content: numberCell(tflops, formatValue) + (mfu === null ? "" : ` (${formatShare(mfu)})`),
+    title: "of a device; in brackets, its share of the data sheet's bf16 FLOP/s (MFU)",
+  },
+];
 
 const layoutCell = layout => ({ content: shortenLayout(layout), title: layout ?? "" });
 
@@ -459,16 +470,15 @@ function showTiles(run) {
   const newest = run.launches.at(-1);
   const losses = newest.curves.lm_loss.length ? newest.curves.lm_loss : run.launches.flatMap(launch => launch.curves.lm_loss);
   const checks = run.launches.flatMap(launch => launch.validation);
-  const rates = newest.curves.tokens_per_second.map(point => point[1]).sort((a, b) => a - b);
   const total = Object.values(run.goodput).reduce((a, b) => a + b, 0);
   const launches = run.launches.length;
   main.append(el("div", { class: "tiles" },
     tile(formatCount(newest.last), `of ${formatCount(run.train_iters)} iterations`),
     losses.length ? tile(formatValue(losses.at(-1)[1]), "training loss") : null,
     checks.length ? tile(formatValue(checks.at(-1)[1]), "validation loss") : null,
-    rates.length ? tile(formatCount(rates[Math.floor(rates.length / 2)]), `tokens per second (median of launch ${launches})`) : null,
-    tile(formatSeconds(total), "since the first launch"),
-    tile(String(launches), launches === 1 ? "launch" : "launches")));
+    newest.speed.tokens_per_second === null ? null : tile(formatCount(newest.speed.tokens_per_second), `tokens per second (launch ${launches})`),
+    newest.speed.mfu === null ? null : tile(formatShare(newest.speed.mfu), `MFU (launch ${launches})`),
+    tile(formatSeconds(total), launches === 1 ? "since the launch" : `since the first of ${launches} launches`)));
 }
 
 // The charts of every report: loss, throughput, gradient norm and learning rate. `seriesOf` makes
@@ -516,8 +526,20 @@ function showCharts(run) {
   const { grid, add } = addCommonCharts(seriesOf, who);
   if (hasChanges(run, "loss_scale")) add("Loss scale", "factor, log scale", "loss_scale", { log: true });
   add("Load of the fullest expert", "tokens / mean over experts", "max_load_over_mean");
-  add("Peak memory of rank 0", "bytes", "max_memory_bytes", { format: formatBytes, fromZero: true });
+  addMemoryChart(grid, seriesOf, run.summary.memory);
   addSavesChart(grid, run.launches);
+}
+
+/* Peak memory of the fullest and of the emptiest rank; older records have rank 0 alone. */
+function addMemoryChart(parent, seriesOf, planned) {
+  const least = seriesOf(launch => launch.curves.min_memory_bytes).map(one => ({ ...one, joins: false, label: `${one.label}, emptiest rank` }));
+  const most = seriesOf(launch => launch.curves.max_memory_bytes);
+  const isOfAll = least.some(one => one.points.length);
+  addLineChart(parent, {
+    title: isOfAll ? "Peak memory of the fullest and the emptiest rank" : "Peak memory of rank 0",
+    unit: "bytes", format: formatBytes, fromZero: true, series: [...most, ...least], legend: [],
+    note: planned ? `Planned: ${planned}. On a CPU, the memory of the whole process.` : "",
+  });
 }
 
 const hasChanges = (run, name) => new Set(run.launches.flatMap(launch => launch.curves[name].map(point => point[1]))).size > 1;
@@ -535,20 +557,21 @@ function showGoodput(run) {
 }
 
 function showLaunches(run) {
-  const columns = [["launch", "num"], ["ended", "long"], ["iterations", "num"], ["from", ""], ["layout", ""], ["changes", "long"], ["host", ""], ["began", "short"], ["took", "num"]];
+  const columns = [["launch", "num"], ["ended", "long"], ["iterations", "num"], ["from", ""], ["layout", ""], ...SPEED_COLUMNS, ["changes", "long"], ["host", ""], ["began", "short"], ["took", "num"]];
   const rows = run.launches.map((launch, n) => [launch.began, [
     n + 1,
     { content: launch.reason, mood: launch.failed ? "bad" : "" },
     `${launch.first + 1} to ${launch.last}`,
     launch.loaded ? launch.loaded.split("/").pop() : "random weights",
     layoutCell(launch.layout),
+    ...speedCells(launch.speed),
     makeList(launch.changes),
     hostCell(launch.host),
     formatDate(launch.began),
     formatSeconds(launch.ended - launch.began),
   ]]);
   for (const failed of run.failed) {
-    rows.push([failed.time, ["", { content: failed.reason, mood: "bad" }, "none", "", "", "", "", formatDate(failed.time), ""]]);
+    rows.push([failed.time, ["", { content: failed.reason, mood: "bad" }, "none", "", "", "", "", "", "", formatDate(failed.time), ""]]);
   }
   rows.sort((a, b) => a[0] - b[0]);
   main.append(section("Launches", makeTable(columns, rows.map(row => row[1]), "stack")));
@@ -598,12 +621,14 @@ function showComparison(runs) {
   main.append(el("h1", {}, runs.map(run => run.name).join(" and ")));
   main.append(el("p", { class: "sub" }, `comparison of ${runs.length} runs; report of ${formatDate(facts.generated)}`));
   const last = points => points.length ? formatValue(points.at(-1)[1]) : "";
-  const columns = [["run", "long"], ["iterations", "num"], ["training loss", "num"], ["validation loss", "num"], ["productive", "num"], ["model", ""]];
+  const columns = [["run", "long"], ["iterations", "num"], ["training loss", "num"], ["validation loss", "num"], ["layout", ""], ...SPEED_COLUMNS, ["productive", "num"], ["model", ""]];
   main.append(makeTable(columns, runs.map(run => [
     run.path,
     `${run.launches.at(-1).last} of ${run.train_iters}`,
     last(run.launches.flatMap(launch => launch.curves.lm_loss)),
     last(run.launches.flatMap(launch => launch.validation)),
+    layoutCell(run.launches.at(-1).layout),
+    ...speedCells(run.launches.at(-1).speed),
     formatShare(run.goodput.training / Object.values(run.goodput).reduce((a, b) => a + b, 0)),
     run.summary.model ?? "",
   ]), "stack"));

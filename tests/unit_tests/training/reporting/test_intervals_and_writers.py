@@ -52,6 +52,39 @@ def test_losses_are_means_over_replicas_known_to_every_rank(pool, tp, pp, losses
         assert interval.seconds == 3.0  # without the pause
 
 
+def interval_with_data(rank, world_size):
+    now = 0.0
+
+    def batches():
+        nonlocal now
+        for _ in range(2):
+            now += 1.0 + rank  # the rank waits
+            yield {}
+
+    ps = ParallelState.create(ParallelConfig())
+    log = TrainingLog(ps, CPU, flops_per_token=1e6, seq_length=16, clock=lambda: now)
+    intervals = []
+    timed = log.time_input(batches())
+    for iteration in (1, 2):
+        next(timed)
+        now += 5.0  # the rank computes
+        log.record(*pending(iteration, torch.tensor([2.0, 1.0])))
+        intervals.append(log.close_interval())
+    return intervals
+
+
+def test_memory_and_input_waits_are_those_of_all_ranks(pool):
+    for intervals in pool.run(interval_with_data, 2):
+        for interval in intervals:
+            assert list(interval.input_seconds) == [1.0, 2.0]
+            fields = interval.as_fields()
+            assert fields["input_seconds"] == 2.0 and fields["input_rank"] == 1
+            memory = interval.max_memory_bytes
+            assert len(memory) == 2 and min(memory) > 1e6
+            assert fields["max_memory_bytes"] == max(memory) == memory[fields["max_memory_rank"]]
+            assert fields["min_memory_bytes"] == min(memory)
+
+
 def interval_of(rank, world_size, rows):
     times = iter([0.0, 3.0 * len(rows)])
     log = TrainingLog(
