@@ -25,7 +25,7 @@ def write_launch(directory: Path, first: int, **flags: object) -> None:
     config = LoggingConfig(
         mlflow_experiment="experiment", trackio_project="project", wandb_project="project"
     )
-    writers = make_writers(config, str(directory), ARGS | flags, first)
+    writers = make_writers(config, str(directory), ARGS | flags, first, 8 * first)
     iterations = [
         Iteration(number, 8 * number, 8, 1e-3, 1.0, lm_loss=10.0 - number, grad_norm=1.0)
         for number in (first + 1, first + 2)
