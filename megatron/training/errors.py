@@ -40,7 +40,8 @@ def errors_explained_once(status: int = 1) -> Iterator[None]:
     These are ValueError, an OSError that names a file, lack of memory and Ctrl-C. If all ranks have
     the same error, rank 0 reports it: the others wait before they report, and if rank 0 fails, too,
     the launcher ends them in the meantime; otherwise they report their own error. torchrun shows
-    the first error of all ranks as the root cause.
+    the first error of all ranks as the root cause. The exit code is `status`, or the `exit_code` of
+    the error.
     """
     try:
         yield
@@ -60,7 +61,7 @@ def errors_explained_once(status: int = 1) -> Iterator[None]:
         if explained is None:
             _write_error_file(traceback.format_exc(), time.time())
             raise
-        _report_and_exit(explained, status)
+        _report_and_exit(explained, getattr(error, "exit_code", status))
 
 
 def _report_and_exit(explained: str, status: int) -> None:

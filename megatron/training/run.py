@@ -90,6 +90,10 @@ class TrainState:
     num_floating_point_operations_so_far: float = 0.0
 
 
+ComputeGradients = Callable[["Run", Iterator[Batch] | None, int], Tensor]
+"""(run, micro-batches, their number) -> losses, as `forward_backward` returns them."""
+
+
 class KnownState(NamedTuple):
     """Entries of a checkpoint that are the same for every save."""
 
@@ -122,6 +126,8 @@ class Run:
     clock: Callable[[], float] = time.monotonic
     started: float = field(default_factory=time.monotonic)  # when the program began, by `clock`
     on_iteration: Callable[[], None] = lambda: None  # called after every iteration
+    # Called by every training step; see `forward_backward`.
+    compute_gradients: ComputeGradients = field(default_factory=lambda: forward_backward)
     loaded: str | None = None  # the checkpoint that it continues from
     loading_seconds: float = 0.0
     exit_reason: str | None = None  # why it ended early

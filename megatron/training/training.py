@@ -29,6 +29,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.durable_files import encode_json, write_json
 from megatron.core.object_path import ObjectPath, path_of
 from megatron.core.optimizer import StepResult
+from megatron.core.parallel_state import ParallelState
 from megatron.core.run_checkpoint.source import Source
 from megatron.core.wings import resolve
 from megatron.training.checkpoint.contents import (
@@ -92,7 +93,6 @@ from megatron.training.run import (
     Run,
     build_run,
     evaluate,
-    forward_backward,
     measure_experts,
 )
 
@@ -100,6 +100,7 @@ logger = logging.getLogger(__name__)
 
 REPORT_GOODPUT = "megatron.training.reporting.goodput_line:report_goodput"
 STEP_PROFILER = "megatron.training.reporting.profiling:StepProfiler"
+WATCHED = "megatron.training.operations.watch:watched"
 START_SUMMARY = "megatron.planning.summary:summarize_start"
 
 
@@ -128,7 +129,8 @@ def pretrain(
     tokenizer = build_tokenizer(config.tokenizer)
     ps, device = initialize(config.distributed, config.parallel)
     # From here on, a collective can fail because another rank has died.
-    with lost_ranks_explained(ps, config.distributed.distributed_timeout_minutes):
+    timeout_minutes = config.distributed.distributed_timeout_minutes
+    with lost_ranks_explained(ps, timeout_minutes), _watched(config, ps) as watch:
         # Choose the checkpoint before building the model: it may determine the vocabulary size.
         directory = TrainingDirectory(config.checkpoint, saves_to(config))
         directory.prepare()
@@ -143,6 +145,7 @@ def pretrain(
         run.started = started
         run.clock = clock
         run.on_iteration = on_iteration
+        watch(run)
         run.end_of_document = tokenizer.eod
         check_hf_target(run)
         checkpoint = directory.load(checkpoint, partial(load_checkpoint, run))
@@ -328,6 +331,16 @@ def _profiling(run: Run) -> Iterator[Callable[[int], None]]:
 
 
 @contextmanager
+def _watched(config: Config, ps: ParallelState) -> Iterator[Callable[[Run], None]]:
+    """Yield a function that lets the flags of operations observe a run; call it once."""
+    if not config.operations.is_enabled:
+        yield lambda run: None
+        return
+    with resolve(WATCHED)(config, ps) as watch:
+        yield watch
+
+
+@contextmanager
 def _garbage_collection(manual: bool) -> Iterator[None]:
     """Disable automatic garbage collection inside the block if `manual` (--manual-gc)."""
     if manual:
@@ -463,7 +476,7 @@ def train_step(
     for chunk in run.chunks:
         chunk.zero_grad_buffer()
     with run.timers("forward-backward"):
-        losses = forward_backward(run, batches, num_microbatches)
+        losses = run.compute_gradients(run, batches, num_microbatches)
     with run.timers("finalize-model-grads"):
         # Sums over DP, TP and the tied embedding; most of the DP reductions have overlapped with
         # the backward pass.

@@ -157,6 +157,66 @@ class RestartConfig(FlagSection):
 
 
 @dataclass
+class OperationsConfig(FlagSection):
+    """Observation of long runs: slow ranks, hangs, and silently wrong results."""
+
+    log_straggler: bool = flag(False)
+    """Report the fastest and slowest ranks at every --log-interval and every 15 seconds."""
+    disable_straggler_on_startup: bool = flag(False)
+    """Start with the reports of --log-straggler turned off, until --straggler-ctrlr-port."""
+    straggler_ctrlr_port: int = flag(65535, positive=True, at_most=65535)
+    """Port of rank 0 that turns the reports of --log-straggler on and off (curl HOST:PORT)."""
+    straggler_minmax_count: int = flag(1, positive=True)
+    """Number of ranks with the lowest and the highest throughput in reports of --log-straggler."""
+    hang_report_seconds: float | None = flag(None, positive=True)
+    """Seconds without an iteration or collective after which every rank prints its last collective
+    and its stacks, and one of them names the missing ranks. The run is not ended.
+    """
+    rerun_mode: str = flag(
+        "disabled",
+        choices=("disabled", "validate_results", "report_determinism_stats", "report_stats"),
+    )
+    """validate_results: repeat a step with a rejected loss (NaN, infinite, or spiky) on the same
+    rank and on another replica, to distinguish transient and persistent errors from correct
+    results; report_determinism_stats (or report_stats): execute every step twice, and report the
+    differences.
+    """
+    check_for_spiky_loss: bool = flag(False)
+    """With --rerun-mode validate_results, also repeat steps whose loss is 10 times the maximum of
+    the first 100 steps.
+    """
+    error_injection_rate: int = flag(0, at_least=0)
+    """With --rerun-mode validate_results, reject one of this number of losses as a test; 0: none.
+    """
+    error_injection_type: str = flag(
+        "transient_error", choices=("correct_result", "transient_error", "persistent_error")
+    )
+    """Outcome of the repetition after --error-injection-rate."""
+    gradient_check_interval: int | None = flag(
+        None,
+        positive=True,
+        excludes={"num_experts": True, "fp8": True},
+        reason="the gradients of a step must depend on its samples and the weights only",
+    )
+    """Number of iterations between steps that another data-parallel replica repeats. Gradients must
+    agree bitwise; otherwise the ranks and parameters are reported.
+    """
+    check_weight_hash_across_dp_replicas_interval: int | None = flag(None, positive=True)
+    """Number of iterations between comparisons of the weights of data-parallel replicas."""
+
+    @property
+    def is_enabled(self) -> bool:
+        """Return whether any of these flags requires observation."""
+        return (
+            self.log_straggler
+            or self.hang_report_seconds is not None
+            or self.rerun_mode != "disabled"
+            or self.gradient_check_interval is not None
+            or self.check_weight_hash_across_dp_replicas_interval is not None
+        )
+
+
+@dataclass
 class ProfilingConfig(FlagSection):
     """Traces of iterations, and memory reports."""
 

@@ -23,6 +23,7 @@ from megatron.training.config.options import (
     DataLoaderConfig,
     DistributedConfig,
     LoggingConfig,
+    OperationsConfig,
     PipelineLayoutConfig,
     ProfilingConfig,
     RestartConfig,
@@ -57,6 +58,7 @@ class Config:
     ddp: DistributedDataParallelConfig = _make_section("Data parallelism")
     distributed: DistributedConfig = _make_section("Processes")
     restart: RestartConfig = _make_section("In-process restart")
+    operations: OperationsConfig = _make_section("Operations")
     profiling: ProfilingConfig = _make_section("Profiling")
     notes: list[str] = field(default_factory=list)  # changed or ignored flags, logged once
 

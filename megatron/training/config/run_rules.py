@@ -298,6 +298,16 @@ def _check_profile_ranks(config: Config, world_size: int) -> Iterator[str]:
             yield f"--profile-ranks {rank}: the run has ranks 0 to {world_size - 1}"
 
 
+def _check_hang_reports(config: Config, world_size: int) -> Iterator[str]:
+    seconds = config.operations.hang_report_seconds
+    minutes = config.distributed.distributed_timeout_minutes
+    if seconds is not None and seconds >= 60 * minutes:
+        yield (
+            f"--hang-report-seconds {seconds:g} must be less than --distributed-timeout-minutes "
+            f"{minutes:g}: it ends a run that hangs"
+        )
+
+
 def _check_checkpoint(config: Config, world_size: int) -> Iterator[str]:
     checkpoint = config.checkpoint
     # Rank 0 writes legacy files from the complete torch_dist files of all ranks, on a file system.
@@ -414,4 +424,5 @@ CHECKS: tuple[tuple[Callable[[Config, int], Iterator[str]], str], ...] = (
     (_check_legacy_optimizer, "checkpoint optimizer"),
     (_check_local_tier, "checkpoint"),
     (_check_profile_ranks, "profiling"),
+    (_check_hang_reports, "operations distributed"),
 )

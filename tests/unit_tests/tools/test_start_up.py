@@ -128,6 +128,7 @@ UNNEEDED = (
     "megatron.training.config.checkpoint_args",
     "megatron.training.config.flag_help",
     "megatron.training.data.tokenizer_libraries",
+    "megatron.training.operations",
     "megatron.training.reporting.dashboards",
     "megatron.training.reporting.goodput_line",
     "megatron.training.reporting.profiling",

@@ -8,6 +8,7 @@ import torch
 
 from megatron.training import errors
 from megatron.training.errors import TrainingInterrupted, errors_explained_once
+from megatron.training.operations.reexecution import REJECTED, WrongResultError
 
 
 def end_with(error, capsys):
@@ -19,6 +20,10 @@ def end_with(error, capsys):
 
 def test_value_error_is_one_line(capsys):
     assert end_with(ValueError("wrong"), capsys) == (1, "error: wrong\n")
+
+
+def test_error_determines_its_exit_code(capsys):
+    assert end_with(WrongResultError("wrong", REJECTED), capsys) == (17, "error: wrong\n")
 
 
 def test_text_of_files_cannot_control_the_terminal(capsys, monkeypatch, tmp_path):

@@ -227,6 +227,7 @@ OTHER_DEFAULTS = {
     "beta_slow": "see beta_fast",
     "original_max_position_embeddings": "see beta_fast",
     "yarn_correction_range_round_to_int": "see beta_fast",
+    "rerun_mode": "what is checked, not what is computed",
     "transformer_impl": "what computes, not what is computed",
     "distributed_backend": "nccl where there is a GPU",
 }

@@ -315,6 +315,7 @@ def test_sequence_parallel_without_tensor_parallel_is_dropped_with_a_note():
         ("--ckpt-step 3", 1, ["--ckpt-step 3", "--load"]),
         ("--use-checkpoint-args", 1, ["stored_args=read_checkpoint_args(argv, world_size)"]),
         ("--overlap-param-gather", 1, ["--use-distributed-optimizer"]),
+        ("--hang-report-seconds 600", 1, ["600", "--distributed-timeout-minutes 10"]),
         ("--fp16 --bf16", 1, ["--fp16", "--bf16"]),
         ("--main-params-dtype fp16", 1, ["--main-params-dtype fp16 requires --bf16 or --fp16"]),
         *(

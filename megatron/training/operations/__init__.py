@@ -1,0 +1,1 @@
+"""Observation of long runs: slow ranks, hangs, and silently wrong results."""
