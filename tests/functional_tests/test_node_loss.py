@@ -95,6 +95,29 @@ def test_run_continues_after_a_node_is_replaced(cluster, launcher, tmp_path, kin
 
 
 @pytest.mark.slow
+def test_waiting_node_replaces_a_lost_one(cluster, launcher, tmp_path):
+    """torchrun lets a node beyond the maximum of --nnodes wait; it takes the place of a lost one."""
+    world_size, layout_flags = LAYOUTS["dp2_distributed_optimizer"]
+    launcher.run(
+        world_size, f"{FLAGS.partition('--non-')[0]} {layout_flags} --save {tmp_path}/straight"
+    )
+    nodes = cluster("2:2", "dp2_distributed_optimizer", 1)
+    for node in "abc":
+        nodes.start(node)
+    nodes.until(lambda: re.search(r"saved local checkpoint from iteration +10 ", nodes.output()))
+    (spare,) = (node for node in "abc" if not nodes.workers(node))
+    lost = "b" if spare == "a" else "a"
+    nodes.lose(lost)
+    assert nodes.wait() == [0, 0], nodes.output()
+    loaded = resumed(nodes.output())
+    assert loaded and loaded[-1][1] >= 10 and "/disks/" in loaded[-1][0]
+    final = f"iter_{ITERATIONS:07d}"
+    assert_same(
+        stored_tensors(tmp_path / "run" / final), stored_tensors(tmp_path / "straight" / final)
+    )
+
+
+@pytest.mark.slow
 def test_run_continues_with_fewer_nodes(cluster, tmp_path):
     """A node is lost and not replaced: the other one continues alone, with its own files and its
     replicas of the other node's.
