@@ -4,14 +4,13 @@ import importlib.util
 import json
 import math
 import re
-import subprocess
-import sys
 
 import pytest
 
 from megatron.planning.save_intervals import find_best_interval
 from megatron.training.reporting.run_record import RunRecord
 from tests import ROOT
+from tests.support.programs import run_program
 
 spec = importlib.util.spec_from_file_location("plan_run_tool", ROOT / "tools/plan_run.py")
 assert spec is not None and spec.loader is not None
@@ -214,10 +213,11 @@ MIXTRAL = [
 @pytest.mark.parametrize(
     ("ranks", "flags"),
     [
-        (64, [*LLAMA_70B, "--global-batch-size", "128"]),
+        (8, LLAMA_8B),
+        pytest.param(64, [*LLAMA_70B, "--global-batch-size", "128"], marks=pytest.mark.slow),
         pytest.param(16, [*MIXTRAL, "--expert-model-parallel-size", "2"], marks=pytest.mark.slow),
     ],
-    ids=["70B", "8 experts"],
+    ids=["8B", "70B", "8 experts"],
 )
 def test_every_layout_of_a_search_fits_as_flags(ranks, flags, capsys):
     arguments = ["--json", "--world-size", str(ranks), "--device-memory-gb", "80", *flags]
@@ -238,7 +238,7 @@ def test_every_layout_of_a_search_fits_as_flags(ranks, flags, capsys):
 
 
 def test_search_follows_when_no_single_change_fits(capsys):
-    arguments = ["--world-size", "64", "--device-memory-gb", "80", *LLAMA_70B]
+    arguments = ["--world-size", "8", "--device-memory-gb", "24", *LLAMA_8B[:-2]]
     assert tool.main([*arguments, "--global-batch-size", "64"]) == 1
     text = capsys.readouterr().out
     assert ": fits: " not in text
@@ -274,8 +274,8 @@ def test_arguments_of_a_checkpoint(tmp_path, capsys):
     tiny = "--num-layers 3 --hidden-size 48 --num-attention-heads 4 --seq-length 32 --mock-data "
     tiny += "--micro-batch-size 1 --tokenizer-type NullTokenizer --vocab-size 127 --lr 1e-3 "
     tiny += f"--train-iters 1 --save {tmp_path}/run --log-interval 1 --eval-iters 0"
-    program = [sys.executable, str(ROOT / "pretrain_gpt.py"), *tiny.split()]
-    subprocess.run(program, check=True, capture_output=True, cwd=ROOT)
+    trained = run_program(ROOT / "pretrain_gpt.py", *tiny.split(), "--num-workers", 0)
+    assert trained.returncode == 0, trained.stderr
     stored = ["--use-checkpoint-args", "--load", f"{tmp_path}/run", "--micro-batch-size", "1"]
     assert tool.main(["--json", *stored, "--mock-data"]) == 0
     planned = json.loads(capsys.readouterr().out)
