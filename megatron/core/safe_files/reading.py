@@ -71,10 +71,13 @@ def _find_home(path: str) -> str:
     """Return the real path of the directory that links at `path` must not leave."""
     # The outermost directory: if a program opens `run` and then `run/iter_0000010`, the latter
     # must not be a link that leaves `run`.
-    containing = [named for named in _named_directories if _is_inside(path, named)]
-    if containing:
-        return os.path.realpath(min(containing, key=len))
-    return os.path.realpath(os.path.dirname(path))
+    directory = os.path.dirname(path)
+    home = directory
+    while directory != os.path.dirname(directory):
+        directory = os.path.dirname(directory)
+        if directory in _named_directories:
+            home = directory
+    return os.path.realpath(home)
 
 
 def _is_inside(path: str, directory: str) -> bool:
