@@ -28,11 +28,14 @@ def run_limited(
     """
     context: Any = multiprocessing.get_context(start_method)
     reader, writer = context.Pipe(duplex=False)
-    # Objects of earlier tests refer to threads that do not exist in the child, which must not
-    # collect them.
-    gc.collect()
     child = context.Process(target=_run_and_report, args=(function, memory, seconds, writer))
-    child.start()
+    # Objects of earlier tests refer to threads that do not exist in the child, which must not
+    # collect them: it begins without collections.
+    gc.disable()
+    try:
+        child.start()
+    finally:
+        gc.enable()
     writer.close()
     if not reader.poll(TIMEOUT):
         child.kill()
@@ -57,6 +60,7 @@ def _run_and_report(
     function: Callable[[], str], memory: int, seconds: int, writer: Connection
 ) -> None:
     gc.freeze()
+    gc.enable()
     result = "no result"
     try:
         limit_address_space(memory)
