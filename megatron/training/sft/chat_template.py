@@ -146,8 +146,8 @@ class ExampleEncoder:
                 f"the chat template renders the first {num_messages} messages differently when "
                 f"others follow: {prefix[common : common + 40]!r} becomes "
                 f"{text[common : common + 40]!r} at character {common}, so the trained text is "
-                "unknown. Mark it with {% generation %} and {% endgeneration %} in the template, "
-                "or use --sft-train-on last or all"
+                "unknown. Mark it with {% generation %} and {% endgeneration %} in the template "
+                "(TRL has such templates, *_training.jinja), or use --sft-train-on last or all"
             )
         return len(prefix)
 

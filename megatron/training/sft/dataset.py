@@ -149,14 +149,6 @@ class SFTDataset:
                 f"{self.config.seq_length}): give it a larger share in --split or data of its own, "
                 "raise --seq-length, or do not use the split (--eval-iters 0)"
             )
-        logger.info(
-            "%s: %d examples, %d of them truncated to %d tokens, and %d dropped",
-            self.split,
-            len(examples),
-            int((is_too_long & is_kept).sum()),
-            limit,
-            int((~is_kept).sum()),
-        )
 
         if not self.config.reset_attention_mask:
             return {"row_starts": np.arange(len(examples) + 1), "row_examples": examples}
@@ -169,14 +161,17 @@ class SFTDataset:
         }
 
     def describe(self, num_samples: int) -> str:
-        """Return the number of rows, how full they are, and how many epochs the samples are."""
+        """Return the numbers of examples, rows and epochs, and how full the rows are."""
         limit = self.config.seq_length + 1
-        lengths = np.minimum(self.corpus.lengths[self.row_examples], limit) - 1
-        fill = lengths.sum() / (self.num_rows * self.config.seq_length)
+        lengths = self.corpus.lengths[self.row_examples]
+        num_truncated = int((lengths > limit).sum())
+        num_dropped = self._last_example - self._first_example - len(lengths)
+        fill = (np.minimum(lengths, limit) - 1).sum() / (self.num_rows * self.config.seq_length)
         return (
-            f"{self.split}: {self.corpus.name}: {len(self.row_examples)} examples in "
-            f"{self.num_rows} sequences of {self.config.seq_length} tokens, {fill:.1%} full; "
-            f"{num_samples} samples are {num_samples / self.num_rows:.2f} epochs"
+            f"{self.split}: {self.corpus.name}: {len(lengths)} examples ({num_truncated} "
+            f"truncated, {num_dropped} dropped) in {self.num_rows} sequences of "
+            f"{self.config.seq_length} tokens, {fill:.1%} full; {num_samples} samples are "
+            f"{num_samples / self.num_rows:.2f} epochs"
         )
 
 

@@ -113,8 +113,10 @@ def test_several_files_are_one_data_set_and_weights_make_a_blend(build, caplog):
 
 def test_examples_that_are_too_long(build):
     truncated, _, _ = build(packing="")
+    assert "12 examples (2 truncated, 0 dropped)" in truncated.describe(12)
     assert truncated[[e for (e,) in list_rows(truncated)].index(6)]["tokens"].shape == (SEQ_LENGTH,)
     dropped, _, _ = build("--sft-too-long drop", packing="")
+    assert "10 examples (0 truncated, 2 dropped)" in dropped.describe(10)
     # Examples 6 and 9 have 192 and 103 tokens.
     expected = [example for example in range(12) if example not in (6, 9)]
     assert list_rows(dropped) == [(example,) for example in expected]
@@ -187,7 +189,10 @@ def test_errors_name_the_line_and_leave_no_cache(build, tmp_path):
 def test_the_preview_marks_trained_text(build, caplog):
     with caplog.at_level("INFO"):
         build(packing="", data="pairs.jsonl", num_samples=(16, 0, 0))
-    assert "pairs.jsonl: 8 examples in 8 sequences of 96 tokens" in caplog.text
+    assert (
+        "pairs.jsonl: 8 examples (0 truncated, 0 dropped) in 8 sequences of 96 tokens"
+        in caplog.text
+    )
     assert "16 samples are 2.00 epochs" in caplog.text
     preview = next(message for message in caplog.messages if "trained on the text" in message)
     assert "</s>" in preview and preview.count("[[") == preview.count("]]") == 2
