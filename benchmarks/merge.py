@@ -40,7 +40,7 @@ for path in sys.argv[1:]:
             stored = full_precision_key(key, source.tensors)
             info = source.tensors[stored]
             for offset, shape in cut_rows(info.shape, info.dtype.itemsize, 32 << 20):
-                source.read(stored, offset, shape)
+                source.tensors[stored].read(offset, shape)
 """
 
 

@@ -28,6 +28,7 @@ from megatron.conversion.megatron_lm.torch_dist import (
     write_torch_dist,
 )
 from megatron.conversion.model_space.foreign import WithForeignTensors
+from megatron.conversion.model_space.lazy_tensors import cast
 from megatron.conversion.model_space.model import Layout
 from megatron.conversion.model_space.optimizer_states import (
     ADAM,
@@ -42,7 +43,7 @@ from megatron.conversion.options import ReadOptions, WriteOptions
 from megatron.conversion.output_directory import exclusive_output_dir, pending_name
 from megatron.conversion.stored_tokenizer import copy_tokenizer_files, write_tokenizer_files
 from megatron.core.dist_checkpointing import CheckpointDirectory, write_tracker
-from megatron.core.dist_checkpointing.mapping import Shape, TensorInfo, cut_rows
+from megatron.core.dist_checkpointing.mapping import TensorInfo, cut_rows
 from megatron.core.dist_checkpointing.saving.commit import Progress, no_progress
 from megatron.core.durable_files import fsync_tree, put_in_place
 from megatron.core.object_path import ObjectPath
@@ -357,7 +358,10 @@ class CastSource(SourceView):
         super().__init__(source)
         dtype = get_dtype(options.dtype)
         if dtype is not None:
-            self.cast_weights(dtype)
+            for key, new_dtype in self.choose_dtypes(dtype).items():
+                if new_dtype != self.tensors[key].dtype:
+                    source_key = full_precision_key(key, source.tensors)
+                    self.tensors[key] = cast(source.tensors[source_key], new_dtype)
             self.args["bf16"] = dtype == torch.bfloat16
             self.args["fp16"] = dtype == torch.float16
             self.args["params_dtype"] = dtype
@@ -365,12 +369,6 @@ class CastSource(SourceView):
             self.args["transformer_impl"] = options.target_transformer_impl
         if not options.optimizer:
             self.drop_optimizer()
-
-    def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
-        dtype = self.tensors[key].dtype
-        if dtype != self._source.tensors[key].dtype:
-            key = full_precision_key(key, self._source.tensors)
-        return self._source.read(key, offset, shape).to(dtype)
 
 
 _OBJECT_SAVERS = ("torch_dist", "hf")
@@ -420,16 +418,17 @@ def _check_optimizer(source: Source, saver: str) -> None:
 
 def estimate_bytes(source: Source, saver: str, options: WriteOptions) -> int:
     """Return the bytes to write, without the overhead of the format."""
-    weights = []
-    foreign = []
-    for key, info in source.tensors.items():
+    weights: list[TensorInfo] = []
+    foreign: list[TensorInfo] = []
+    for key, tensor in source.tensors.items():
         if is_weight(key):
-            is_matrix = ".linear_" in key and key.endswith("weight") and len(info.shape) > 1
-            if options.quantization is not None and is_matrix:
-                info = TensorInfo(info.shape, torch.float8_e4m3fn)  # and a few scales
-            weights.append(info)
+            is_matrix = ".linear_" in key and key.endswith("weight") and len(tensor.shape) > 1
+            if options.quantization is not None and is_matrix:  # and a few scales
+                weights.append(TensorInfo(tensor.shape, torch.float8_e4m3fn))
+            else:
+                weights.append(tensor)
         elif is_foreign(key):
-            foreign.append(info)
+            foreign.append(tensor)
     if saver == "hf" and not options.optim_sidecar:
         return _sum_bytes(weights) + _sum_bytes(foreign)
     if saver == "universal":  # every state in fp32
@@ -449,14 +448,15 @@ def compare(source: Source, result: Source, progress: Progress = no_progress) ->
     Raises ValueError for the first difference.
     """
     # Every tensor of the result is that of the source.
-    for key, info in result.tensors.items():
+    for key, tensor in result.tensors.items():
         if key not in source.tensors:
             raise ValueError(
                 f"verification: {result.description} has {key}, which the source lacks"
             )
-        for offset, shape in cut_rows(info.shape, info.dtype.itemsize, _COMPARED_BYTES):
-            expected = source.read(key, offset, shape).to(info.dtype)
-            if not is_bitwise_equal(result.read(key, offset, shape), expected):
+        original = cast(source.tensors[key], tensor.dtype)
+        for offset, shape in cut_rows(tensor.shape, tensor.dtype.itemsize, _COMPARED_BYTES):
+            expected = original.read(offset, shape)
+            if not is_bitwise_equal(tensor.read(offset, shape), expected):
                 raise ValueError(
                     f"verification: {key} differs from the source (in the box at {offset} of "
                     f"{shape})"

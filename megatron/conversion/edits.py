@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
+from functools import partial
 
 import torch
 
 from megatron.conversion.huggingface.tokenizer import count_tokens
 from megatron.conversion.lora import merge_adapters
+from megatron.conversion.model_space.lazy_tensors import cast, concatenate, repeat
 from megatron.conversion.model_space.model import (
     SPLITS,
     model_config,
@@ -21,7 +24,12 @@ from megatron.conversion.model_space.model import (
 from megatron.conversion.model_space.optimizer_states import full_precision_key, optimizer_states
 from megatron.conversion.model_space.views import SourceView, get_dtype
 from megatron.conversion.options import EditOptions, WriteOptions
-from megatron.core.dist_checkpointing.mapping import Box, Shape, TensorInfo, cut_rows
+from megatron.core.dist_checkpointing.mapping import (
+    Box,
+    LazyTensor,
+    Shape,
+    cut_rows,
+)
 from megatron.core.distributed.param_and_grad_buffer import ParamSpec
 from megatron.core.run_checkpoint.keys import (
     AVERAGE,
@@ -125,24 +133,22 @@ class SelectedLayers(SourceView):
                 f"--layers ends with {layers[-1]}, but the layers for multi-token prediction are "
                 f"like layer {config.num_layers - 1}: select it last"
             )
-        self._layers = layers
-
         # List the tensors in the order of the new layers.
         layer_tensors: dict[
             int, list[tuple[str, str]]
         ] = {}  # layer -> (prefix, name) of its tensors
         self.tensors = {}
-        for key, info in source.tensors.items():
+        for key, tensor in source.tensors.items():
             match = _LAYER.fullmatch(key)
             if match is None:
-                self.tensors[key] = info
+                self.tensors[key] = tensor
             else:
                 prefix, layer, name = match.groups()
                 layer_tensors.setdefault(int(layer), []).append((prefix, name))
         for new_layer, old_layer in enumerate(layers):
             for prefix, name in layer_tensors[old_layer]:
-                info = source.tensors[f"{prefix}{old_layer}{name}"]
-                self.tensors[f"{prefix}{new_layer}{name}"] = info
+                tensor = source.tensors[f"{prefix}{old_layer}{name}"]
+                self.tensors[f"{prefix}{new_layer}{name}"] = tensor
 
         # Adapt the arguments: a pattern with an entry per layer moves with the layers.
         self.args["num_layers"] = len(layers)
@@ -160,14 +166,6 @@ class SelectedLayers(SourceView):
         # Uneven stages were assigned to the old layers.
         for name in SPLITS:
             self.args.pop(name, None)
-
-    def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
-        match = _LAYER.fullmatch(key)
-        if match is not None:
-            prefix, layer, name = match.groups()
-            old_layer = self._layers[int(layer)]
-            key = f"{prefix}{old_layer}{name}"
-        return self._source.read(key, offset, shape)
 
 
 # ---- Vocabulary ----
@@ -201,10 +199,10 @@ class ResizedVocabulary(SourceView):
         if vocab_size < self._old_rows:
             self._require_unused(vocab_size, options)
 
-        for key, info in source.tensors.items():
-            parameter, _ = split_key(key)
+        for key in source.tensors:
+            parameter, state = split_key(key)
             if parameter in self._resized:
-                self.tensors[key] = TensorInfo((vocab_size, *info.shape[1:]), info.dtype)
+                self.tensors[key] = self._resize(key, parameter, state, vocab_size)
         self._set_vocabulary_arguments(vocab_size)
 
     def _set_vocabulary_arguments(self, vocab_size: int) -> None:
@@ -242,9 +240,9 @@ class ResizedVocabulary(SourceView):
     def _find_last_row_in_use(self, key: str) -> int:
         """Return the number of the last row that is not zero, or -1."""
         last = -1
-        info = self._source.tensors[key]
-        for offset, shape in cut_rows(info.shape, info.dtype.itemsize, _BLOCK):
-            rows = self._source.read(key, offset, shape)
+        tensor = self._source.tensors[key]
+        for offset, shape in cut_rows(tensor.shape, tensor.dtype.itemsize, _BLOCK):
+            rows = tensor.read(offset, shape)
             if rows.dim() > 1:
                 # [rows]: whether a row has an element that is not zero
                 rows = rows.any(dim=1)
@@ -253,39 +251,31 @@ class ResizedVocabulary(SourceView):
                 last = offset[0] + int(rows[-1])
         return last
 
-    def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
-        parameter, state = split_key(key)
-        if parameter not in self._resized:
-            return self._source.read(key, offset, shape)
-        # The first rows of the box are stored ones, the rest are new.
-        start = offset[0]
-        num_rows = shape[0]
-        num_stored = min(max(self._old_rows - start, 0), num_rows)
-        stored_shape = (num_stored, *shape[1:])
-        new_offset = (start + num_stored, *offset[1:])
-        new_shape = (num_rows - num_stored, *shape[1:])
-        if num_stored == num_rows:
-            return self._source.read(key, offset, shape)
-        if num_stored == 0:
-            return self._make_rows(key, parameter, state, new_offset, new_shape)
-        old = self._source.read(key, offset, stored_shape)
-        new = self._make_rows(key, parameter, state, new_offset, new_shape)
-        return torch.cat([old, new])
+    def _resize(self, key: str, parameter: str, state: str | None, vocab_size: int) -> LazyTensor:
+        """Return a tensor with another number of rows: the stored ones, then new ones."""
+        old = self._source.tensors[key]
+        row_shape = old.shape[1:]
+        num_new = vocab_size - self._old_rows
+        if num_new <= 0:
+            return replace(old, shape=(vocab_size, *row_shape))
+        read_new = partial(self._make_rows, key, parameter, state)
+        stored_rows = replace(old, shape=(self._old_rows, *row_shape))
+        new_rows = LazyTensor((num_new, *row_shape), old.dtype, read_new)
+        return concatenate([stored_rows, new_rows], axis=0)
 
     def _make_rows(
         self, key: str, parameter: str, state: str | None, offset: Shape, shape: Shape
     ) -> torch.Tensor:
-        """Return a box of new rows."""
-        dtype = self.tensors[key].dtype
+        """Return a box of the new rows."""
+        dtype = self._source.tensors[key].dtype
         # Moments of new rows start at zero.
         is_value = state in (None, "param", AVERAGE)
         if not is_value or self._new_rows == "zero":
             return torch.zeros(shape, dtype=dtype)
         if self._new_rows == "init":
-            values = torch.empty(shape)
             spec = self._resized[parameter]
-            spec.info.init(Box(offset, values), parameter, spec.shape, self._seed)
-            return values.to(dtype)
+            whole_offset = (self._old_rows + offset[0], *offset[1:])
+            return _initialize(spec, self._seed, dtype, whole_offset, shape)
         # The mean is computed from the most precise copy of the weights.
         if state != AVERAGE:
             key = full_precision_key(parameter, self._source.tensors)
@@ -296,11 +286,11 @@ class ResizedVocabulary(SourceView):
 
     def _compute_mean_row(self, key: str) -> torch.Tensor:
         """Return the mean of the stored rows of `key`, summed in float64 and rounded to fp32."""
-        info = self._source.tensors[key]
-        total = torch.zeros(math.prod(info.shape[1:]), dtype=torch.float64)
-        for offset, shape in cut_rows(info.shape, info.dtype.itemsize, _BLOCK):
-            total += self._source.read(key, offset, shape).sum(dim=0, dtype=torch.float64)
-        return (total / info.shape[0]).float()
+        tensor = self._source.tensors[key]
+        total = torch.zeros(math.prod(tensor.shape[1:]), dtype=torch.float64)
+        for offset, shape in cut_rows(tensor.shape, tensor.dtype.itemsize, _BLOCK):
+            total += tensor.read(offset, shape).sum(dim=0, dtype=torch.float64)
+        return (total / tensor.shape[0]).float()
 
 
 # ---- Experts ----
@@ -342,24 +332,22 @@ class UpcycledExperts(SourceView):
 
         # Tensors: copies of dense ones, and the routers.
         config = model_config(self.args, dense.vocab_size or 0, source.description)
-        self._seed = _get_seed(source)
-        self._scale = _compute_expert_scale(config)
-        self._parameters = {spec.name: spec for spec in model_parameters(config)}
-        self._dense_keys: dict[str, str] = {}  # new key -> key of the dense model
-        cast = get_dtype(options.dtype)
+        seed = _get_seed(source)
+        scale = _compute_expert_scale(config)
+        new_dtype = get_dtype(options.dtype)
         self.tensors = {}
-        for key, spec in self._parameters.items():
+        for spec in model_parameters(config):
             dense_key = self._find_dense_key(spec)
-            if dense_key is not None:
-                self._dense_keys[key] = dense_key
-                dtype = source.tensors[dense_key].dtype
-            else:
-                dtype = source.tensors[WORD_EMBEDDINGS].dtype
-            if not is_trained(key):
+            dtype = source.tensors[dense_key or WORD_EMBEDDINGS].dtype
+            if not is_trained(spec.name):
                 dtype = torch.float32
-            elif cast is not None:
-                dtype = cast
-            self.tensors[key] = TensorInfo(spec.shape, dtype)
+            elif new_dtype is not None:
+                dtype = new_dtype
+            if dense_key is None:
+                read = partial(_initialize, spec, seed, dtype)
+                self.tensors[spec.name] = LazyTensor(spec.shape, dtype, read)
+            else:
+                self.tensors[spec.name] = self._copy(dense_key, spec, dtype, scale)
 
         if optimizer_states(source.tensors):
             options.note("optimizer state: dropped, since the dense MLP's does not fit its experts")
@@ -383,21 +371,31 @@ class UpcycledExperts(SourceView):
             )
         return key
 
-    def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
-        dtype = self.tensors[key].dtype
-        if key not in self._dense_keys:
-            values = torch.empty(shape)
-            spec = self._parameters[key]
-            spec.info.init(Box(offset, values), key, spec.shape, self._seed)
-            return values.to(dtype)
-        source_key = full_precision_key(self._dense_keys[key], self._source.tensors)
-        if not _is_of_experts(key):
-            return self._source.read(source_key, offset, shape).to(dtype)
-        # All experts of the box, [experts, rows, columns], are copies of one dense box.
-        values = self._source.read(source_key, offset[1:], shape[1:])
-        if self._scale != 1 and key.endswith(".weight"):
-            values = values.float() * self._scale
-        return values.to(dtype).expand(shape).contiguous()
+    def _copy(
+        self, dense_key: str, spec: ParamSpec, dtype: torch.dtype, scale: float
+    ) -> LazyTensor:
+        """Return a dense tensor, or as many copies of it as there are experts."""
+        tensors = self._source.tensors
+        tensor = tensors[full_precision_key(dense_key, tensors)]
+        if not _is_of_experts(spec.name):
+            return cast(tensor, dtype)
+        if scale != 1 and spec.name.endswith(".weight"):
+            read = partial(_read_scaled, tensor, scale)
+            tensor = replace(tensor, dtype=torch.float32, read=read)
+        return repeat(cast(tensor, dtype), spec.shape[0])
+
+
+def _initialize(
+    spec: ParamSpec, seed: int, dtype: torch.dtype, offset: Shape, shape: Shape
+) -> torch.Tensor:
+    """Return a box of the initial values of a parameter."""
+    values = torch.empty(shape)
+    spec.info.init(Box(offset, values), spec.name, spec.shape, seed)
+    return values.to(dtype)
+
+
+def _read_scaled(tensor: LazyTensor, scale: float, offset: Shape, shape: Shape) -> torch.Tensor:
+    return tensor.read(offset, shape).float() * scale
 
 
 def _is_of_experts(key: str) -> bool:

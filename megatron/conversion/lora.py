@@ -19,7 +19,7 @@ from megatron.conversion.huggingface.stored_parameters import (
 )
 from megatron.conversion.huggingface.stored_weights import StoredWeights
 from megatron.conversion.huggingface.wrappers import find_text_family
-from megatron.conversion.model_space.lazy_tensors import LazyTensor, cast, view_source
+from megatron.conversion.model_space.lazy_tensors import cast
 from megatron.conversion.model_space.model import (
     check_parameters,
     make_export_config,
@@ -28,7 +28,6 @@ from megatron.conversion.model_space.model import (
 from megatron.conversion.model_space.optimizer_states import full_precision_key, optimizer_states
 from megatron.conversion.model_space.views import SourceView, get_dtype
 from megatron.conversion.options import WriteOptions
-from megatron.core.dist_checkpointing.mapping import Shape
 from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS, average_key, foreign_name, is_foreign
 from megatron.core.run_checkpoint.source import Source
 
@@ -80,12 +79,9 @@ class PlainWeights(SourceView):
         super().__init__(source)
         self.drop_optimizer()
         self.drop_average()
-        if dtype is not None:
-            self.cast_weights(dtype)
-
-    def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
-        source_key = full_precision_key(key, self._source.tensors)
-        return self._source.read(source_key, offset, shape).to(self.tensors[key].dtype)
+        for key, new_dtype in self.choose_dtypes(dtype).items():
+            source_key = full_precision_key(key, source.tensors)
+            self.tensors[key] = cast(source.tensors[source_key], new_dtype)
 
 
 # ---- Tied embeddings ----
@@ -131,11 +127,6 @@ class UntiedHead(SourceView):
         self.tensors[OUTPUT] = self.tensors[WORD_EMBEDDINGS]
         self.args["untie_embeddings_and_output_weights"] = True
 
-    def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
-        if key == OUTPUT:
-            key = WORD_EMBEDDINGS
-        return self._source.read(key, offset, shape)
-
 
 # ---- The merge ----
 
@@ -164,34 +155,28 @@ class MergedAdapter(SourceView):
         config = make_export_config(source, None)
         parameters = _list_parts(source, family, adapter)
         tensors = store_parameters(
-            parameters, lambda parameter: parameter.view_in(source, parameter.key)
+            parameters, lambda parameter: parameter.select_in(source.tensors[parameter.key])
         )
         foreign: dict[str, str] = {}  # name that the adapter uses -> key
         for key in source.tensors:
             if is_foreign(key):
                 name = _find_adapter_name(foreign_name(key), adapter)
                 foreign[name] = key
-                tensors[name] = view_source(source, key)
+                tensors[name] = source.tensors[key]
         transposed = {
             name for parameter in parameters if parameter.transposed for name in parameter.names
         }
         changed = adapter.apply(tensors, transposed)
         self.num_changed = len(changed)
 
-        self._changed: dict[str, LazyTensor] = {}
         for name, tensor in changed.items():
             if name in foreign:
-                self._changed[foreign[name]] = tensor
+                self.tensors[foreign[name]] = tensor
         weights = StoredWeights(adapter.directory, tensors | changed, family, config, ())
         for parameter in parameters:
             if not changed.keys().isdisjoint(parameter.names):
                 key = parameter.key
-                self._changed[key] = cast(weights.tensors[key], self.tensors[key].dtype)
-
-    def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
-        if key in self._changed:
-            return self._changed[key].read(offset, shape)
-        return self._source.read(key, offset, shape)
+                self.tensors[key] = cast(weights.tensors[key], source.tensors[key].dtype)
 
 
 def _find_adapter_name(name: str, adapter: LoraAdapter) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +22,7 @@ from megatron.conversion.model_space.optimizer_states import full_precision_key,
 from megatron.conversion.model_space.pieces import is_bitwise_equal
 from megatron.conversion.model_space.views import SourceView
 from megatron.core.dist_checkpointing import CheckpointDirectory
-from megatron.core.dist_checkpointing.mapping import Shape
+from megatron.core.dist_checkpointing.mapping import LazyTensor, Shape
 from megatron.core.run_checkpoint.formats import (
     NoCheckpointError,
     find_named_checkpoint,
@@ -275,23 +277,29 @@ class MergedSource(SourceView):
                 f"--optimizer: {self._source.description} has no optimizer state: choose another "
                 "input, or drop the flag"
             )
-        if dtype is not None:
-            self.cast_weights(dtype)
+        # Weights and main parameters are sums.
+        for key, new_dtype in self.choose_dtypes(dtype).items():
+            parameter, state = split_key(key)
+            if state not in (None, "param"):
+                continue
+            tensor = self.tensors[key]
+            if self._is_summable(key):
+                read = partial(self._read_sum, parameter, new_dtype)
+                self.tensors[key] = LazyTensor(tensor.shape, new_dtype, read)
+            else:
+                self.tensors[key] = replace(tensor, read=partial(self._read_equal, key))
 
-    def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
-        parameter, state = split_key(key)
-        if state not in (None, "param"):
-            return self._source.read(key, offset, shape)
-        if not self._is_summable(key):
-            return self._read_equal(key, offset, shape)
-        # Weights and main parameters: the weighted sum in fp32, rounded once.
+    def _read_sum(
+        self, parameter: str, dtype: torch.dtype, offset: Shape, shape: Shape
+    ) -> torch.Tensor:
+        """Return a box of the weighted sum in fp32, rounded once."""
         total = torch.zeros(shape, dtype=torch.float32)
         for source, weight in zip(self._sources, self._weights, strict=True):
             if weight == 0:  # such an input is not read, and may have any values
                 continue
             source_key = full_precision_key(parameter, source.tensors)
-            total.add_(source.read(source_key, offset, shape), alpha=weight)
-        result = total.to(self.tensors[key].dtype)
+            total.add_(source.tensors[source_key].read(offset, shape), alpha=weight)
+        result = total.to(dtype)
         self._require_finite(parameter, offset, total, result)
         return result
 
@@ -305,9 +313,9 @@ class MergedSource(SourceView):
 
     def _read_equal(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
         """Return a box that all sources have; raise ValueError if their values differ."""
-        value = self._source.read(key, offset, shape)
+        value = self._source.tensors[key].read(offset, shape)
         for source in self._sources:
-            source_value = source.read(key, offset, shape)
+            source_value = source.tensors[key].read(offset, shape)
             if source_value.dtype != value.dtype or not is_bitwise_equal(source_value, value):
                 raise ValueError(
                     f"{source.description}: {foreign_name(key)} ({source_value.dtype}) differs "
@@ -327,7 +335,7 @@ class MergedSource(SourceView):
         shape = tuple(total.shape)
         for source in self._sources:
             source_key = full_precision_key(parameter, source.tensors)
-            if not torch.isfinite(source.read(source_key, offset, shape)).all():
+            if not torch.isfinite(source.tensors[source_key].read(offset, shape)).all():
                 raise ValueError(
                     f"{source.description}: {parameter} contains values that are not finite: leave "
                     "this input out"

@@ -5,7 +5,7 @@ import torch
 
 from megatron.conversion.model_space.optimizer_states import optimizer_key
 from megatron.conversion.opening import open_checkpoint
-from megatron.core.dist_checkpointing.mapping import read_whole
+from tests.support.compare import read_whole
 from tests.support.training_harness import LAYOUTS, MODELS, train, whole
 from tests.unit_tests.conversion.convert_tool import run_convert
 

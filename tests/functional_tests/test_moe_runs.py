@@ -7,10 +7,10 @@ import torch
 
 from megatron.conversion.convert import compare
 from megatron.conversion.opening import open_checkpoint
-from megatron.core.dist_checkpointing.mapping import read_whole
 from megatron.training.config.parsing import parse_args
 from megatron.training.training import pretrain
 from tests import ROOT
+from tests.support.compare import read_whole
 from tests.support.training_harness import (
     Measurements,
     datasets_provider,

@@ -12,11 +12,10 @@ import pytest
 
 from megatron.conversion.opening import open_checkpoint
 from megatron.core.dist_checkpointing import load_common
-from megatron.core.dist_checkpointing.mapping import read_whole
 from megatron.core.optimizer import get_update_rule
 from megatron.core.run_checkpoint.common_state import find_param_groups
 from tests import ROOT
-from tests.support.compare import assert_same
+from tests.support.compare import assert_same, read_whole
 from tests.support.training_harness import DISTRIBUTED_OPTIMIZER, LLAMA, get_losses, train, whole
 from tests.unit_tests.conversion.convert_tool import run_convert
 

@@ -317,7 +317,7 @@ def read_tensors(directory, step):
     """Return all tensors of a checkpoint."""
     source = open_checkpoint(directory / f"iter_{step:07d}")
     return {
-        key: source.read(key, (0,) * len(info.shape), info.shape)
+        key: source.tensors[key].read((0,) * len(info.shape), info.shape)
         for key, info in source.tensors.items()
     }
 

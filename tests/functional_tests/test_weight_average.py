@@ -5,8 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron.conversion.opening import open_checkpoint
-from megatron.core.dist_checkpointing.mapping import read_whole
-from tests.support.compare import assert_same, read_all
+from tests.support.compare import assert_same, read_all, read_whole
 from tests.support.training_harness import (
     DISTRIBUTED_OPTIMIZER,
     GPT2,

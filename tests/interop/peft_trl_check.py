@@ -18,9 +18,9 @@ from megatron.conversion.huggingface.directory import write_huggingface
 from megatron.conversion.model_space.pieces import is_bitwise_equal
 from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import EditOptions, WriteOptions
-from megatron.core.dist_checkpointing.mapping import read_whole
 from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS
 from tests.interop import peft_trl_train
+from tests.support.compare import read_whole
 from tests.support.memory_source import LLAMA_ARGS, random_source
 from tests.unit_tests.conversion.filled_model import model_logits
 

@@ -6,8 +6,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron.core.dist_checkpointing.mapping import read_whole
 from megatron.core.run_checkpoint.source import Source
+
+
+def read_whole(source: Source, key: str) -> torch.Tensor:
+    """Return the whole tensor `key` of a source."""
+    return source.tensors[key].read_all()
 
 
 def read_all(source: Source) -> dict[str, torch.Tensor]:

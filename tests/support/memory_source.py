@@ -5,9 +5,10 @@ from typing import Any
 
 import torch
 
+from megatron.conversion.model_space.lazy_tensors import view_tensor
 from megatron.conversion.model_space.model import model_config, model_tensors
 from megatron.conversion.model_space.optimizer_states import ADAM, SGD, optimizer_key
-from megatron.core.dist_checkpointing.mapping import Shape, TensorInfo
+from megatron.core.dist_checkpointing.mapping import LazyTensor
 from megatron.core.run_checkpoint.source import TrainingState
 
 
@@ -20,15 +21,8 @@ class MemorySource:
     unused: list[str] = field(default_factory=list)
 
     @property
-    def tensors(self) -> dict[str, TensorInfo]:
-        return {
-            key: TensorInfo(tuple(value.shape), value.dtype) for key, value in self.values.items()
-        }
-
-    def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
-        return self.values[key][
-            tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
-        ].clone()
+    def tensors(self) -> dict[str, LazyTensor]:
+        return {key: view_tensor(value) for key, value in self.values.items()}
 
 
 LLAMA_ARGS = {

@@ -124,7 +124,7 @@ def compare_tensor(
     num_different = 0
     largest = 0.0
     for offset, first_slice in first.iterate_slices(key):
-        second_slice = second.read(key, offset, tuple(first_slice.shape))
+        second_slice = second.view(key).read(offset, tuple(first_slice.shape))
         progress(first_slice.nbytes)
         if first_slice.dtype == second_slice.dtype and is_bitwise_equal(first_slice, second_slice):
             continue

@@ -12,7 +12,7 @@ import torch
 from megatron.conversion.opening import open_checkpoint, require_checkpoint
 from megatron.conversion.options import ReadOptions
 from megatron.core.dist_checkpointing import Reader, StoredTensor
-from megatron.core.dist_checkpointing.mapping import Shape, TensorInfo, cut_rows
+from megatron.core.dist_checkpointing.mapping import LazyTensor, Shape, TensorInfo, cut_rows
 
 # Includes tensors that the model does not have.
 READ_EVERYTHING = ReadOptions(keep_foreign=True)
@@ -22,22 +22,21 @@ SLICE = 64 << 20  # bytes of a tensor in memory at once
 class View(NamedTuple):
     """Named tensors of a checkpoint in any format, with its path and format for messages.
 
-    `tensors` and `read` are those of a `Source`, or of a `Reader` for a torch_dist directory that
-    is not a model of ours: that has neither arguments nor a training state, so it is not a source.
+    `tensors` are those of a `Source`, or of a `Reader` for a torch_dist directory that is not a
+    model of ours: that has neither arguments nor a training state, so it is not a source. `view`
+    returns one that can be read.
     """
 
     path: Path
     format: str
     tensors: Mapping[str, TensorInfo | StoredTensor]
-    read: Callable[[str, Shape, Shape], torch.Tensor]  # (key, offset, shape)
+    view: Callable[[str], LazyTensor]
 
     def iterate_slices(self, key: str) -> Iterator[tuple[Shape, torch.Tensor]]:
         """Yield (offset, rows) of a tensor in order."""
-        info = self.tensors[key]
-        itemsize = info.dtype.itemsize
-        for offset, shape in cut_rows(info.shape, itemsize, SLICE):
-            rows = self.read(key, offset, shape)
-            yield offset, rows
+        tensor = self.view(key)
+        for offset, shape in cut_rows(tensor.shape, tensor.dtype.itemsize, SLICE):
+            yield offset, tensor.read(offset, shape)
 
     def select_keys(self, pattern: str) -> list[str]:
         """Return the keys that match a shell pattern, in stored order."""
@@ -60,13 +59,13 @@ def open_view(root: Path, step: int | None) -> View:
     # Do not hide tensors that have no name in model space.
     if is_torch_dist and source.unused:
         return open_stored_view(path)
-    return View(path, checkpoint_format, source.tensors, source.read)
+    return View(path, checkpoint_format, source.tensors, source.tensors.__getitem__)
 
 
 def open_stored_view(path: Path) -> View:
     """Open a torch_dist directory under the keys in its files."""
     reader = Reader(path)
-    return View(path, "torch_dist", reader.metadata.tensors, reader.read)
+    return View(path, "torch_dist", reader.metadata.tensors, reader.view)
 
 
 def format_shape(shape: Shape | list[int]) -> str:

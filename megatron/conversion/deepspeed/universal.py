@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,7 @@ from megatron.conversion.stored_tokenizer import (
     find_stored_tokenizer,
     write_tokenizer_files,
 )
-from megatron.core.dist_checkpointing.mapping import Shape, TensorInfo
+from megatron.core.dist_checkpointing.mapping import LazyTensor, Shape, TensorInfo
 from megatron.core.dist_checkpointing.saving.commit import Progress, no_progress
 from megatron.core.durable_files import committed, fsync_tree
 from megatron.core.run_checkpoint.checks import plain_args
@@ -73,8 +74,6 @@ from megatron.core.run_checkpoint.keys import (
     WORD_EMBEDDINGS,
     ZERO,
     foreign_key,
-    foreign_name,
-    is_foreign,
     split_key,
 )
 from megatron.core.run_checkpoint.source import Source, TrainingState
@@ -119,24 +118,26 @@ class UniversalSource:
             native = find_native_key(key, config)
             if native is not None and native != key:
                 files.rename(key, native)
-        self.tensors = _list_tensors(files, config, not read_options.no_optim)
         self._qkv_map = None
         blocks = self._find_qkv_blocks(read_options.qkv_layout, config)
         if blocks is not None:
             heads = config.num_attention_heads
             self._qkv_map = map_fused_qkv(heads, config.query_groups, config.head_dim, blocks)
+        self.tensors: dict[str, LazyTensor] = {}
+        for key, info in _list_tensors(files, config, not read_options.no_optim).items():
+            self.tensors[key] = LazyTensor(info.shape, info.dtype, partial(self._read, key))
 
         # Parts that are not converted
         optimizer = None
         if not read_options.no_optim:
             optimizer = files.read_optimizer_state()
         self.unused = [f"state: {name}" for name in list_lost_state(files.state, optimizer)]
-        self._foreign = open_foreign_file(files.directory / FOREIGN_FILE)
+        foreign = open_foreign_file(files.directory / FOREIGN_FILE)
         if read_options.keep_foreign:
-            for name, tensor in self._foreign.items():
-                self.tensors[foreign_key(name)] = TensorInfo(tensor.shape, tensor.dtype)
+            for name, tensor in foreign.items():
+                self.tensors[foreign_key(name)] = tensor
         else:
-            self.unused += self._foreign
+            self.unused += foreign
 
         # Training state
         self._check_groups(optimizer, config)
@@ -157,10 +158,8 @@ class UniversalSource:
         members = self._files.state.get("param_shapes") or []
         check_groups(optimizer["param_groups"], members, decayed, self.description)
 
-    def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
-        if is_foreign(key):
-            return self._foreign[foreign_name(key)].read(offset, shape)
-
+    def _read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
+        """Return a box of a weight or an optimizer state."""
         # Weights are main parameters, cast.
         info = self.tensors[key]
         parameter, state = split_key(key)
@@ -487,8 +486,9 @@ class _UniversalWriter:
             source_key = optimizer_key(state, key)
         else:
             return torch.zeros(shape)
-        origin = (0,) * len(shape)
-        return self.source.read(source_key, origin, shape).float()
+        # Without rows that pad the vocabulary.
+        tensor = replace(self.source.tensors[source_key], shape=shape)
+        return tensor.read_all().float()
 
     def _make_marks(self, key: str) -> dict[str, Any]:
         """Return the marks by which a loader splits the tensor for its own tensor parallelism."""

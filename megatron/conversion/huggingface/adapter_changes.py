@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron.conversion.model_space.lazy_tensors import LazyTensor, select, stack
-from megatron.core.dist_checkpointing.mapping import Shape, narrow
+from megatron.conversion.model_space.lazy_tensors import select, stack, view_box
+from megatron.core.dist_checkpointing.mapping import LazyTensor, Shape, narrow
 
 # Libraries compute the product with a single row in another order than that with several.
 _MIN_ROWS = 64
@@ -155,22 +155,13 @@ def add_to_experts(base: LazyTensor, change: LowRankProduct) -> LazyTensor:
     rank = change.a.shape[0] // num_experts
     changed = []
     for expert in range(num_experts):
-        a = _select_rows(change.a, expert * rank, rank)
+        a = view_box(change.a, (expert * rank, 0), (rank, change.a.shape[1]))
         b = _select_columns(change.b, expert, num_experts)
         product = LowRankProduct(
             a, b, change.scaling, transposed=change.transposed, is_rounded=change.is_rounded
         )
         changed.append(add_to_matrix(select(base, expert), product))
     return stack(changed)
-
-
-def _select_rows(tensor: LazyTensor, first: int, count: int) -> LazyTensor:
-    """Return `count` rows of a matrix from row `first` on."""
-
-    def read(offset: Shape, shape: Shape) -> torch.Tensor:
-        return tensor.read((first + offset[0], offset[1]), shape)
-
-    return LazyTensor((count, tensor.shape[1]), tensor.dtype, read)
 
 
 def _select_columns(tensor: LazyTensor, first: int, step: int) -> LazyTensor:

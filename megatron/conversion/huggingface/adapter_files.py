@@ -12,8 +12,8 @@ from megatron.conversion.huggingface.adapters import ADAPTER_CONFIG
 from megatron.conversion.huggingface.module_patterns import ModulePatterns
 from megatron.conversion.huggingface.safetensors_files import open_safetensors
 from megatron.conversion.huggingface.weight_files import open_torch_file
-from megatron.conversion.model_space.lazy_tensors import LazyTensor
 from megatron.core.dist_checkpointing import CheckpointError
+from megatron.core.dist_checkpointing.mapping import LazyTensor
 from megatron.core.safe_files import schema
 from megatron.core.safe_files.reading import confine_links, read_json
 from megatron.core.safe_files.schema import (

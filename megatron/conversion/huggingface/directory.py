@@ -52,14 +52,13 @@ from megatron.conversion.huggingface.tokenizer import (
 )
 from megatron.conversion.huggingface.weight_files import (
     check_weight_files,
-    list_infos,
     open_weights,
     write_weight_files,
 )
 from megatron.conversion.huggingface.wrapper import TEXT_CONFIG, LanguageModel
 from megatron.conversion.huggingface.wrappers import find_wrapper
 from megatron.conversion.model_space.foreign import format_layers
-from megatron.conversion.model_space.lazy_tensors import LazyTensor, cast, view_source
+from megatron.conversion.model_space.lazy_tensors import cast
 from megatron.conversion.model_space.model import (
     check_optimizer_complete,
     check_parameters,
@@ -75,7 +74,7 @@ from megatron.conversion.model_space.views import get_dtype
 from megatron.conversion.options import ReadOptions, WriteOptions, rename_tensors
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.dist_checkpointing.files import CLAIM
-from megatron.core.dist_checkpointing.mapping import Shape, read_whole
+from megatron.core.dist_checkpointing.mapping import LazyTensor, Shape
 from megatron.core.dist_checkpointing.saving.commit import Progress, no_progress
 from megatron.core.durable_files import discard, fsync_tree, write_json
 from megatron.core.object_path import ObjectPath
@@ -138,7 +137,7 @@ class HuggingFaceSource:
             files = dequantize(files, block, config.params_dtype, directory)
         zero_biases = family.list_unbiased_parts(hf)
         self._weights = StoredWeights(directory, files, family, config, zero_biases)
-        self._values: dict[str, LazyTensor] = dict(self._weights.tensors)
+        self.tensors: dict[str, LazyTensor] = dict(self._weights.tensors)
 
         # Complete the arguments, and add optimizer and run, if an export left them.
         self._complete_arguments(config, family, hf, multimodal, read_options)
@@ -150,7 +149,6 @@ class HuggingFaceSource:
         self.unused = self._weights.find_unused()
         self._set_foreign_aside(family, files, multimodal, read_options)
         self.unused += family.list_unused_fields(hf, self.args)
-        self.tensors = list_infos(self._values)
 
     def _read_config_file(
         self, read_options: ReadOptions
@@ -232,14 +230,10 @@ class HuggingFaceSource:
         if read_options.keep_foreign:
             for name in self.unused:
                 if name not in family.head_names:
-                    self._values[foreign_key(family.add_prefix(name))] = files[name]
+                    self.tensors[foreign_key(family.add_prefix(name))] = files[name]
             self.unused = [name for name in self.unused if name in family.head_names]
         elif multimodal is not None:
             self.unused = multimodal.summarize(self.unused)
-
-    def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
-        """Return a box of a tensor. Raises ValueError for an optimizer state of other weights."""
-        return self._values[key].read(offset, shape)
 
     def _add_sidecar(
         self, sidecar: Sidecar, config: TransformerConfig, user_args: Mapping[str, Any]
@@ -254,12 +248,12 @@ class HuggingFaceSource:
         self.training = sidecar.training
         for key, tensor in sidecar.tensors.items():
             parameter, state = split_key(key)
-            if state is None or parameter not in self._values:
+            if state is None or parameter not in self.tensors:
                 raise ValueError(f"{sidecar_dir}: {key} is not an optimizer state of this model")
             if state == "param" and parameter in self._weights:
                 tensor = self._check_unchanged(tensor, parameter)
-            self._values[key] = tensor
-        check_optimizer_complete(list_infos(self._values), self.args, str(sidecar_dir))
+            self.tensors[key] = tensor
+        check_optimizer_complete(self.tensors, self.args, str(sidecar_dir))
 
         # The weights have the dtype of the run. Those that were exported in another one are its
         # main parameters, rounded to its own dtype.
@@ -268,13 +262,14 @@ class HuggingFaceSource:
                 continue
             if key in self._weights and weight.dtype != run.params_dtype:
                 weight = sidecar.tensors[optimizer_key("param", key)]
-            self._values[key] = cast(weight, run.params_dtype)
+            self.tensors[key] = cast(weight, run.params_dtype)
 
     def _check_unchanged(self, main: LazyTensor, parameter: str) -> LazyTensor:
         """Return main parameters that must equal the weights bitwise when they are read: else the
         moments belong to another model.
         """
-        return main._replace(read=partial(self._read_unchanged, main, parameter))
+        read = partial(self._read_unchanged, main, parameter)
+        return dataclasses.replace(main, read=read)
 
     def _read_unchanged(
         self, main: LazyTensor, parameter: str, offset: Shape, shape: Shape
@@ -440,7 +435,8 @@ def _collect_weights(
             quantized.update(parameter.names)
 
     def get_value(parameter: StoredParameter) -> LazyTensor:
-        value = parameter.view_in(source, full_precision_key(parameter.key, source.tensors))
+        source_key = full_precision_key(parameter.key, source.tensors)
+        value = parameter.select_in(source.tensors[source_key])
         if not is_trained(parameter.key):
             return cast(value, source.tensors[parameter.key].dtype)
         if quantized.issuperset(parameter.names):
@@ -458,7 +454,7 @@ def _collect_weights(
                 f"{foreign_name(key)} is a foreign tensor with the name of a parameter of "
                 "the model: rename it (--rename) or leave foreign tensors out (--keep-foreign)"
             )
-        weights[name] = view_source(source, key)
+        weights[name] = source.tensors[key]
     return weights
 
 
@@ -584,7 +580,7 @@ def _check_complete(
     """
     check_parameters(source.tensors, shapes, source.description, config.vocab_size)
     for key in shapes:
-        if key not in placed and torch.count_nonzero(read_whole(source, key)):
+        if key not in placed and torch.count_nonzero(source.tensors[key].read_all()):
             raise ValueError(
                 f"{source.description}: {key} is not zero, and models of this family have no such "
                 "bias"
@@ -670,7 +666,7 @@ def _leave_out_biases(
         ]
         if not biases or name not in unbiased:
             continue
-        is_used = any(torch.count_nonzero(read_whole(source, bias.key)) for bias in biases)
+        is_used = any(torch.count_nonzero(source.tensors[bias.key].read_all()) for bias in biases)
         if is_used:
             fields[field] = True
         else:

@@ -24,9 +24,9 @@ from megatron.conversion.huggingface.adapter_files import (
 )
 from megatron.conversion.huggingface.family import Family
 from megatron.conversion.huggingface.wrappers import remove_wrapper_prefix
-from megatron.conversion.model_space.lazy_tensors import LazyTensor, cast
+from megatron.conversion.model_space.lazy_tensors import cast
 from megatron.core.dist_checkpointing import CheckpointError
-from megatron.core.dist_checkpointing.mapping import Shape
+from megatron.core.dist_checkpointing.mapping import LazyTensor, Shape
 from megatron.core.safe_files.schema import abbreviate, key
 
 _PREFIX = "base_model.model."

@@ -11,21 +11,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron.conversion.model_space.lazy_tensors import (
-    LazyTensor,
-    concatenate,
-    scatter_rows,
-    select,
-)
+from megatron.conversion.model_space.lazy_tensors import concatenate, scatter_rows, select
 from megatron.conversion.model_space.pieces import map_separate_qkv
 from megatron.core.dist_checkpointing import CheckpointError, Reader
-from megatron.core.dist_checkpointing.mapping import Shape
+from megatron.core.dist_checkpointing.mapping import LazyTensor, Shape
 from megatron.core.run_checkpoint.keys import PARAMS
 from megatron.core.safe_files import schema
 from megatron.core.safe_files.reading import read_json
@@ -91,10 +87,10 @@ def open_dcp(directory: Path) -> dict[str, LazyTensor]:
     """Return the tensors of a DCP directory, without the state of an optimizer."""
     reader = Reader(directory)
     tensors = {}
-    for key, tensor in reader.metadata.tensors.items():
+    for key in reader.metadata.tensors:
         name = key.removeprefix("model.")
         if name in _OUTSIDE or _NUMBERED.fullmatch(name):
-            tensors[name] = LazyTensor(tensor.shape, tensor.dtype, partial(reader.read, key))
+            tensors[name] = reader.view(key)
     return tensors
 
 
@@ -246,7 +242,7 @@ def _separate_halves(tensor: LazyTensor, heads: Any, name: str) -> LazyTensor:
     rows = tensor.shape[0] if tensor.shape else 0
     if type(heads) is not int or heads < 1 or rows % (2 * heads):
         raise CheckpointError(f"{name} has {rows} rows, which are not {heads} heads")
-    return tensor._replace(read=partial(_read_halves, tensor, rows // heads))
+    return replace(tensor, read=partial(_read_halves, tensor, rows // heads))
 
 
 def _read_halves(tensor: LazyTensor, head_rows: int, offset: Shape, shape: Shape) -> torch.Tensor:

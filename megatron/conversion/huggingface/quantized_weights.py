@@ -8,14 +8,14 @@ and right edge may be partial. Source: the files of DeepSeek-V3, whose scales ar
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron.conversion.model_space.lazy_tensors import LazyTensor
-from megatron.core.dist_checkpointing.mapping import Shape
+from megatron.core.dist_checkpointing.mapping import LazyTensor, Shape
 from megatron.core.safe_files import schema
 
 SCALES = "_scale_inv"
@@ -180,7 +180,7 @@ def _check_scales(description: str, scales: LazyTensor) -> LazyTensor:
 
     A block of zeros may have the scale 0.
     """
-    return scales._replace(read=partial(_read_checked, description, scales))
+    return replace(scales, read=partial(_read_checked, description, scales))
 
 
 def _read_checked(

@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.conversion.model_space.lazy_tensors import LazyTensor
-from megatron.core.dist_checkpointing.mapping import Shape, TensorInfo, narrow
+from megatron.core.dist_checkpointing.mapping import LazyTensor, Shape, TensorInfo, narrow
 from megatron.core.dist_checkpointing.saving.placed_file import write_at
 from megatron.core.object_files import OrderedUpload
 from megatron.core.object_path import ObjectPath

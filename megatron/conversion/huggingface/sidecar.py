@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.conversion.huggingface.safetensors_files import open_safetensors
-from megatron.conversion.model_space.lazy_tensors import LazyTensor, cast, view_source
+from megatron.conversion.model_space.lazy_tensors import cast
 from megatron.conversion.model_space.optimizer_states import (
     ADAM,
     OPTIMIZER_STATES,
@@ -26,7 +26,7 @@ from megatron.conversion.model_space.optimizer_states import (
     optimizer_key,
     optimizer_states,
 )
-from megatron.core.dist_checkpointing.mapping import Shape
+from megatron.core.dist_checkpointing.mapping import LazyTensor, Shape
 from megatron.core.durable_files import write_json
 from megatron.core.run_checkpoint.checks import ARGUMENTS, TRAINING_STATE, plain_args
 from megatron.core.run_checkpoint.keys import is_trained
@@ -103,8 +103,8 @@ def collect_optimizer_tensors(
                     f"{source.description} has no {key}: --save-optim-sidecar needs the optimizer "
                     "state"
                 )
-            state_tensor = cast(view_source(source, source_key), torch.float32)
-            tensors[key] = state_tensor._replace(shape=shape)
+            state_tensor = cast(source.tensors[source_key], torch.float32)
+            tensors[key] = dataclasses.replace(state_tensor, shape=shape)
     return tensors
 
 

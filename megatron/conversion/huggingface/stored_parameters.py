@@ -9,14 +9,12 @@ from dataclasses import dataclass, replace
 
 from megatron.conversion.huggingface.parameters import Row
 from megatron.conversion.model_space.lazy_tensors import (
-    LazyTensor,
     gather_rows,
     reshape,
     scatter_rows,
     select,
     stack,
     transpose,
-    view_source,
 )
 from megatron.conversion.model_space.pieces import (
     RowMap,
@@ -29,7 +27,7 @@ from megatron.conversion.model_space.pieces import (
     map_unchanged,
     swap_halves,
 )
-from megatron.core.dist_checkpointing.mapping import Shape, TensorSource
+from megatron.core.dist_checkpointing.mapping import LazyTensor, Shape
 from megatron.core.dist_checkpointing.saving.model_export import TensorPlace
 from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -78,12 +76,11 @@ class StoredParameter:
             shapes.append(shape)
         return shapes
 
-    def view_in(self, source: TensorSource, key: str) -> LazyTensor:
-        """Return this part of a tensor of `source`, without rows that pad the vocabulary."""
-        tensor = view_source(source, key)
+    def select_in(self, tensor: LazyTensor) -> LazyTensor:
+        """Return this part of a tensor, without rows that pad the vocabulary."""
         for expert in self.lead:
             tensor = select(tensor, expert)
-        return tensor._replace(shape=self.shape)
+        return replace(tensor, shape=self.shape)
 
     def join(self, stored_tensors: Sequence[LazyTensor]) -> LazyTensor:
         """Return the parameter that the tensors called `names` contain."""
@@ -143,12 +140,12 @@ class StoredParameter:
             lead = len(self.lead)
             yield TensorPlace(
                 offset=(*self.lead, first, *(0,) * len(row_shape)),
-                shape=(*(1,) * lead, run.rows, *row_shape),
+                shape=(*(1,) * lead, len(run.rows), *row_shape),
                 file=file,
-                position=position + run.start * row_stride,
-                strides=(*(0,) * lead, run.step * row_stride, *strides),
+                position=position + run.rows.start * row_stride,
+                strides=(*(0,) * lead, run.rows.step * row_stride, *strides),
             )
-            first += run.rows
+            first += len(run.rows)
 
 
 def store_parameters(

@@ -15,9 +15,9 @@ from megatron.conversion.huggingface.stored_parameters import (
     copied_parameters,
     stored_parameters,
 )
-from megatron.conversion.model_space.lazy_tensors import LazyTensor, make_zeros, stack
+from megatron.conversion.model_space.lazy_tensors import make_zeros, stack
 from megatron.conversion.model_space.model import model_tensors
-from megatron.core.dist_checkpointing.mapping import cut_rows
+from megatron.core.dist_checkpointing.mapping import LazyTensor, cut_rows
 from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS
 from megatron.core.transformer.transformer_config import TransformerConfig
 

@@ -17,14 +17,13 @@ import torch
 from megatron.conversion.huggingface.other_layouts import join_consolidated, open_dcp
 from megatron.conversion.huggingface.safetensors_files import SafetensorsWriter, open_safetensors
 from megatron.conversion.model_space.lazy_tensors import (
-    LazyTensor,
     are_equal,
     cut_blocks,
     view_tensor,
 )
 from megatron.conversion.model_space.pieces import run_jobs
 from megatron.core.dist_checkpointing.files import METADATA
-from megatron.core.dist_checkpointing.mapping import Shape, TensorInfo
+from megatron.core.dist_checkpointing.mapping import Extent, LazyTensor, TensorInfo
 from megatron.core.dist_checkpointing.saving.commit import Progress
 from megatron.core.durable_files import committed, encode_json, write_json
 from megatron.core.object_path import ObjectPath
@@ -159,22 +158,16 @@ def _check_repeated(
                 )
 
 
-def list_infos(tensors: Mapping[str, LazyTensor]) -> dict[str, TensorInfo]:
-    """Return shape and dtype of tensors by name."""
-    return {name: TensorInfo(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-
-
 def check_weight_files(directory: Path, tensors: Mapping[str, LazyTensor]) -> None:
     """Read the headers of the weight files back: they must contain exactly `tensors`.
 
     Raises ValueError otherwise, or if the index and the files do not list the same tensors.
     """
-    expected = list_infos(tensors)
-    written = list_infos(open_weights(directory))
-    if written != expected:
-        differing = sorted(name for name, _ in written.items() ^ expected.items())
+    written = open_weights(directory)
+    if written != tensors:
+        differing = sorted(name for name, _ in written.items() ^ tensors.items())
         raise ValueError(
-            f"{directory}: {len(written)} tensors were written, {len(expected)} were expected; "
+            f"{directory}: {len(written)} tensors were written, {len(tensors)} were expected; "
             f"{differing[0]} differs"
         )
 
@@ -194,11 +187,9 @@ def write_weight_files(
 
     Returns the names of the files.
     """
-    files = lay_out_weight_files(stem, list_infos(tensors), max_size)
+    files = lay_out_weight_files(stem, tensors, max_size)
 
-    def write(
-        file: SafetensorsWriter, name: str, tensor: LazyTensor, box: tuple[Shape, Shape]
-    ) -> None:
+    def write(file: SafetensorsWriter, name: str, tensor: LazyTensor, box: Extent) -> None:
         offset, shape = box
         rows = tensor.read(offset, shape)
         file.write(name, rows, offset[0] if offset else 0)

@@ -11,8 +11,7 @@ import torch
 
 from megatron.conversion.huggingface.config_fields import Json, transformers_defaults
 from megatron.conversion.huggingface.family import Family
-from megatron.conversion.model_space.lazy_tensors import LazyTensor
-from megatron.core.dist_checkpointing.mapping import cut_rows
+from megatron.core.dist_checkpointing.mapping import LazyTensor, cut_rows
 from megatron.core.safe_files import schema
 from megatron.core.terminal import escape_control_chars, format_size
 from megatron.core.transformer.transformer_config import TransformerConfig

@@ -28,6 +28,7 @@ from megatron.conversion.megatron_lm.optimizer_state import (
     has_optimizer,
     refuse_unknown_optimizer,
 )
+from megatron.conversion.model_space.lazy_tensors import cast, stack
 from megatron.conversion.model_space.model import (
     check_optimizer_complete,
     model_config,
@@ -36,11 +37,10 @@ from megatron.conversion.model_space.model import (
     rename_prediction_layer,
 )
 from megatron.conversion.model_space.optimizer_states import optimizer_key
-from megatron.conversion.model_space.pieces import ReadRegion
 from megatron.conversion.options import ReadOptions, rename_tensors
 from megatron.conversion.stored_tokenizer import find_stored_tokenizer
 from megatron.core.dist_checkpointing import CheckpointError, Reader
-from megatron.core.dist_checkpointing.mapping import Shape, TensorInfo
+from megatron.core.dist_checkpointing.mapping import LazyTensor, Shape, TensorInfo
 from megatron.core.distributed.param_and_grad_buffer import ParamSpec
 from megatron.core.run_checkpoint.checks import plain_numbers
 from megatron.core.run_checkpoint.common_state import find_param_groups, read_training_state
@@ -48,8 +48,6 @@ from megatron.core.run_checkpoint.keys import (
     WORD_EMBEDDINGS,
     find_norm_key,
     foreign_key,
-    foreign_name,
-    is_foreign,
     is_trained,
 )
 from megatron.core.run_checkpoint.source import TrainingState
@@ -142,7 +140,7 @@ class MegatronFsdpSource:
         for parameter in parameters:
             self._add_parameter(parameter, states, is_optimizer_stored)
         self._table.complete(is_optimizer_stored)
-        self.tensors: dict[str, TensorInfo] = dict(self._table.tensors)
+        self.tensors: dict[str, LazyTensor] = dict(self._table.tensors)
         check_optimizer_complete(self.tensors, self.args, location)
 
         # The remaining tensors
@@ -154,11 +152,6 @@ class MegatronFsdpSource:
             self.unused += sorted(self._states.values())
 
         self.training: TrainingState | None = read_training_state(common, self.args, groups)
-
-    def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
-        if is_foreign(key):
-            return self._reader.read(self._weights[foreign_name(key)], offset, shape)
-        return self._table.read(key, offset, shape)
 
     # ---- Keys ----
 
@@ -232,8 +225,7 @@ class MegatronFsdpSource:
         key = self._weights.get(WORD_EMBEDDINGS)
         if key is None:
             return {}
-        entry = self._reader.metadata.tensors[key]
-        return {WORD_EMBEDDINGS: TensorInfo(entry.shape, entry.dtype)}
+        return {WORD_EMBEDDINGS: self._reader.view(key)}
 
     # ---- Arguments and training state ----
 
@@ -289,7 +281,7 @@ class MegatronFsdpSource:
             if state == "step":
                 key = self._states.pop((parameter, state))
                 if step is None:
-                    step = int(self._reader.read(key, (), ()))
+                    step = int(self._reader.view(key).read_all())
         if step is not None:
             for group in groups:
                 group.setdefault("step", step)
@@ -386,8 +378,7 @@ class MegatronFsdpSource:
         Their optimizer state is not added.
         """
         for name, key in self._weights.items():
-            entry = self._reader.metadata.tensors[key]
-            self.tensors[foreign_key(name)] = TensorInfo(entry.shape, entry.dtype)
+            self.tensors[foreign_key(name)] = self._reader.view(key)
 
     def _add_parts(
         self,
@@ -401,7 +392,6 @@ class MegatronFsdpSource:
 
         Raises CheckpointError unless they are exactly the elements of the parameter.
         """
-        info = TensorInfo(parameter.shape, dtype)
         row = 0  # of the next part in its expert, or in the whole parameter
         expert: int | None = None
         num_elements = 0
@@ -412,36 +402,22 @@ class MegatronFsdpSource:
                 row = 0
 
             # Parts are joined along the rows. An expert's lacks the first axis of the parameter.
-            stored_shape = self._reader.metadata.tensors[stored_key].shape
-            other_axes = len(stored_shape) - 1
-            offset: Shape = (row,) + (0,) * other_axes
-            shape = stored_shape
+            stored_tensor = cast(self._reader.view(stored_key), dtype)
+            stored_box = stored_tensor
+            offset: Shape = (row,) + (0,) * len(stored_tensor.shape[1:])
             if expert is not None:
                 offset = (expert, *offset)
-                shape = (1, *shape)
-            _check_part(offset, shape, parameter, f"{self.description}: {stored_key}")
+                stored_box = stack([stored_tensor])
+            _check_part(offset, stored_box.shape, parameter, f"{self.description}: {stored_key}")
 
-            read_region = self._make_region_reader(stored_key, dtype)
-            self._table.add(key, info, offset, shape, read_region)
-            row += stored_shape[0]
-            num_elements += math.prod(shape)
+            self._table.add(key, parameter.shape, offset, stored_box)
+            row += stored_tensor.shape[0]
+            num_elements += math.prod(stored_box.shape)
         if num_elements != parameter.numel:
             raise CheckpointError(
                 f"{self.description}: the files contain {num_elements} of {parameter.numel} "
                 f"elements of {key}"
             )
-
-    def _make_region_reader(self, key: str, dtype: torch.dtype) -> ReadRegion:
-        """Return a reader of the stored tensor, which may lack the axis of experts."""
-        axes = len(self._reader.metadata.tensors[key].shape)
-
-        def read(offset: Shape, shape: Shape) -> torch.Tensor:
-            lead = len(shape) - axes
-            # A file of one expert lacks the axis of experts, along which the box has size 1.
-            value = self._reader.read(key, offset[lead:], shape[lead:])
-            return value.view(shape).to(dtype)
-
-        return read
 
 
 def _check_part(offset: Shape, shape: Shape, parameter: ParamSpec, location: str) -> None:

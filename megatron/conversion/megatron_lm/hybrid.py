@@ -13,11 +13,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
-
 from megatron.conversion.model_space.views import SourceView
 from megatron.core.dist_checkpointing import CheckpointError
-from megatron.core.dist_checkpointing.mapping import Shape
 from megatron.core.run_checkpoint.keys import HYBRID_FINAL_NORM, is_weight
 from megatron.core.run_checkpoint.source import Source
 
@@ -118,14 +115,8 @@ class HybridLayers(SourceView):
                 "prediction, which HybridModel stores in another form: leave out --hybrid-layers"
             )
         self.by_layer = source.tensors
-        self._gpt_keys = {make_hybrid_key(key): key for key in source.tensors}
-        self.tensors = {}
-        for key, gpt_key in self._gpt_keys.items():
-            self.tensors[key] = source.tensors[gpt_key]
+        self.tensors = {make_hybrid_key(key): tensor for key, tensor in source.tensors.items()}
         self.pattern = find_pattern(filter(is_weight, self.tensors), source.description)
-
-    def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
-        return self._source.read(self._gpt_keys[key], offset, shape)
 
     def replace_arguments(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of a run of HybridModel, given those of the GPT model."""

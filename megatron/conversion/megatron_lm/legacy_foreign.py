@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megatron.conversion.megatron_lm.legacy_files import MegatronRank
-from megatron.conversion.model_space.lazy_tensors import LazyTensor, are_equal, concatenate
+from megatron.conversion.model_space.lazy_tensors import are_equal, concatenate
 from megatron.conversion.options import ForeignSplit
 from megatron.core.dist_checkpointing import CheckpointError, Shape
+from megatron.core.dist_checkpointing.mapping import LazyTensor
 
 _LAYER = re.compile(r"((?:.*\.)?decoder\.layers\.)(\d{1,6})(\..+)")
 

@@ -36,7 +36,13 @@ from megatron.conversion.megatron_lm.optimizer_state import (
     split_by_optimizer,
 )
 from megatron.conversion.model_space.foreign import check_stored_tensor, open_foreign
-from megatron.conversion.model_space.lazy_tensors import LazyTensor, view_stored
+from megatron.conversion.model_space.lazy_tensors import (
+    flatten,
+    transpose,
+    unflatten,
+    view_elements,
+    view_stored,
+)
 from megatron.conversion.model_space.model import (
     Layout,
     LocalParameter,
@@ -47,11 +53,10 @@ from megatron.conversion.model_space.model import (
     rename_prediction_layer,
 )
 from megatron.conversion.model_space.optimizer_states import optimizer_key
-from megatron.conversion.model_space.pieces import ReadFlat
 from megatron.conversion.options import ReadOptions
 from megatron.conversion.stored_tokenizer import find_stored_tokenizer
 from megatron.core.dist_checkpointing import CheckpointError, Shape
-from megatron.core.dist_checkpointing.mapping import TensorInfo
+from megatron.core.dist_checkpointing.mapping import LazyTensor
 from megatron.core.run_checkpoint.checks import COMMON, check_scalar
 from megatron.core.run_checkpoint.common_state import (
     find_param_groups,
@@ -64,48 +69,12 @@ from megatron.core.run_checkpoint.keys import (
     WORD_EMBEDDINGS,
     find_norm_key,
     foreign_key,
-    foreign_name,
-    is_foreign,
 )
 from megatron.core.run_checkpoint.source import TrainingState
 from megatron.core.safe_files import FileTensor, load_file_tensors, schema
 from megatron.core.safe_files.schema import COUNT, anything, mapping, record, sequence
 
-
-@dataclass(frozen=True)
-class _GroupedExpert:
-    """One expert's matrix of GroupedMLP, in the shape [rows, columns] of the expert's linear layer.
-
-    The file contains the experts of a rank contiguously, each transposed, although the shape of the
-    stored tensor suggests otherwise. (Source: Megatron-core's GroupedMLP, which views its weights
-    as [experts, columns, rows].)
-    """
-
-    matrices: FileTensor | torch.Tensor  # the matrices of all experts of a rank
-    first: int  # position of this expert's first element in `matrices`
-    shape: Shape  # (rows, columns)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.matrices.dtype
-
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    def read_flat(self, start: int, count: int) -> torch.Tensor:
-        """Return row-major elements of the matrix.
-
-        All of it is read, because its rows are columns in the file.
-        """
-        read_stored = _make_flat_reader(self.matrices)
-        flat = read_stored(self.first, self.numel())
-        rows, columns = self.shape
-        matrix = flat.view(columns, rows).t()  # [rows, columns]
-        row_major = matrix.reshape(-1)
-        return row_major[start : start + count]
-
-
-Stored = FileTensor | torch.Tensor | _GroupedExpert
+Stored = FileTensor | torch.Tensor | LazyTensor
 
 
 @dataclass(frozen=True)
@@ -152,7 +121,6 @@ class LegacySource:
 
         # Weights and optimizer state of each rank
         self._table = PieceTable(self.description)
-        self._foreign: dict[str, LazyTensor] = {}  # by name
         self._surplus: list[_Surplus] = []
         self._add_ranks(files, rows_per_rank, with_optimizer)
 
@@ -161,7 +129,7 @@ class LegacySource:
         if with_optimizer:
             groups = find_param_groups(first.content.get("optimizer"))
         self._table.complete(has_optimizer(self.args, self._table.tensors, groups))
-        self.tensors: dict[str, TensorInfo] = dict(self._table.tensors)
+        self.tensors: dict[str, LazyTensor] = dict(self._table.tensors)
         check_optimizer_complete(self.tensors, self.args, self.description)
         self._add_foreign(first, read_options)
 
@@ -170,11 +138,6 @@ class LegacySource:
         # With expert parallelism, several ranks share the key of a (tp, pp) pair.
         if self._layout.parallel.ep_size == 1:
             self.training.rng = _collect_generators(files, self._layout)
-
-    def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
-        if is_foreign(key):
-            return self._foreign[foreign_name(key)].read(offset, shape)
-        return self._table.read(key, offset, shape)
 
     def _open_model_files(self, directory: Path) -> list[_RankFiles]:
         """Return the opened model file of each rank of the layout."""
@@ -278,12 +241,11 @@ class LegacySource:
             member = ForeignPart(file.rank, file.folder.name, layers, name, tensor)
             members.append(member)
         tp_size = self._layout.parallel.tp_size
-        self._foreign = join_foreign(members, tp_size, read_options.foreign_splits)
+        joined_tensors = join_foreign(members, tp_size, read_options.foreign_splits)
 
         # Add those of a conversion.
-        self._foreign |= whole_tensors
-        for name, tensor in self._foreign.items():
-            self.tensors[foreign_key(name)] = TensorInfo(tensor.shape, tensor.dtype)
+        for name, tensor in (joined_tensors | whole_tensors).items():
+            self.tensors[foreign_key(name)] = tensor
 
     def _add_tensor(self, key: str, parameter: LocalParameter, tensor: Stored, path: Path) -> None:
         """Add a tensor of the parameter's local shape."""
@@ -294,8 +256,7 @@ class LegacySource:
                 f"{path}: {key} has shape {shape}, but the stored arguments make it "
                 f"{parameter.shape}"
             )
-        read_flat = _make_flat_reader(tensor)
-        self._table.add_local(key, parameter, tensor.dtype, read_flat, 0)
+        self._table.add_local(key, parameter, _list_elements(tensor))
 
     def _add_optimizers(
         self, content: Any, path: Path, file: _RankFiles, chunks: list[list[LocalParameter]]
@@ -372,12 +333,13 @@ class LegacySource:
         for state in names:
             # The buffer may be longer: Megatron-LM pads it at the end.
             flat = _check_tensor(states[state], f"{path}: {state}")
-            if flat.numel() < plan.size:
-                raise CheckpointError(f"{path}: {state} has {flat.numel()} elements of {plan.size}")
-            read_flat = _make_flat_reader(flat)
+            num_stored = math.prod(flat.shape)
+            if num_stored < plan.size:
+                raise CheckpointError(f"{path}: {state} has {num_stored} elements of {plan.size}")
+            elements = _list_elements(flat)
             for parameter, first in plan.list_positions():
                 key = optimizer_key(state, parameter.key)
-                self._table.add_local(key, parameter, flat.dtype, read_flat, first)
+                self._table.add_local(key, parameter, elements, first)
 
     def _add_states(
         self, optimizer: dict[str, Any], chunks: list[list[LocalParameter]], path: Path
@@ -564,15 +526,20 @@ def _split_grouped_experts(
             continue
         grouped_tensor = _check_tensor(result.pop(grouped), f"{path}: {grouped}")
         shape = _compute_grouped_shape(grouped, experts[0][1].shape, len(experts))
-        if isinstance(grouped_tensor, _GroupedExpert) or tuple(grouped_tensor.shape) != shape:
+        if tuple(grouped_tensor.shape) != shape:
             raise CheckpointError(
                 f"{path}: {grouped} has shape {tuple(grouped_tensor.shape)}, but the stored "
                 f"arguments make it {shape}"
             )
+        # The file contains the experts of a rank contiguously, each transposed, although the shape
+        # of the stored tensor suggests otherwise. (Source: Megatron-core's GroupedMLP, which views
+        # its weights as [experts, columns, rows].)
+        elements = _list_elements(grouped_tensor)
         for expert, parameter in experts:
             # The experts of a rank are numbered from 0 in its file.
             first = expert * parameter.numel
-            result[parameter.name] = _GroupedExpert(grouped_tensor, first, parameter.shape)
+            transposed_shape = parameter.shape[::-1]
+            result[parameter.name] = transpose(unflatten(elements, first, transposed_shape))
     return result
 
 
@@ -584,12 +551,11 @@ def _compute_grouped_shape(grouped: str, expert_shape: Shape, num_experts: int) 
     return (columns, num_experts * rows)
 
 
-def _make_flat_reader(tensor: Stored) -> ReadFlat:
-    """Return a function that reads a range of the row-major elements."""
-    if not isinstance(tensor, torch.Tensor):
-        return tensor.read_flat
-    flat = tensor.reshape(-1)
-    return lambda start, count: flat[start : start + count]
+def _list_elements(tensor: Stored) -> LazyTensor:
+    """Return the row-major elements as one axis."""
+    if isinstance(tensor, LazyTensor):
+        return flatten(tensor)
+    return view_elements(tensor)
 
 
 def _has_sharded_optimizer(files: Sequence[_RankFiles]) -> bool:

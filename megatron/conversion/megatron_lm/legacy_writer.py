@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import os
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Sequence
@@ -31,18 +32,18 @@ from megatron.conversion.megatron_lm.optimizer_state import (
 )
 from megatron.conversion.model_space.model import (
     Layout,
-    LocalBox,
     LocalParameter,
     model_config,
     rank_parameters,
 )
 from megatron.conversion.model_space.optimizer_states import optimizer_key, optimizer_states
 from megatron.conversion.model_space.pieces import (
-    FilePlace,
     run_jobs,
     write_archive,
     write_to_places,
 )
+from megatron.core.dist_checkpointing.box_table import Location, StoredChunk
+from megatron.core.dist_checkpointing.mapping import Extent
 from megatron.core.dist_checkpointing.saving.commit import Progress, no_progress
 from megatron.core.durable_files import fsync_tree, put_in_place, remove
 from megatron.core.run_checkpoint.checks import COMMON
@@ -98,17 +99,15 @@ def write_legacy(
     pending.mkdir(parents=True)
     try:
         # Lay out every file first, so that a tensor of several ranks is read once.
-        file_places: dict[str, list[FilePlace]] = defaultdict(list)
+        chunks: dict[str, list[StoredChunk]] = defaultdict(list)
         for rank in ranks:
-            _lay_out_files(pending, contents, layout, rank, file_places)
-        assert file_places.keys() | contents.implied == source.tensors.keys(), (
-            "a tensor is not written"
-        )
+            _lay_out_files(pending, contents, layout, rank, chunks)
+        assert chunks.keys() | contents.implied == source.tensors.keys(), "a tensor is not written"
 
         # Then stream each tensor to its places.
         jobs = []
-        for key, key_places in file_places.items():
-            jobs.append(partial(write_to_places, source, key, key_places, progress))
+        for key, key_chunks in chunks.items():
+            jobs.append(partial(write_to_places, source.tensors[key], key_chunks, progress))
         run_jobs(jobs, workers)
         fsync_tree(pending)
         put_in_place(pending, directory)
@@ -123,21 +122,22 @@ def _lay_out_files(
     contents: _Contents,
     layout: Layout,
     rank: MegatronRank,
-    file_places: dict[str, list[FilePlace]],
+    chunks: dict[str, list[StoredChunk]],
 ) -> None:
     """Write the rank's files without the bytes of tensors, and add the places of these bytes.
 
-    `places` maps the key of a tensor to its places in the files of all ranks.
+    `chunks` maps the key of a tensor to its boxes in the files of all ranks.
     """
     folder = directory / rank.directory(layout.parallel)
     folder.mkdir()
     for name, content in contents.build_files(layout, rank).items():
         path = folder / name
         for slot, slot_position in write_archive(path, content):
-            for key, box, start in contents.sources.get(slot, ()):
-                position = slot_position + start * slot.dtype.itemsize
-                file_place = FilePlace(box.offset, box.shape, path, position)
-                file_places[key].append(file_place)
+            itemsize = slot.dtype.itemsize
+            for key, (offset, shape), start in contents.sources.get(slot, ()):
+                position = slot_position + start * itemsize
+                location = Location(str(path), position, math.prod(shape) * itemsize)
+                chunks[key].append(StoredChunk(offset, shape, location))
 
 
 def _check_directories(layout: Layout, ranks: Sequence[MegatronRank]) -> None:
@@ -215,7 +215,7 @@ class _Contents:
         self._config = model_config(args, args["model_vocab_size"], source.description)
 
         # Results, which grow with each rank.
-        self.sources: dict[TensorSlot, list[tuple[str, LocalBox, int]]] = defaultdict(list)
+        self.sources: dict[TensorSlot, list[tuple[str, Extent, int]]] = defaultdict(list)
         self.implied: set[str] = set()  # main parameters that are the weights, and not stored
         self.not_carried: list[str] = []
 
@@ -325,8 +325,7 @@ class _Contents:
             if is_foreign(key):
                 slot = TensorSlot(info.dtype, info.shape)
                 origin = (0,) * len(info.shape)
-                whole = LocalBox(origin, info.shape, 0)
-                self.sources[slot].append((key, whole, 0))
+                self.sources[slot].append((key, (origin, info.shape), 0))
                 foreign[foreign_name(key)] = slot
         return foreign
 
@@ -339,8 +338,8 @@ class _Contents:
     def _assign(self, slot: TensorSlot, key: str, parameter: LocalParameter, first: int) -> None:
         """Store the local elements of `key` in the slot, from element `first` on."""
         # A gated projection has two boxes in the local tensor: gate, then up.
-        for box in parameter.boxes:
-            self.sources[slot].append((key, box, first + box.start))
+        for box, start in parameter.locate_boxes():
+            self.sources[slot].append((key, box, first + start))
 
     def _build_buffers(self, chunks: Chunks, pp: int) -> dict[Any, Any]:
         """Return the contents of `distrib_optim.pt`: the flat optimizer state of each chunk."""

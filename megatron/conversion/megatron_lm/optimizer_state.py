@@ -11,25 +11,22 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from megatron.conversion.model_space.lazy_tensors import unflatten
 from megatron.conversion.model_space.optimizer_states import (
     OPTIMIZER_STATES,
     optimizer_key,
     optimizer_states,
 )
-from megatron.conversion.model_space.pieces import (
-    ReadFlat,
-    ReadRegion,
-    is_bitwise_equal,
-    make_region_reader,
-)
+from megatron.conversion.model_space.pieces import is_bitwise_equal
 from megatron.core.arithmetic import round_up
 from megatron.core.dist_checkpointing import CheckpointError, Shape
-from megatron.core.dist_checkpointing.mapping import Extent, TensorInfo, compute_overlap, narrow
+from megatron.core.dist_checkpointing.mapping import Extent, LazyTensor, compute_overlap, narrow
 from megatron.core.optimizer import UPDATE_RULES, get_update_rule
 from megatron.core.run_checkpoint.keys import is_trained, is_weight, split_key
 
@@ -247,40 +244,37 @@ class PieceTable:
     def __init__(self, location: str, compares_weights: bool = True) -> None:
         self._location = location
         self._compares_weights = compares_weights
-        self.tensors: dict[str, TensorInfo] = {}
-        # Key -> (offset, shape) of each piece -> its reader.
-        self._pieces: dict[str, dict[Extent, ReadRegion]] = {}
+        self.tensors: dict[str, LazyTensor] = {}
+        # Key -> (offset, shape) of each piece -> the piece.
+        self._pieces: dict[str, dict[Extent, LazyTensor]] = {}
         # Main parameters that are the weights themselves.
         self._implied: set[str] = set()
 
-    def add(
-        self, key: str, info: TensorInfo, offset: Shape, shape: Shape, read: ReadRegion
-    ) -> None:
-        """Add a piece; `read` returns any region of it.
+    def add(self, key: str, global_shape: Shape, offset: Shape, stored_box: LazyTensor) -> None:
+        """Add a stored box of a tensor of `global_shape`.
 
-        Raises ValueError if the piece disagrees with an earlier one about the tensor.
+        Raises ValueError if the box disagrees with an earlier one about the tensor.
         """
-        first_info = self.tensors.setdefault(key, info)
-        if first_info != info:
+        tensor = LazyTensor(global_shape, stored_box.dtype, partial(self._read, key))
+        first = self.tensors.setdefault(key, tensor)
+        if first != tensor:
             raise ValueError(
-                f"{key}: {first_info.dtype} {first_info.shape} in one file, {info.dtype} "
-                f"{info.shape} in another"
+                f"{key}: {first.dtype} {first.shape} in one file, {tensor.dtype} "
+                f"{tensor.shape} in another"
             )
-        self._pieces.setdefault(key, {}).setdefault((offset, shape), read)
+        self._pieces.setdefault(key, {}).setdefault((offset, stored_box.shape), stored_box)
+
+    def add_whole(self, key: str, tensor: LazyTensor) -> None:
+        """Add a tensor that is one piece."""
+        self.add(key, tensor.shape, (0,) * len(tensor.shape), tensor)
 
     def add_local(
-        self,
-        key: str,
-        parameter: LocalParameter,
-        dtype: torch.dtype,
-        read_flat: ReadFlat,
-        first: int,
+        self, key: str, parameter: LocalParameter, elements: LazyTensor, first: int = 0
     ) -> None:
         """Add a rank's part of a parameter or of its state: contiguous elements from `first` on."""
-        info = TensorInfo(parameter.global_shape, dtype)
-        for box in parameter.boxes:
-            region = make_region_reader(read_flat, first + box.start, box.shape)
-            self.add(key, info, box.offset, box.shape, region)
+        for (offset, shape), start in parameter.locate_boxes():
+            stored_box = unflatten(elements, first + start, shape)
+            self.add(key, parameter.global_shape, offset, stored_box)
 
     def is_implied(self, key: str) -> bool:
         """Return whether a main parameter is not stored, because it equals its fp32 weight."""
@@ -302,7 +296,7 @@ class PieceTable:
                 self._check_ends(main)
             elif has_optimizer and is_trained(key) and is_fp32:
                 # An fp32 model without the distributed optimizer stores no main parameters.
-                self.tensors[main] = self.tensors[key]
+                self.tensors[main] = replace(self.tensors[key], read=partial(self._read, main))
                 self._pieces[main] = self._pieces[key]
                 self._implied.add(main)
 
@@ -319,13 +313,13 @@ class PieceTable:
             for start, length, sample in zip(first, extent, shape, strict=True):
                 last.append(start + length - sample)
             for offset in sorted({first, tuple(last)}):
-                self.read(main, offset, shape)
+                self._read(main, offset, shape)
 
-    def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
+    def _read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
         """Return the box of `key`.
 
-        Raises KeyError for an unknown key, ValueError if no piece contains an element, and
-        CheckpointError if a main parameter differs from its weight.
+        Raises ValueError if no piece contains an element, and CheckpointError if a main parameter
+        differs from its weight.
         """
         value = self._paste(key, offset, shape)
         parameter, state = split_key(key)
@@ -353,11 +347,11 @@ class PieceTable:
         dtype = self.tensors[key].dtype
         whole: torch.Tensor | None = None
         num_read = 0
-        for box, read in self._pieces[key].items():
+        for box, stored_box in self._pieces[key].items():
             common = compute_overlap(box, (offset, shape))
             if common is None:
                 continue
-            values = read(common.in_first, common.shape)
+            values = stored_box.read(common.in_first, common.shape)
             if common.shape == shape:  # most boxes are inside one piece and need no copy
                 return values
             if whole is None:

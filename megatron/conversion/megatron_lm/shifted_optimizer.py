@@ -25,9 +25,9 @@ from megatron.conversion.megatron_lm.optimizer_state import (
     plan_buckets,
     split_by_optimizer,
 )
+from megatron.conversion.model_space.lazy_tensors import flatten, view_box
 from megatron.conversion.model_space.model import (
     Layout,
-    LocalBox,
     LocalParameter,
     rank_parameters,
 )
@@ -35,7 +35,7 @@ from megatron.conversion.model_space.optimizer_states import optimizer_key, opti
 from megatron.conversion.model_space.views import SourceView
 from megatron.core.arithmetic import round_up
 from megatron.core.dist_checkpointing import CheckpointError
-from megatron.core.dist_checkpointing.mapping import Shape
+from megatron.core.dist_checkpointing.mapping import LazyTensor, Shape
 from megatron.core.run_checkpoint.source import Source
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -76,12 +76,14 @@ class ShiftedBuffer:
             lost += cut.parameter.numel - num_stored
         return lost
 
-    def read(self, state: str, cut: Cut, start: int, count: int) -> torch.Tensor:
-        """Return `count` elements of a parameter's state, from element `start` on.
+    def read(self, state: str, cut: Cut, offset: Shape, shape: Shape) -> torch.Tensor:
+        """Return `shape[0]` elements of a parameter's state, from element `offset[0]` on.
 
         Lost elements of the main parameter are those of the weight, which is rounded; those of
         other states are zero.
         """
+        (start,) = offset
+        (count,) = shape
         # Values of lost elements
         if state == "param":
             weight = self._read_local(cut.parameter.key, cut.parameter, start, count)
@@ -118,12 +120,14 @@ class ShiftedBuffer:
         They are `count` of its row-major local elements, from element `start` on.
         """
         value: torch.Tensor | None = None
-        for box in parameter.boxes:
-            begin = max(start, box.start)
-            end = min(start + count, box.start + math.prod(box.shape))
+        tensor = self._source.tensors[key]
+        for (offset, shape), box_start in parameter.locate_boxes():
+            begin = max(start, box_start)
+            end = min(start + count, box_start + math.prod(shape))
             if begin >= end:
                 continue
-            values = self._read_box(key, box, begin - box.start, end - box.start)
+            elements = flatten(view_box(tensor, offset, shape))
+            values = elements.read((begin - box_start,), (end - begin,))
             # Most ranges are in one box, and need no copy.
             if end - begin == count:
                 return values
@@ -132,24 +136,6 @@ class ShiftedBuffer:
             value[begin - start : end - start] = values
         assert value is not None, f"{key}: elements {start} to {start + count} are in no box"
         return value
-
-    def _read_box(self, key: str, box: LocalBox, begin: int, end: int) -> torch.Tensor:
-        """Return elements `[begin, end)` of a box, via the rows that contain them."""
-        # Rows are counted along the first axis with more than one element: axes before it do not
-        # affect the order.
-        long_axes = [axis for axis, size in enumerate(box.shape) if size > 1]
-        axis = long_axes[0] if long_axes else 0
-        row_size = math.prod(box.shape[axis + 1 :])
-        first_row = begin // row_size
-        end_row = -(-end // row_size)  # rounded up
-        offset = list(box.offset)
-        offset[axis] += first_row
-        shape = list(box.shape)
-        shape[axis] = end_row - first_row
-        rows = self._source.read(key, tuple(offset), tuple(shape))
-
-        skipped = begin - first_row * row_size
-        return rows.reshape(-1)[skipped : skipped + end - begin]
 
 
 class RepairedOptimizer(SourceView):
@@ -166,11 +152,9 @@ class RepairedOptimizer(SourceView):
         self._table = PieceTable(source.description)
 
         # Weights, as they are stored
-        for key, info in source.tensors.items():
+        for key, tensor in source.tensors.items():
             if not key.startswith("optimizer."):
-                origin = (0,) * len(info.shape)
-                read_region = partial(source.read, key)
-                self._table.add(key, info, origin, info.shape, read_region)
+                self._table.add_whole(key, tensor)
 
         # Optimizer state, from the buffers
         states = optimizer_states(source.tensors)
@@ -188,18 +172,16 @@ class RepairedOptimizer(SourceView):
                 "the optimizer state cannot be put back"
             )
         self._table.complete(has_optimizer=True)
-
-    def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
-        return self._table.read(key, offset, shape)
+        self.tensors = {key: self._table.tensors[key] for key in source.tensors}
 
     def _add_state(self, buffer: ShiftedBuffer, cut: Cut, state: str) -> None:
         """Add a state of a parameter, if the source has it."""
         key = optimizer_key(state, cut.parameter.key)
         if key not in self._source.tensors:
             return
-        read_flat = partial(buffer.read, state, cut)
         dtype = self._source.tensors[key].dtype
-        self._table.add_local(key, cut.parameter, dtype, read_flat, 0)
+        elements = LazyTensor((cut.parameter.numel,), dtype, partial(buffer.read, state, cut))
+        self._table.add_local(key, cut.parameter, elements)
 
 
 def _list_buffers(config: TransformerConfig, args: Mapping[str, Any]) -> Iterator[list[Cut]]:

@@ -15,11 +15,8 @@ import operator
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import torch
 
 from megatron.conversion.megatron_lm.args import (
     build_grad_scaler,
@@ -43,6 +40,7 @@ from megatron.conversion.megatron_lm.optimizer_state import (
     refuse_unknown_optimizer,
     split_by_optimizer,
 )
+from megatron.conversion.model_space.lazy_tensors import select, stack, unflatten
 from megatron.conversion.model_space.model import (
     Layout,
     LocalParameter,
@@ -59,7 +57,6 @@ from megatron.conversion.model_space.optimizer_states import (
     list_parameter_states,
     optimizer_key,
 )
-from megatron.conversion.model_space.pieces import ReadFlat, ReadRegion, make_region_reader
 from megatron.conversion.model_space.views import SourceView
 from megatron.conversion.options import ReadOptions, rename_tensors
 from megatron.conversion.stored_tokenizer import find_stored_tokenizer
@@ -74,7 +71,7 @@ from megatron.core.dist_checkpointing import (
     save,
 )
 from megatron.core.dist_checkpointing.files import COMMON_STATE
-from megatron.core.dist_checkpointing.mapping import Shape, TensorInfo
+from megatron.core.dist_checkpointing.mapping import LazyTensor, Shape
 from megatron.core.dist_checkpointing.saving.commit import Progress, no_progress
 from megatron.core.run_checkpoint.checks import COMMON
 from megatron.core.run_checkpoint.common_state import (
@@ -216,11 +213,8 @@ class TorchDistSource:
         # Training state
         self.training: TrainingState | None = read_training_state(common, self.args, groups)
         self.training.rng = list_generators(self._reader)
-        self.tensors = self._table.tensors
+        self.tensors: dict[str, LazyTensor] = self._table.tensors
         self._check_model(directory, read_options.keep_foreign is True)
-
-    def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
-        return self._table.read(foreign_name(key), offset, shape)
 
     def _read_common(self, directory: Path, verify: bool) -> dict[str, Any]:
         """Return the common state, with arguments of a GPT model.
@@ -324,23 +318,14 @@ class TorchDistSource:
             self._add_fragments(key, target, lead, shape)
             return
 
-        entry = self._reader.metadata.tensors[key]
-        shape = entry.shape[len(lead) :]
-        info = TensorInfo(shape, entry.dtype)
-        origin = (0,) * len(shape)
-        read_region = self._make_region_reader(key, lead)
-        self._table.add(target, info, origin, shape, read_region)
+        self._table.add_whole(target, self._view(key, lead))
 
-    def _make_region_reader(self, key: str, lead: Shape) -> ReadRegion:
-        """Return a reader of the stored tensor at index `lead` of its first axes."""
-
-        lead_shape = (1,) * len(lead)
-
-        def read(offset: Shape, shape: Shape) -> torch.Tensor:
-            box = self._reader.read(key, lead + offset, lead_shape + shape)
-            return box.view(shape)
-
-        return read
+    def _view(self, key: str, lead: Shape) -> LazyTensor:
+        """Return the stored tensor at index `lead` of its first axes."""
+        tensor = self._reader.view(key)
+        for index in lead:
+            tensor = select(tensor, index)
+        return tensor
 
     def _add_fragments(self, key: str, target: str, lead: Shape, shape: Shape) -> None:
         """Add a tensor of 0.12's model space: a grid of equal fragments, each stored flat.
@@ -357,13 +342,11 @@ class TorchDistSource:
                 "fragments"
             )
 
-        info = TensorInfo(shape, entry.dtype)
         extent = tuple(map(operator.floordiv, shape, grid))  # of each fragment
         for index in itertools.product(*map(range, grid)):
             offset = tuple(map(operator.mul, index, extent))
-            read_flat = self._make_flat_reader(key, lead + index)
-            read_region = make_region_reader(read_flat, 0, extent)
-            self._table.add(target, info, offset, extent, read_region)
+            fragment = unflatten(self._view(key, lead + index), 0, extent)
+            self._table.add(target, shape, offset, fragment)
 
     def _add_buckets(self, buckets: Buckets) -> None:
         """Add dp_reshardable state: flat buckets of every model-parallel rank.
@@ -424,8 +407,7 @@ class TorchDistSource:
             # Cut the parameters out of them.
             for parameter, bucket, start in fit_buckets(parameters, sizes, location):
                 key = optimizer_key(state, parameter.key)
-                read_flat = self._make_flat_reader(keys[bucket], ())
-                self._table.add_local(key, parameter, entries[bucket].dtype, read_flat, start)
+                self._table.add_local(key, parameter, self._reader.view(keys[bucket]), start)
 
     def _read_groups(self, optimizer: Any) -> list[dict[str, Any]] | None:
         """Return the parameter groups of the optimizer, if they are stored.
@@ -445,17 +427,6 @@ class TorchDistSource:
             groups = find_param_groups(self._reader.read_object(group_keys[0]))
         return groups
 
-    def _make_flat_reader(self, key: str, index: Shape) -> ReadFlat:
-        """Return a reader of the stored tensor's last axis, at `index` on the other axes."""
-
-        lead_shape = (1,) * len(index)
-
-        def read(start: int, count: int) -> torch.Tensor:
-            box = self._reader.read(key, (*index, start), (*lead_shape, count))
-            return box.view(-1)
-
-        return read
-
     def _check_model(self, directory: Path, keep_foreign: bool) -> None:
         """Raise CheckpointError unless the arguments describe exactly the stored weights.
 
@@ -465,14 +436,14 @@ class TorchDistSource:
         check_parameters(self.tensors, expected_shapes, str(directory))
 
         # Set tensors aside that are neither weights nor optimizer state of the model.
-        kept_tensors: dict[str, TensorInfo] = {}
+        kept_tensors: dict[str, LazyTensor] = {}
         known_states = (None, AVERAGE, *OPTIMIZER_STATES)
-        for key, info in self.tensors.items():
+        for key, tensor in self.tensors.items():
             parameter, state = split_key(key)
             if parameter in expected_shapes and state in known_states:
-                kept_tensors[key] = info
+                kept_tensors[key] = tensor
             elif keep_foreign and state is None:
-                kept_tensors[foreign_key(key)] = info
+                kept_tensors[foreign_key(key)] = tensor
             elif not self._table.is_implied(key):
                 self.unused.append(key)
         self.unused.sort()
@@ -505,40 +476,24 @@ class StackedLayers(SourceView):
         self.by_layer = source.tensors
         self.num_layers = int(source.args["num_layers"])
         self.tensors = {}
-        self._layers: dict[str, list[str]] = {}  # stacked key -> the key of every layer
 
-        # Group the keys of layers: stacked key -> number of the layer -> its key.
-        layers_of_key: dict[str, dict[int, str]] = defaultdict(dict)
-        for key, info in source.tensors.items():
+        # Group the tensors of layers: stacked key -> number of the layer -> its tensor.
+        layers_of_key: dict[str, dict[int, LazyTensor]] = defaultdict(dict)
+        for key, tensor in source.tensors.items():
             match = _LAYER.fullmatch(key)
             if match is None:
-                self.tensors[key] = info
+                self.tensors[key] = tensor
             else:
                 prefix, layer, name = match.groups()
-                layers_of_key[prefix + name][int(layer)] = key
+                layers_of_key[prefix + name][int(layer)] = tensor
 
         # Stack them. All layers must have the tensor, with the same shape and dtype.
         for key, layers in layers_of_key.items():
-            infos = {source.tensors[layer_key] for layer_key in layers.values()}
-            if len(infos) > 1 or len(layers) != self.num_layers:
+            if len(set(layers.values())) > 1 or len(layers) != self.num_layers:
                 raise ValueError(
                     f"{self.description}: {key} differs between the {self.num_layers} layers"
                 )
-            (info,) = infos
-            stacked_shape = (self.num_layers, *info.shape)
-            self.tensors[key] = TensorInfo(stacked_shape, info.dtype)
-            self._layers[key] = [layers[layer_index] for layer_index in range(self.num_layers)]
-
-    def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
-        if key not in self._layers:
-            return self._source.read(key, offset, shape)
-        # The first axis is that of the layers.
-        first_layer = offset[0]
-        last_layer = first_layer + shape[0]
-        layers = []
-        for layer_key in self._layers[key][first_layer:last_layer]:
-            layers.append(self._source.read(layer_key, offset[1:], shape[1:]))
-        return torch.stack(layers)
+            self.tensors[key] = stack([layers[index] for index in range(self.num_layers)])
 
 
 def make_stacked_key(key: str, num_layers: int) -> str:
@@ -570,10 +525,9 @@ def write_torch_dist(
     `extra_files` are small files that it contains, by path. Returns an empty list: no part is lost.
     """
     state: ShardedStateDict = {}
-    for key, info in source.tensors.items():
-        read = partial(source.read, key)
+    for key, tensor in source.tensors.items():
         name = _make_stored_name(source, key)
-        state[name] = ShardedTensor.lazy(name, info.shape, info.dtype, read)
+        state[name] = ShardedTensor.lazy(name, tensor)
     state.update(_build_extra_states(source))
     # Only a run with the layout of the source can use its generators.
     if source.training is not None:

@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 
-from megatron.conversion.model_space.lazy_tensors import LazyTensor, view_stored
+from megatron.conversion.model_space.lazy_tensors import view_stored
 from megatron.conversion.model_space.pieces import (
-    FilePlace,
     run_jobs,
     write_archive,
     write_to_places,
 )
 from megatron.conversion.model_space.views import SourceView
-from megatron.core.dist_checkpointing import Shape
+from megatron.core.dist_checkpointing.box_table import Location, StoredChunk
+from megatron.core.dist_checkpointing.mapping import LazyTensor
 from megatron.core.dist_checkpointing.saving.commit import Progress
 from megatron.core.durable_files import committed
 from megatron.core.run_checkpoint.keys import foreign_name, is_foreign
@@ -93,22 +93,18 @@ def list_foreign(keys: Iterable[str]) -> list[str]:
 
 def write_foreign_file(source: Source, path: Path, workers: int, progress: Progress) -> None:
     """Write the foreign tensors of `source`, a few rows at a time; no file if there are none."""
-    keys = {foreign_name(key): key for key in list_foreign(source.tensors)}
-    if not keys:
+    tensors = {foreign_name(key): source.tensors[key] for key in list_foreign(source.tensors)}
+    if not tensors:
         return
-    slots = {}
-    for name, key in keys.items():
-        info = source.tensors[key]
-        slots[name] = TensorSlot(info.dtype, info.shape)
+    slots = {name: TensorSlot(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
     with committed(path) as temporary:
         # Lay out the archive with empty slots, then fill them in place.
         positions = dict(write_archive(temporary, slots))
         jobs = []
-        for name, key in keys.items():
-            slot = slots[name]
-            offset = (0,) * len(slot.shape)
-            file_place = FilePlace(offset, slot.shape, temporary, positions[slot])
-            jobs.append(partial(write_to_places, source, key, [file_place], progress))
+        for name, tensor in tensors.items():
+            location = Location(str(temporary), positions[slots[name]], tensor.nbytes)
+            chunk = StoredChunk((0,) * len(tensor.shape), tensor.shape, location)
+            jobs.append(partial(write_to_places, tensor, [chunk], progress))
         run_jobs(jobs, workers)
 
 
@@ -123,7 +119,6 @@ class WithForeignTensors(SourceView):
 
     def __init__(self, source: Source, original: Source) -> None:
         super().__init__(source)
-        self._original = original
         keys = list_foreign(original.tensors)
         if not keys:
             raise ValueError(
@@ -142,8 +137,3 @@ class WithForeignTensors(SourceView):
         for name, value in original.args.items():
             if name.startswith("hf_") and name != "hf_token_ids":
                 self.args[name] = value
-
-    def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
-        if is_foreign(key):
-            return self._original.read(key, offset, shape)
-        return self._source.read(key, offset, shape)

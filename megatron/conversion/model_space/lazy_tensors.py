@@ -1,17 +1,16 @@
-"""Lazy tensors: a shape, a dtype and a function that reads any box, and operations on them.
+"""Operations on lazy tensors, which read any box of a tensor when it is needed.
 
 An operation returns a lazy tensor that reads its operands when a box of it is read. So a layout
 that is stated once, as a composition of operations, serves reading and writing, and memory is that
-of the boxes that are read. Functions that read are not closures, because ranks receive sources as
-pickles.
+of the boxes that are read. Functions that read are not closures, so that sources can be pickled.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial, reduce
-from typing import NamedTuple
 
 import torch
 
@@ -19,38 +18,29 @@ from megatron.conversion.model_space.pieces import (
     RowMap,
     count_stored_rows,
     is_bitwise_equal,
-    make_region_reader,
+    join_rows,
     map_unchanged,
     pack_rows,
     read_stored_rows,
     unpack_rows,
 )
-from megatron.core.dist_checkpointing.mapping import Shape, TensorSource, cut_rows, narrow
+from megatron.core.dist_checkpointing.mapping import (
+    LazyTensor,
+    Shape,
+    compute_byte_runs,
+    cut_rows,
+    find_row_axis,
+    locate_rows,
+    narrow,
+    to_absolute,
+)
 from megatron.core.safe_files import FileTensor
 
-ReadBox = Callable[[Shape, Shape], torch.Tensor]  # (offset, extent) -> tensor
-
 _BLOCK = 16 << 20  # bytes that are compared at once
+_SMALL_GAP = 4096  # elements between two rows that are read together
 
 
-class LazyTensor(NamedTuple):
-    """A tensor that is read when needed; `read(offset, shape)` returns any box of it."""
-
-    shape: Shape
-    dtype: torch.dtype
-    read: ReadBox
-    # Rows that are read together, because a part of them costs as much as all.
-    min_rows: int = 1
-
-    def read_all(self) -> torch.Tensor:
-        """Return the whole tensor."""
-        return self.read((0,) * len(self.shape), self.shape)
-
-
-def view_source(source: TensorSource, key: str) -> LazyTensor:
-    """Return the tensor `key` of a source."""
-    info = source.tensors[key]
-    return LazyTensor(info.shape, info.dtype, partial(source.read, key))
+# ---- Tensors in memory and in files ----
 
 
 def view_tensor(tensor: torch.Tensor) -> LazyTensor:
@@ -62,15 +52,20 @@ def _read_copy(tensor: torch.Tensor, offset: Shape, shape: Shape) -> torch.Tenso
     return narrow(tensor, offset, shape).clone()
 
 
+def view_elements(tensor: FileTensor | torch.Tensor) -> LazyTensor:
+    """Return the row-major elements of a tensor in a file of torch.save, as one axis."""
+    if isinstance(tensor, torch.Tensor):
+        return view_tensor(tensor.reshape(-1))
+    return LazyTensor((tensor.numel(),), tensor.dtype, partial(_read_elements, tensor))
+
+
+def _read_elements(tensor: FileTensor, offset: Shape, shape: Shape) -> torch.Tensor:
+    return tensor.read_flat(offset[0], shape[0])
+
+
 def view_stored(tensor: FileTensor | torch.Tensor) -> LazyTensor:
     """Return a tensor in a file of torch.save."""
-    if isinstance(tensor, torch.Tensor):
-        return view_tensor(tensor)
-    return LazyTensor(tuple(tensor.shape), tensor.dtype, partial(_read_stored, tensor))
-
-
-def _read_stored(tensor: FileTensor, offset: Shape, shape: Shape) -> torch.Tensor:
-    return make_region_reader(tensor.read_flat, 0, tensor.shape)(offset, shape)
+    return unflatten(view_elements(tensor), 0, tuple(tensor.shape))
 
 
 def make_zeros(shape: Shape, dtype: torch.dtype) -> LazyTensor:
@@ -82,11 +77,14 @@ def _read_zeros(dtype: torch.dtype, _: Shape, shape: Shape) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype)
 
 
+# ---- Operations ----
+
+
 def cast(tensor: LazyTensor, dtype: torch.dtype) -> LazyTensor:
     """Return the tensor in another dtype."""
     if dtype == tensor.dtype:
         return tensor
-    return tensor._replace(dtype=dtype, read=partial(_read_cast, tensor, dtype))
+    return replace(tensor, dtype=dtype, read=partial(_read_cast, tensor, dtype))
 
 
 def _read_cast(tensor: LazyTensor, dtype: torch.dtype, offset: Shape, shape: Shape) -> torch.Tensor:
@@ -106,13 +104,66 @@ def _read_transposed(tensor: LazyTensor, offset: Shape, shape: Shape) -> torch.T
 
 def reshape(tensor: LazyTensor, shape: Shape) -> LazyTensor:
     """Return a small tensor with another shape; all of it is read for each box."""
-    return tensor._replace(shape=shape, read=partial(_read_reshaped, tensor, shape))
+    return replace(tensor, shape=shape, read=partial(_read_reshaped, tensor, shape))
 
 
 def _read_reshaped(
     tensor: LazyTensor, new_shape: Shape, offset: Shape, shape: Shape
 ) -> torch.Tensor:
     return narrow(tensor.read_all().view(new_shape), offset, shape).contiguous()
+
+
+def flatten(tensor: LazyTensor) -> LazyTensor:
+    """Return the row-major elements as one axis; the rows that contain them are read."""
+    num_elements = math.prod(tensor.shape)
+    return LazyTensor((num_elements,), tensor.dtype, partial(_read_flattened, tensor))
+
+
+def _read_flattened(tensor: LazyTensor, offset: Shape, shape: Shape) -> torch.Tensor:
+    (start,) = offset
+    (count,) = shape
+    axis = find_row_axis(tensor.shape) or 0
+    row_size = math.prod(tensor.shape[axis + 1 :])
+    first_row = start // row_size
+    end_row = -(-(start + count) // row_size)  # rounded up
+    rows = tensor.read(*locate_rows(tensor.shape, first_row, end_row - first_row))
+    skipped = start - first_row * row_size
+    return rows.reshape(-1)[skipped : skipped + count]
+
+
+def unflatten(elements: LazyTensor, start: int, shape: Shape) -> LazyTensor:
+    """Return the row-major tensor that begins at element `start` of a tensor of one axis.
+
+    Small gaps between rows are read, too; large ones are not.
+    """
+    return LazyTensor(shape, elements.dtype, partial(_read_unflattened, elements, start, shape))
+
+
+def _read_unflattened(
+    elements: LazyTensor, start: int, whole: Shape, offset: Shape, shape: Shape
+) -> torch.Tensor:
+    blocks: list[torch.Tensor] = []
+    for runs in compute_byte_runs(whole, offset, shape, itemsize=1):
+        first = start + runs.start
+        # Read each run.
+        if runs.repeats == 1 or runs.gap >= _SMALL_GAP:
+            for index in range(runs.repeats):
+                blocks.append(elements.read((first + index * runs.stride,), (runs.length,)))
+            continue
+        # Read all runs with the gaps between them, and view the runs: [repeats, length].
+        span = elements.read((first,), ((runs.repeats - 1) * runs.stride + runs.length,))
+        rows = span.as_strided((runs.repeats, runs.length), (runs.stride, 1), span.storage_offset())
+        blocks.append(rows.reshape(-1))
+    return join_rows(blocks).reshape(shape)
+
+
+def view_box(tensor: LazyTensor, offset: Shape, shape: Shape) -> LazyTensor:
+    """Return a box of a tensor."""
+    return LazyTensor(shape, tensor.dtype, partial(_read_inside, tensor, offset))
+
+
+def _read_inside(tensor: LazyTensor, origin: Shape, offset: Shape, shape: Shape) -> torch.Tensor:
+    return tensor.read(to_absolute(offset, origin), shape)
 
 
 def select(tensor: LazyTensor, index: int) -> LazyTensor:
@@ -122,6 +173,15 @@ def select(tensor: LazyTensor, index: int) -> LazyTensor:
 
 def _read_selected(tensor: LazyTensor, index: int, offset: Shape, shape: Shape) -> torch.Tensor:
     return tensor.read((index, *offset), (1, *shape)).squeeze(0)
+
+
+def repeat(tensor: LazyTensor, count: int) -> LazyTensor:
+    """Return `count` copies of a tensor along a new first axis; one is read."""
+    return LazyTensor((count, *tensor.shape), tensor.dtype, partial(_read_repeated, tensor))
+
+
+def _read_repeated(tensor: LazyTensor, offset: Shape, shape: Shape) -> torch.Tensor:
+    return tensor.read(offset[1:], shape[1:]).expand(shape).contiguous()
 
 
 def stack(tensors: Sequence[LazyTensor]) -> LazyTensor:
@@ -172,7 +232,7 @@ def gather_rows(tensors: Sequence[LazyTensor], row_map: RowMap) -> LazyTensor:
     """Return the model's tensor with the rows that `row_map` takes from the stored `tensors`."""
     if len(tensors) == 1 and row_map == map_unchanged(tensors[0].shape[0]):
         return tensors[0]
-    num_rows = sum(run.rows for run in row_map)
+    num_rows = sum(len(run.rows) for run in row_map)
     dtype = _promote(tensors)
     read = partial(_read_gathered, tensors, row_map, dtype)
     return LazyTensor((num_rows, *tensors[0].shape[1:]), dtype, read)
@@ -222,11 +282,11 @@ def _read_scattered(
     # Rows of a single run, e.g. of gate or up, need no copy.
     model_row = 0  # first row of the run in the model
     for run in row_map:
-        start = offset[0] - run.start
-        is_inside = start >= 0 and start + shape[0] <= run.rows
-        if run.source == index and run.step == 1 and is_inside:
+        start = offset[0] - run.rows.start
+        is_inside = start >= 0 and start + shape[0] <= len(run.rows)
+        if run.source == index and run.rows.step == 1 and is_inside:
             return read_rows(model_row + start, shape[0])
-        model_row += run.rows
+        model_row += len(run.rows)
 
     result = torch.zeros(shape, dtype=tensor.dtype)
     read_stored_rows(row_map, index, offset[0], result, read_rows)

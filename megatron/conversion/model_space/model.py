@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from megatron.conversion.model_space.optimizer_states import (
     optimizer_states,
 )
 from megatron.core.dist_checkpointing import CheckpointError, ShardedTensor
-from megatron.core.dist_checkpointing.mapping import Shape, TensorInfo
+from megatron.core.dist_checkpointing.mapping import Extent, Shape, TensorInfo
 from megatron.core.distributed.param_and_grad_buffer import ParamSpec
 from megatron.core.flags import find_value_problems, flag
 from megatron.core.models import GPTModel
@@ -406,23 +406,19 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class LocalBox:
-    """A box of the global tensor whose elements are contiguous in the local one, from
-    `start` on.
-    """
-
-    offset: Shape
-    shape: Shape
-    start: int
-
-
-@dataclass(frozen=True)
 class LocalParameter(ParamSpec):
     """A parameter of one rank's chunk. `name` is Megatron-LM's, with the chunk's layer numbers."""
 
     key: str
     global_shape: Shape
-    boxes: tuple[LocalBox, ...]
+    boxes: tuple[Extent, ...]  # of the global tensor; they fill the local one in order
+
+    def locate_boxes(self) -> Iterator[tuple[Extent, int]]:
+        """Yield each box with the position of its first element in the local tensor."""
+        start = 0
+        for offset, shape in self.boxes:
+            yield (offset, shape), start
+            start += math.prod(shape)
 
 
 def rank_parameters(
@@ -498,10 +494,7 @@ def _list_chunk_parameters(model: GPTModel) -> list[LocalParameter]:
     parameters = []
     for name, param in model.named_parameters():
         entry = entries[param]
-        boxes = []
-        for box in entry.boxes:
-            start = int(box.tensor.storage_offset())
-            boxes.append(LocalBox(box.offset, box.shape, start))
+        boxes = [(box.offset, box.shape) for box in entry.boxes]
         parameters.append(
             LocalParameter(
                 name,
@@ -547,21 +540,20 @@ def _split_experts(projections: Sequence[LocalParameter], module: str) -> list[L
     return result
 
 
-def _select_expert_boxes(parameter: LocalParameter, expert: int) -> tuple[LocalBox, ...]:
+def _select_expert_boxes(parameter: LocalParameter, expert: int) -> tuple[Extent, ...]:
     """Return the parts of a stacked parameter's boxes that belong to one of the rank's experts.
 
     A box contains all experts, or with several blocks per expert (gate and up) a block of one.
     """
     numel = parameter.numel // parameter.shape[0]  # of one expert
     boxes = []
-    for box in parameter.boxes:
-        has_expert = box.shape[0] > 1 or box.start // numel == expert
+    for (offset, shape), start in parameter.locate_boxes():
+        has_expert = shape[0] > 1 or start // numel == expert
         if not has_expert:
             continue
-        inside = expert * numel - box.start  # first element of this expert in the box
-        first = box.offset[0] + max(inside, 0) // math.prod(box.shape[1:])
-        offset = (first, *box.offset[1:])
-        boxes.append(LocalBox(offset, (1, *box.shape[1:]), max(-inside, 0)))
+        inside = expert * numel - start  # first element of this expert in the box
+        first = offset[0] + max(inside, 0) // math.prod(shape[1:])
+        boxes.append(((first, *offset[1:]), (1, *shape[1:])))
     return tuple(boxes)
 
 
@@ -638,9 +630,8 @@ def _split_rows(parameter: LocalParameter, rank: int, size: int) -> LocalParamet
         )
     rows = all_rows // size
     shape = (rows, *parameter.shape[1:])
-    (box,) = parameter.boxes
-    share = replace(box, offset=(rank * rows, 0), shape=shape)
-    return replace(parameter, shape=shape, boxes=(share,))
+    assert len(parameter.boxes) == 1, parameter
+    return replace(parameter, shape=shape, boxes=(((rank * rows, 0), shape),))
 
 
 @dataclass(frozen=True)
@@ -687,7 +678,7 @@ def _sum_loaded_bytes(
     modules: dict[str, dict[str, int]] = {}
     for parameter in parameters:
         # Elements in the global tensor: local padding is not loaded.
-        numel = sum(math.prod(box.shape) for box in parameter.boxes)
+        numel = sum(math.prod(shape) for _, shape in parameter.boxes)
         total += numel
         sizes = modules.setdefault(name_model_part(parameter.key), {"weights": 0, "optimizer": 0})
         sizes["weights"] += numel * source.tensors[parameter.key].dtype.itemsize

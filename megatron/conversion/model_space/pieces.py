@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from megatron.core.dist_checkpointing import CheckpointError, Shape
+from megatron.core.dist_checkpointing import CheckpointError, StoredChunk
 from megatron.core.dist_checkpointing.mapping import (
-    Runs,
+    LazyTensor,
     compute_byte_runs,
     compute_overlap,
     cut_rows,
@@ -31,29 +31,21 @@ from megatron.core.safe_files.torch_zip import TensorSlot, lay_out_archive, view
 
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.saving.commit import Progress
-    from megatron.core.run_checkpoint.source import Source
-
-ReadRegion = Callable[[Shape, Shape], torch.Tensor]  # (offset inside the piece, extent) -> tensor
-ReadFlat = Callable[[int, int], torch.Tensor]  # (first element, count) -> 1-D tensor
 
 _BLOCK = 32 << 20  # bytes of a tensor that are read at once for writing
-_SMALL_GAP = 4096  # elements between two rows that are read together
 
 
 class RowRun(NamedTuple):
-    """`rows` rows of stored tensor number `source`: every `step`-th row from row `start` on."""
+    """Rows of stored tensor number `source`."""
 
     source: int
-    start: int
-    rows: int
-    step: int = 1
+    rows: range
 
     @property
     def stored_slice(self) -> slice:
         """Slice of the stored tensor."""
         # Up to the last row, not beyond: the step may exceed the rows that follow.
-        last = self.start + (self.rows - 1) * self.step
-        return slice(self.start, last + 1, self.step)
+        return slice(self.rows.start, self.rows[-1] + 1, self.rows.step)
 
 
 RowMap = tuple[RowRun, ...]
@@ -66,7 +58,7 @@ def map_unchanged(rows: int) -> RowMap:
 
 def map_stacked(rows: int, count: int) -> RowMap:
     """Return the map of `count` stored tensors of `rows` rows each, in order."""
-    return tuple(RowRun(source, 0, rows) for source in range(count))
+    return tuple(RowRun(source, range(rows)) for source in range(count))
 
 
 def map_alternating(rows: int, count: int) -> RowMap:
@@ -74,7 +66,7 @@ def map_alternating(rows: int, count: int) -> RowMap:
 
     The model has its rows 0, `count`, 2 `count`, ... first, then 1, `count` + 1, ... and so on.
     """
-    return tuple(RowRun(0, start, rows, count) for start in range(count))
+    return tuple(RowRun(0, range(start, count * rows, count)) for start in range(count))
 
 
 def map_separate_qkv(heads: int, groups: int, head_dim: int, gated: bool = False) -> RowMap:
@@ -88,7 +80,7 @@ def map_separate_qkv(heads: int, groups: int, head_dim: int, gated: bool = False
     runs = []
     for group in range(groups):
         for source, rows in enumerate(rows_per_group):
-            runs.append(RowRun(source, group * rows, rows))
+            runs.append(RowRun(source, range(group * rows, (group + 1) * rows)))
     return tuple(runs)
 
 
@@ -99,7 +91,7 @@ def _count_qkv_rows(heads: int, groups: int, head_dim: int) -> tuple[int, int, i
 
 def map_skipped(rows: int, skipped: int) -> RowMap:
     """Return the map of one stored tensor with `skipped` rows before those of the model."""
-    return (RowRun(0, skipped, rows),)
+    return (RowRun(0, range(skipped, skipped + rows)),)
 
 
 def swap_halves(row_map: RowMap, head_dim: int, sources: Sequence[int]) -> RowMap:
@@ -110,9 +102,10 @@ def swap_halves(row_map: RowMap, head_dim: int, sources: Sequence[int]) -> RowMa
         if run.source not in sources:
             runs.append(run)
             continue
-        for start in range(run.start, run.start + run.rows, head_dim):
-            runs.append(RowRun(run.source, start + half, half))
-            runs.append(RowRun(run.source, start, half))
+        for first in range(0, len(run.rows), head_dim):
+            head = run.rows[first : first + head_dim]
+            runs.append(RowRun(run.source, head[half:]))
+            runs.append(RowRun(run.source, head[:half]))
     return tuple(runs)
 
 
@@ -141,7 +134,8 @@ def map_fused_qkv(
             starts[projection] = start
             start += groups_per_block * rows_by_part[projection]
         for projection, rows in rows_by_part.items():
-            runs.append(RowRun(0, starts[projection] + index * rows, rows))
+            first = starts[projection] + index * rows
+            runs.append(RowRun(0, range(first, first + rows)))
     return tuple(runs)
 
 
@@ -158,12 +152,10 @@ def cut_runs(row_map: RowMap, start: int, stop: int) -> Iterator[RowRun]:
     """Yield the runs with the model's rows `[start, stop)`, in the order of the model."""
     begin = 0  # of the run in the model
     for run in row_map:
-        # Cut the run to `[first, end)`, relative to its own rows.
-        first = max(start - begin, 0)
-        end = min(stop - begin, run.rows)
-        if first < end:
-            yield RowRun(run.source, run.start + first * run.step, end - first, run.step)
-        begin += run.rows
+        rows = run.rows[max(start - begin, 0) : max(stop - begin, 0)]
+        if rows:
+            yield RowRun(run.source, rows)
+        begin += len(run.rows)
 
 
 def unpack_rows(
@@ -173,13 +165,13 @@ def unpack_rows(
     blocks = []
     for run in cut_runs(row_map, start, stop):
         # Rows in between, of other matrices, are read and skipped.
-        span = run.stored_slice.stop - run.start
-        span_rows = read(run.source, run.start, span)
-        blocks.append(span_rows[:: run.step])
-    return _join(blocks)
+        first = run.rows.start
+        span_rows = read(run.source, first, run.stored_slice.stop - first)
+        blocks.append(span_rows[:: run.rows.step])
+    return join_rows(blocks)
 
 
-def _join(blocks: list[torch.Tensor]) -> torch.Tensor:
+def join_rows(blocks: list[torch.Tensor]) -> torch.Tensor:
     """Concatenate along the first axis, without a copy of a single piece."""
     if len(blocks) == 1:
         return blocks[0]
@@ -192,7 +184,7 @@ def pack_rows(row_map: RowMap, source: int, model: torch.Tensor) -> torch.Tensor
     The inverse of `unpack_rows`. Rows that the model does not have are zero.
     """
     stored_rows = model.new_zeros(count_stored_rows(row_map)[source], *model.shape[1:])
-    blocks = model.split([run.rows for run in row_map])
+    blocks = model.split([len(run.rows) for run in row_map])
     for run, block in zip(row_map, blocks, strict=True):
         if run.source == source:
             stored_rows[run.stored_slice] = block
@@ -215,13 +207,14 @@ def read_stored_rows(
     for run in row_map:
         # Members of the run with stored rows in [first, first + count).
         # A negated floor division rounds up: the first member at or after row `first`.
-        start = max(0, -((run.start - first) // run.step))
-        stop = min(run.rows, -((run.start - first - count) // run.step))
+        run_start, step = run.rows.start, run.rows.step
+        start = max(0, -((run_start - first) // step))
+        stop = min(len(run.rows), -((run_start - first - count) // step))
         if run.source == source and start < stop:
-            begin = run.start + start * run.step - first
-            end = begin + (stop - start) * run.step
-            result[begin : end : run.step] = read_rows(model_row + start, stop - start)
-        model_row += run.rows
+            begin = run_start + start * step - first
+            end = begin + (stop - start) * step
+            result[begin:end:step] = read_rows(model_row + start, stop - start)
+        model_row += len(run.rows)
 
 
 def is_bitwise_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
@@ -233,62 +226,22 @@ def _view_as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-def make_region_reader(read_flat: ReadFlat, start: int, shape: Shape) -> ReadRegion:
-    """Return a reader of regions of the row-major tensor at element `start` of 1-D data.
-
-    `read_flat(start, count)` reads contiguous elements. Small gaps between rows are read, too;
-    large ones are not.
-    """
-
-    def read_runs(runs: Runs) -> list[torch.Tensor]:
-        first = start + runs.start
-        # Read each run.
-        if runs.repeats == 1 or runs.gap >= _SMALL_GAP:
-            blocks = []
-            for index in range(runs.repeats):
-                blocks.append(read_flat(first + index * runs.stride, runs.length))
-            return blocks
-        # Read all runs with the gaps between them, and view the runs: [repeats, length].
-        span = read_flat(first, (runs.repeats - 1) * runs.stride + runs.length)
-        rows = span.as_strided((runs.repeats, runs.length), (runs.stride, 1), span.storage_offset())
-        return [rows.reshape(-1)]
-
-    def read(offset: Shape, extent: Shape) -> torch.Tensor:
-        blocks: list[torch.Tensor] = []
-        for runs in compute_byte_runs(shape, offset, extent, itemsize=1):
-            blocks += read_runs(runs)
-        return _join(blocks).reshape(extent)
-
-    return read
-
-
-class FilePlace(NamedTuple):
-    """Position in a file of the box at `offset` with extent `shape`: row by row from a byte on."""
-
-    offset: Shape
-    shape: Shape
-    path: Path
-    position: int
-
-
-def write_to_places(
-    source: Source, key: str, file_places: Sequence[FilePlace], progress: Progress
-) -> None:
-    """Stream the tensor `key`, a few rows at a time, to existing files that are long enough."""
-    info = source.tensors[key]
-    itemsize = info.dtype.itemsize
-    for offset, shape in cut_rows(info.shape, itemsize, _BLOCK):
+def write_to_places(tensor: LazyTensor, chunks: Sequence[StoredChunk], progress: Progress) -> None:
+    """Stream a tensor, a few rows at a time, to boxes in existing files that are long enough."""
+    itemsize = tensor.dtype.itemsize
+    for offset, shape in cut_rows(tensor.shape, itemsize, _BLOCK):
         block: torch.Tensor | None = None  # read if any place needs it
-        for file_place in file_places:
-            common = compute_overlap((offset, shape), (file_place.offset, file_place.shape))
+        for chunk in chunks:
+            common = compute_overlap((offset, shape), (chunk.offset, chunk.shape))
             if common is None:
                 continue
             if block is None:
-                block = source.read(key, offset, shape)
+                block = tensor.read(offset, shape)
             values = narrow(block, common.in_first, common.shape).contiguous()
-            # Whole rows of a piece are contiguous in its file: one run, one write.
-            (run,) = compute_byte_runs(file_place.shape, common.in_second, common.shape, itemsize)
-            write_at(file_place.path, values, file_place.position + run.start)
+            # Whole rows of a box are contiguous in its file: one run, one write.
+            (runs,) = compute_byte_runs(chunk.shape, common.in_second, common.shape, itemsize)
+            file, position, _ = chunk.location
+            write_at(Path(file), values, position + runs.start)
             progress(values.nbytes)
 
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from megatron.conversion.model_space.lazy_tensors import cast
 from megatron.conversion.options import DTYPES
-from megatron.core.dist_checkpointing.mapping import Shape, TensorInfo
+from megatron.core.dist_checkpointing.mapping import LazyTensor
 from megatron.core.optimizer import AVERAGE_PREFIX
 from megatron.core.run_checkpoint.keys import (
     WORD_EMBEDDINGS,
@@ -29,7 +30,7 @@ def get_dtype(name: str | None) -> torch.dtype | None:
 
 
 class SourceView:
-    """Base of sources that change `source`: they override tensors, arguments or `read`."""
+    """Base of sources that change `source`: they replace tensors or arguments."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -37,26 +38,25 @@ class SourceView:
         self.unused = source.unused
         self.args: dict[str, Any] = dict(source.args)
         self.training: TrainingState | None = source.training
-        self.tensors: dict[str, TensorInfo] = dict(source.tensors)
+        self.tensors: dict[str, LazyTensor] = dict(source.tensors)
 
-    def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
-        return self._source.read(key, offset, shape)
+    def choose_dtypes(self, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+        """Return the dtype of each tensor if weights get `dtype`; None keeps theirs.
 
-    def cast_weights(self, dtype: torch.dtype) -> None:
-        """Change the dtype of the weights. A router's bias is fp32 in every model.
-
-        Foreign tensors are copied as they are, except for weights of layers with foreign mixers:
-        those that have the dtype of the other weights are cast with them.
+        A router's bias is fp32 in every model. Foreign tensors are copied as they are, except for
+        weights of layers with foreign mixers: those that have the dtype of the other weights are
+        cast with them.
         """
+        dtypes = {}
         old = None
         if self.args.get("foreign_mixers"):
             old = self.tensors[WORD_EMBEDDINGS].dtype
-        for key, info in self.tensors.items():
+        for key, tensor in self.tensors.items():
             is_cast = is_weight(key) and is_trained(key)
             if is_foreign(key):
-                is_cast = info.dtype == old
-            if is_cast:
-                self.tensors[key] = TensorInfo(info.shape, dtype)
+                is_cast = tensor.dtype == old
+            dtypes[key] = dtype if is_cast and dtype is not None else tensor.dtype
+        return dtypes
 
     def drop_average(self) -> None:
         """Leave out the average of the weights."""
@@ -95,9 +95,6 @@ class AveragedWeights(SourceView):
             )
         self.drop_optimizer()
         self.drop_average()
-        if dtype is not None:
-            self.cast_weights(dtype)
-
-    def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
-        source_key = average_key(key) if is_trained(key) else key
-        return self._source.read(source_key, offset, shape).to(self.tensors[key].dtype)
+        for key, new_dtype in self.choose_dtypes(dtype).items():
+            source_key = average_key(key) if is_trained(key) else key
+            self.tensors[key] = cast(source.tensors[source_key], new_dtype)

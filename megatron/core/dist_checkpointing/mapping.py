@@ -10,14 +10,15 @@ many boxes at once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 Shape = tuple[int, ...]
 Extent = tuple[Shape, Shape]  # offset and shape of a box
+ReadBox = Callable[[Shape, Shape], torch.Tensor]  # (offset, extent) -> tensor
 
 
 class Overlap(NamedTuple):
@@ -198,24 +199,19 @@ class ShardedTensor:
     # Factor of the values of a cast: one element, on the device of the boxes.
     scale: torch.Tensor | None = None
     # Reads (offset, shape) of a `lazy` tensor.
-    read: Callable[[Shape, Shape], torch.Tensor] | None = None
+    read: ReadBox | None = None
     # Values that follow from the other fields, for callers that save the same entry repeatedly.
     derived: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
-    def lazy(
-        cls,
-        key: str,
-        shape: Shape,
-        dtype: torch.dtype,
-        read: Callable[[Shape, Shape], torch.Tensor],
-    ) -> ShardedTensor:
+    def lazy(cls, key: str, tensor: LazyTensor) -> ShardedTensor:
         """Make a whole tensor that is not in memory.
 
         A save reads it a few rows at a time, from several threads.
         """
-        meta = torch.empty(shape, dtype=dtype, device="meta")
-        return cls(key, shape, dtype, (Box((0,) * len(shape), meta),), read=read)
+        meta = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        box = Box((0,) * len(tensor.shape), meta)
+        return cls(key, tensor.shape, tensor.dtype, (box,), read=tensor.read)
 
     @classmethod
     def replicated(cls, key: str, tensor: torch.Tensor) -> ShardedTensor:
@@ -297,25 +293,15 @@ class TensorInfo:
         return str(self.dtype).removeprefix("torch.")
 
 
-class TensorSource(Protocol):
-    """Global tensors that can be read piece by piece. Only `read` reads more than metadata."""
+@dataclass(frozen=True)
+class LazyTensor(TensorInfo):
+    """A tensor that is read when needed. Tensors with equal shape and dtype are equal."""
 
-    description: str  # format and path, for messages
+    # (offset, extent) -> the box, on CPU; raises ValueError where the file is damaged.
+    read: ReadBox = field(repr=False, compare=False)
+    # Rows that are read together, because a part of them costs as much as all.
+    min_rows: int = field(default=1, repr=False, compare=False)
 
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        """Global shape and dtype of every tensor by its key."""
-        ...
-
-    def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
-        """Return the box of `key` at `offset` with extent `shape`, on CPU in the stored dtype.
-
-        Raises KeyError for an unknown key, ValueError where the file is damaged.
-        """
-        ...
-
-
-def read_whole(source: TensorSource, key: str) -> torch.Tensor:
-    """Return the whole global tensor `key`."""
-    info = source.tensors[key]
-    return source.read(key, (0,) * len(info.shape), info.shape)
+    def read_all(self) -> torch.Tensor:
+        """Return the whole tensor."""
+        return self.read((0,) * len(self.shape), self.shape)

@@ -24,7 +24,6 @@ from megatron.core.dist_checkpointing.files import COMMON as COMMON_FILE
 from megatron.core.dist_checkpointing.files import COMMON_STATE
 from megatron.core.dist_checkpointing.loading.load import RAISE, STRICTNESS, BoxReader
 from megatron.core.dist_checkpointing.loading.reader import Request
-from megatron.core.dist_checkpointing.mapping import Shape, TensorInfo
 from megatron.core.progress import ProgressBar
 from megatron.core.run_checkpoint.checks import COMMON
 from megatron.core.run_checkpoint.common_state import find_param_groups, read_training_state
@@ -89,17 +88,12 @@ class RunCheckpoint:
         # Tensors.
         self.reader = Reader(directory, verify=verify, waits_for_shards=waits_for_shards)
         self.unused: list[str] = []
-        self.tensors: dict[str, TensorInfo] = {}
-        for key, tensor in self.reader.metadata.tensors.items():
-            self.tensors[key] = TensorInfo(tensor.shape, tensor.dtype)
+        self.tensors = {key: self.reader.view(key) for key in self.reader.metadata.tensors}
 
         # Training state.
         groups = find_param_groups(common.get("optimizer"))
         self.training: TrainingState | None = read_training_state(common, self.args, groups)
         self.training.rng = list_generators(self.reader)
-
-    def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
-        return self.reader.read(key, offset, shape)
 
 
 def open_run_checkpoint(
@@ -116,7 +110,7 @@ def open_run_checkpoint(
     return run
 
 
-def _has_current_keys(tensors: Mapping[str, TensorInfo]) -> bool:
+def _has_current_keys(tensors: Collection[str]) -> bool:
     """Return whether the keys of all weights are those of this version.
 
     Earlier versions had another key for the norm before experts, and HybridModel has other keys.
@@ -148,8 +142,9 @@ class _SourceReader:
     def read_into(self, requests: Sequence[Request], workers: int = 1) -> None:
         """Read in one thread: a `Source` need not support more."""
         for key, offset, target in requests:
-            target.copy_(self._source.read(key, offset, tuple(target.shape)))
-            self.bytes_needed += target.numel() * self.tensors[key].dtype.itemsize
+            tensor = self.tensors[key]
+            target.copy_(tensor.read(offset, tuple(target.shape)))
+            self.bytes_needed += target.numel() * tensor.dtype.itemsize
             self.bytes_read = self.bytes_needed
 
     def read_object(self, key: str) -> Any:

@@ -6,11 +6,11 @@ Every format has one reader, which presents it as a `Source`, and one writer, wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from megatron.core.dist_checkpointing.mapping import TensorSource
+from megatron.core.dist_checkpointing.mapping import LazyTensor
 from megatron.core.run_checkpoint.checks import TRAINING_STATE
 
 
@@ -36,9 +36,15 @@ class TrainingState:
         TRAINING_STATE(vars(self), "the training state")
 
 
-class Source(TensorSource, Protocol):
-    """A checkpoint of a run or a model. Its tensors have keys of model space (see `keys`)."""
+class Source(Protocol):
+    """A checkpoint of a run or a model. Only its tensors' `read` reads more than metadata."""
 
+    description: str  # format and path, for messages
     args: dict[str, Any]  # known model and run arguments under Megatron-LM's names
     training: TrainingState | None  # None: the format (an HF directory) contains only weights
     unused: list[str]  # names in the files that have no key in model space
+
+    @property
+    def tensors(self) -> Mapping[str, LazyTensor]:
+        """Every global tensor by its key of model space (see `keys`)."""
+        ...

@@ -20,7 +20,9 @@ def fill(model: GPTModel, source: Source, main: bool = False) -> None:
         assert isinstance(entry, ShardedTensor) and source.tensors[key].shape == entry.global_shape
         for box in entry.boxes:
             box.tensor.copy_(
-                source.read(optimizer_key("param", key) if main else key, box.offset, box.shape)
+                source.tensors[optimizer_key("param", key) if main else key].read(
+                    box.offset, box.shape
+                )
             )
 
 

@@ -7,10 +7,10 @@ from torch.nn import functional as F
 
 from megatron.conversion.model_space.model import model_config
 from megatron.conversion.model_space.optimizer_states import optimizer_key
-from megatron.core.dist_checkpointing.mapping import read_whole
 from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS
 from megatron.core.run_checkpoint.source import Source
 from megatron.core.transformer.transformer_config import TransformerConfig
+from tests.support.compare import read_whole
 
 
 def reference_logits(source: Source, tokens: torch.Tensor, main: bool = False) -> torch.Tensor:

@@ -105,7 +105,7 @@ def test_without_optimizer_and_in_another_dtype(tmp_path):
     assert {info.dtype for info in result.tensors.values()} == {torch.bfloat16}
     key = "decoder.layers.1.mlp.linear_fc1.weight"
     main = source.values[f"optimizer.state.param.{key}"]
-    assert torch.equal(result.read(key, (0, 0), tuple(main.shape)), main.bfloat16())
+    assert torch.equal(result.tensors[key].read((0, 0), tuple(main.shape)), main.bfloat16())
 
 
 @pytest.mark.parametrize("sidecar", [False, True])

@@ -11,7 +11,7 @@ from megatron.conversion.deepspeed.universal import write_universal
 from megatron.conversion.huggingface.directory import write_huggingface
 from megatron.conversion.opening import open_checkpoint, require_checkpoint
 from megatron.conversion.options import WriteOptions
-from megatron.core.dist_checkpointing.mapping import read_whole
+from tests.support.compare import read_whole
 from tests.support.memory_source import GPT_ARGS, LLAMA_ARGS, random_source
 from tests.unit_tests.conversion.convert_tool import run_convert
 

@@ -18,8 +18,8 @@ from megatron.conversion.model_space.optimizer_states import ADAM, optimizer_key
 from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import EditOptions, WriteOptions, parse_layers
 from megatron.core.dist_checkpointing import Reader, ShardedTensor, load_common, save
-from megatron.core.dist_checkpointing.mapping import read_whole
 from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS
+from tests.support.compare import read_whole
 from tests.support.memory_source import GPT_ARGS, LLAMA_ARGS, MemorySource, random_source
 from tests.unit_tests.conversion.convert_tool import run_convert, run_merge
 
@@ -225,7 +225,7 @@ def test_boxes_of_a_grown_vocabulary_fit_together():
     result = edit(random_source(LLAMA_ARGS), target_vocab_size=75)
     whole = read_whole(result, WORD_EMBEDDINGS)
     for start, stop in ((0, 10), (60, 70), (66, 67), (67, 75), (70, 72)):
-        box = result.read(WORD_EMBEDDINGS, (start, 5), (stop - start, 9))
+        box = result.tensors[WORD_EMBEDDINGS].read((start, 5), (stop - start, 9))
         assert torch.equal(box, whole[start:stop, 5:14])
 
 
@@ -383,7 +383,7 @@ def test_boxes_of_experts_fit_together():
         offset = tuple(range(1, 1 + whole.dim()))
         shape = tuple(n - 2 * start for n, start in zip(whole.shape, offset, strict=True))
         box = tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
-        assert torch.equal(result.read(key, offset, shape), whole[box])
+        assert torch.equal(result.tensors[key].read(offset, shape), whole[box])
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,11 @@ from megatron.core.dist_checkpointing import (
     load_common,
     write_tracker,
 )
-from megatron.core.dist_checkpointing.mapping import read_whole
 from megatron.core.run_checkpoint.native_reader import load_from_source
 from megatron.core.run_checkpoint.source import Source
 from megatron.training.checkpoint.launch import TrainingDirectory
 from megatron.training.config.options import CheckpointConfig
+from tests.support.compare import read_whole
 from tests.support.memory_source import LLAMA_ARGS, MemorySource, random_source
 
 KEY = "decoder.layers.1.mlp.linear_fc1.weight"  # 96 x 32

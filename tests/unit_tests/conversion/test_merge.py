@@ -25,9 +25,9 @@ from megatron.conversion.model_space.optimizer_states import optimizer_key
 from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import WriteOptions
 from megatron.core.dist_checkpointing import write_tracker
-from megatron.core.dist_checkpointing.mapping import read_whole
 from megatron.core.run_checkpoint.formats import NoCheckpointError
 from megatron.core.run_checkpoint.keys import average_key, is_weight
+from tests.support.compare import read_whole
 from tests.support.live_tensors import LiveTensors
 from tests.support.memory_source import (
     GPT_ARGS,

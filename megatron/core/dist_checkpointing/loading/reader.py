@@ -8,6 +8,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from megatron.core.dist_checkpointing.files import METADATA
 from megatron.core.dist_checkpointing.format.metadata_codec import read_metadata
 from megatron.core.dist_checkpointing.format.verified_file import ChecksumVerifier, VerifiedFile
 from megatron.core.dist_checkpointing.mapping import (
+    LazyTensor,
     Runs,
     Shape,
     compute_byte_runs,
@@ -102,6 +104,11 @@ class Reader:
         target = torch.empty(shape, dtype=self.metadata.tensors[key].dtype)
         self.read_into([Request(key, offset, target)])
         return target
+
+    def view(self, key: str) -> LazyTensor:
+        """Return the tensor `key`, unread. Raises KeyError for an unknown key."""
+        tensor = self.metadata.tensors[key]
+        return LazyTensor(tensor.shape, tensor.dtype, partial(self.read, key))
 
     def read_object(self, key: str) -> Any:
         """Return the object stored under `key`. Raises KeyError for an unknown key."""

@@ -2,6 +2,7 @@
 
 import argparse
 import csv
+import dataclasses
 import shutil
 import tarfile
 from pathlib import Path
@@ -16,12 +17,12 @@ from megatron.conversion.deepspeed.universal import UniversalSource, write_unive
 from megatron.conversion.huggingface.directory import write_huggingface
 from megatron.conversion.model_space.optimizer_states import optimizer_key
 from megatron.conversion.options import ReadOptions, WriteOptions
-from megatron.core.dist_checkpointing.mapping import read_whole
 from megatron.core.run_checkpoint.formats import find_problem, list_formats, read_latest
 from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS
 from megatron.core.run_checkpoint.source import Source
 from megatron.core.safe_files import safe_load
 from tests import GOLDEN
+from tests.support.compare import read_whole
 from tests.support.distributed import DistributedPool
 from tests.support.memory_source import (
     BLOOM_ARGS,
@@ -395,7 +396,7 @@ def test_flat_tensors_of_zero_3(written: Path) -> None:
     source = opened(written)
     assert source.tensors == expected.tensors
     assert all(torch.equal(read_whole(source, key), value) for key, value in values.items())
-    part = source.read(QKV, (7, 3), (11, 5))
+    part = source.tensors[QKV].read((7, 3), (11, 5))
     assert torch.equal(part, values[QKV][7:18, 3:8])
 
 
@@ -578,10 +579,16 @@ def test_unsupported_model_is_refused_before_writing(tmp_path: Path) -> None:
 
 def test_interrupted_write_is_not_a_checkpoint(tmp_path: Path) -> None:
     class Failing(MemorySource):
-        def read(self, key, offset, shape):
-            if key.endswith("exp_avg_sq.decoder.final_layernorm.weight"):
+        @property
+        def tensors(self):
+            def fail(offset, shape):
                 raise OSError("disk full")
-            return super().read(key, offset, shape)
+
+            tensors = super().tensors
+            for key, tensor in tensors.items():
+                if key.endswith("exp_avg_sq.decoder.final_layernorm.weight"):
+                    tensors[key] = dataclasses.replace(tensor, read=fail)
+            return tensors
 
     source = random_source(GPT_ARGS)
     with pytest.raises(OSError, match="disk full"):

@@ -10,11 +10,11 @@ from megatron.conversion.huggingface.directory import HuggingFaceSource, write_h
 from megatron.conversion.huggingface.export_plan import plan_export
 from megatron.conversion.options import WriteOptions
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.mapping import read_whole
 from megatron.core.dist_checkpointing.saving.model_export import StagedTarget
 from megatron.core.dist_checkpointing.saving.saver import AsyncSaver
 from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS, is_trained
 from tests import GOLDEN
+from tests.support.compare import read_whole
 from tests.support.memory_source import LLAMA_ARGS, MemorySource, random_source
 
 MODELS = sorted(path.parent for path in (GOLDEN / "hf").glob("*/config.json"))

@@ -15,10 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron.conversion.huggingface.directory import HuggingFaceSource, write_huggingface
 from megatron.conversion.options import WriteOptions
-from megatron.core.dist_checkpointing.mapping import read_whole
 from megatron.core.run_checkpoint.formats import is_huggingface
 from tests import ROOT
-from tests.support.compare import assert_same
+from tests.support.compare import assert_same, read_whole
 from tests.support.distributed import DistributedPool
 from tests.unit_tests.conversion.filled_model import model_logits, tensor_parallel_logits
 from tests.unit_tests.conversion.reference_forward import reference_logits
@@ -240,7 +239,7 @@ def test_boxes_equal_slices_of_the_tensor(name: str, matrix: dict[str, Path]) ->
                 for at, extent in zip(start, info.shape, strict=True)
             )
             box = tuple(slice(at, at + extent) for at, extent in zip(start, shape, strict=True))
-            assert torch.equal(source.read(key, tuple(start), shape), whole[box]), (
+            assert torch.equal(source.tensors[key].read(tuple(start), shape), whole[box]), (
                 key,
                 start,
                 shape,

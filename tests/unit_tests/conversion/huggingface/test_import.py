@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM
 
 from megatron.conversion.huggingface.directory import HuggingFaceSource, write_huggingface
 from megatron.conversion.options import ReadOptions, WriteOptions, parse_rename
-from megatron.core.dist_checkpointing.mapping import read_whole
 from megatron.core.run_checkpoint.formats import is_huggingface
 from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS
 from megatron.core.transformer.transformer_config import select_architecture_fields
@@ -24,6 +23,7 @@ from megatron.training.checkpoint.launch import TrainingDirectory
 from megatron.training.checkpoint.resume import check_same_model
 from megatron.training.config.options import CheckpointConfig
 from megatron.training.config.stored_args import normalize_stored_args
+from tests.support.compare import read_whole
 from tests.support.memory_source import GPT_ARGS, LLAMA_ARGS, random_source
 from tests.unit_tests.conversion.reference_forward import reference_logits
 
@@ -426,7 +426,7 @@ def test_fp8_matrices_are_dequantized(tmp_path: Path) -> None:
     key = "decoder.layers.1.mlp.linear_fc2.weight"
     name = "model.layers.1.mlp.down_proj.weight"
     assert torch.equal(read_whole(source, key), plain[name])
-    assert torch.equal(source.read(key, (7, 5), (20, 17)), plain[name][7:27, 5:22])
+    assert torch.equal(source.tensors[key].read((7, 5), (20, 17)), plain[name][7:27, 5:22])
 
 
 @pytest.mark.parametrize(

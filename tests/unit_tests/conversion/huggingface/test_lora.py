@@ -21,9 +21,9 @@ from megatron.conversion.model_space.optimizer_states import optimizer_states
 from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import EditOptions, ReadOptions, WriteOptions
 from megatron.core.dist_checkpointing import CheckpointError
-from megatron.core.dist_checkpointing.mapping import read_whole
 from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS
 from tests import GOLDEN
+from tests.support.compare import read_whole
 from tests.support.live_tensors import LiveTensors
 from tests.support.memory_source import GPT_ARGS, LLAMA_ARGS, random_source
 from tests.unit_tests.conversion.convert_tool import run_convert, run_merge
@@ -167,7 +167,7 @@ def test_scaled_product_is_added(llama: Path, tmp_path: Path) -> None:
     whole = read_whole(source, key)
     for offset, shape in (((0, 0), (1, 1)), ((7, 3), (20, 5)), ((60, 31), (4, 1))):
         part = whole[offset[0] : offset[0] + shape[0], offset[1] : offset[1] + shape[1]]
-        assert torch.equal(source.read(key, offset, shape), part)
+        assert torch.equal(source.tensors[key].read(offset, shape), part)
 
 
 def test_large_matrices_are_computed_in_parts(tmp_path: Path) -> None:
@@ -184,7 +184,9 @@ def test_large_matrices_are_computed_in_parts(tmp_path: Path) -> None:
     expected = load_tensors(tmp_path / "base")[f"{module}.weight"] + product * 2.0
     # Rows of gate and up are one tensor.
     for first in (0, 1, 500, 935, 936, 999):
-        found = source.read("decoder.layers.0.mlp.linear_fc1.weight", (1000 + first, 0), (1, 128))
+        found = source.tensors["decoder.layers.0.mlp.linear_fc1.weight"].read(
+            (1000 + first, 0), (1, 128)
+        )
         assert torch.equal(found[0], expected[first])
 
 
@@ -206,7 +208,7 @@ def test_memory_is_a_few_rows(use_dora: bool, tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "base"), WriteOptions(edits=EditOptions(adapters=(adapter,)))
     )
     with LiveTensors() as live, mock.patch.object(adapter_changes, "_BLOCK", 1 << 20):
-        source.read(WORD_EMBEDDINGS, (1000, 0), (100, columns))
+        source.tensors[WORD_EMBEDDINGS].read((1000, 0), (100, columns))
     product_bytes = 4 * rows * columns
     assert 0 < live.peak < product_bytes * (1.25 if use_dora else 0.1)
 

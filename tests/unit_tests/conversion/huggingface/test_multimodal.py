@@ -4,11 +4,13 @@ The models are random ones that transformers has saved, with every parameter cha
 """
 
 import copy
+import dataclasses
 import functools
 import json
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,11 +24,11 @@ from megatron.conversion.huggingface.directory import write_huggingface
 from megatron.conversion.huggingface.wrapper import Wrapper
 from megatron.conversion.huggingface.wrappers import WRAPPERS, find_wrapper
 from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
-from megatron.conversion.model_space.lazy_tensors import LazyTensor
 from megatron.conversion.model_space.views import SourceView
 from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import ReadOptions
-from megatron.core.dist_checkpointing.mapping import Shape
+from megatron.core.dist_checkpointing.mapping import LazyTensor, Shape
+from megatron.core.run_checkpoint.source import Source
 from megatron.core.terminal import format_size
 from tests import ROOT
 from tests.unit_tests.conversion.convert_tool import run_convert
@@ -450,8 +452,14 @@ class TrainedSource(SourceView):
 
     FACTOR = 0.5
 
-    def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
-        return self._source.read(key, offset, shape) * self.FACTOR
+    def __init__(self, source: Source) -> None:
+        super().__init__(source)
+        for key, tensor in source.tensors.items():
+            read = partial(self._read_trained, tensor)
+            self.tensors[key] = dataclasses.replace(tensor, read=read)
+
+    def _read_trained(self, tensor: LazyTensor, offset: Shape, shape: Shape) -> torch.Tensor:
+        return tensor.read(offset, shape) * self.FACTOR
 
 
 @pytest.mark.parametrize(

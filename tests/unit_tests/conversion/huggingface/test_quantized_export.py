@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 from megatron.conversion.huggingface.directory import HuggingFaceSource, write_huggingface
 from megatron.conversion.model_space.optimizer_states import full_precision_key
 from megatron.conversion.options import WriteOptions
-from megatron.core.dist_checkpointing.mapping import read_whole
+from tests.support.compare import read_whole
 from tests.support.memory_source import GPT_ARGS, LLAMA_ARGS, MemorySource, random_source
 from tests.unit_tests.conversion.convert_tool import run_convert
 

@@ -20,9 +20,9 @@ from megatron.conversion.huggingface.family import Family
 from megatron.conversion.model_space.model import model_config
 from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import ReadOptions
-from megatron.core.dist_checkpointing.mapping import read_whole
 from megatron.core.models import GPTModel
 from megatron.core.run_checkpoint.source import Source
+from tests.support.compare import read_whole
 from tests.support.memory_source import random_source
 from tests.unit_tests.conversion.huggingface.random_configs import (
     draw_config,

@@ -25,7 +25,7 @@ TENSORS = {
 def test_files_of_the_library_are_read(tmp_path: Path) -> None:
     save_file(TENSORS, tmp_path / "a.safetensors")
     stored = open_safetensors(tmp_path / "a.safetensors")
-    assert {name: t[:2] for name, t in stored.items()} == {
+    assert {name: (t.shape, t.dtype) for name, t in stored.items()} == {
         name: (t.shape, t.dtype) for name, t in TENSORS.items()
     }
     for name, tensor in TENSORS.items():

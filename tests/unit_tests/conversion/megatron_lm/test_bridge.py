@@ -14,8 +14,8 @@ from megatron.conversion.convert import compare, convert
 from megatron.conversion.megatron_lm.plain_yaml import PlainYamlError, parse_yaml
 from megatron.conversion.opening import open_checkpoint
 from megatron.core.dist_checkpointing import CheckpointError
-from megatron.core.dist_checkpointing.mapping import read_whole
 from tests import ROOT
+from tests.support.compare import read_whole
 
 GOLDEN = ROOT / "tests/golden" / "bridge_0.6.2/llama_fp32"
 CONFIG = "iter_0000000/run_config.yaml"

@@ -156,7 +156,7 @@ def test_foreign_tensors_are_copied_bitwise(tmp_path):
     found = open_checkpoint(tmp_path / "ours", read_options=keep)
     for name, value in foreign.items():
         zeros = (0,) * value.dim()
-        copied = found.read(f"foreign.{name}", zeros, tuple(value.shape))
+        copied = found.tensors[f"foreign.{name}"].read(zeros, tuple(value.shape))
         assert copied.dtype == value.dtype
         assert torch.equal(copied, value)
 

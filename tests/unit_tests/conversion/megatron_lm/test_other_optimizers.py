@@ -10,10 +10,10 @@ from megatron.conversion.convert import convert
 from megatron.conversion.model_space.optimizer_states import list_parameter_states, optimizer_key
 from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import WriteOptions
-from megatron.core.dist_checkpointing.mapping import read_whole
 from megatron.core.optimizer.rules.lion import Lion
 from megatron.core.run_checkpoint.keys import is_weight
 from tests import ROOT
+from tests.support.compare import read_whole
 
 GOLDEN = ROOT / "tests/golden/megatron_optimizers"
 FORMS = ["lion", "muon_replicated", "muon_layer_wise", "muon_layer_wise_buckets"]

@@ -3,6 +3,7 @@
 import itertools
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,21 +13,24 @@ from safetensors.torch import save_file
 from megatron.conversion.huggingface.quantized_weights import dequantize, quantize_blocks
 from megatron.conversion.huggingface.safetensors_files import open_safetensors
 from megatron.conversion.model_space.lazy_tensors import (
-    LazyTensor,
     cast,
     concatenate,
     cut_blocks,
+    flatten,
     gather_rows,
     make_zeros,
+    repeat,
     reshape,
     scatter_rows,
     select,
     stack,
     transpose,
+    unflatten,
+    view_box,
     view_tensor,
 )
 from megatron.conversion.model_space.pieces import map_fused_qkv, map_separate_qkv, map_skipped
-from megatron.core.dist_checkpointing.mapping import narrow
+from megatron.core.dist_checkpointing.mapping import LazyTensor, narrow
 
 MATRIX = torch.arange(24.0).view(6, 4)
 OTHER = -torch.arange(8, dtype=torch.bfloat16).view(2, 4)
@@ -46,6 +50,13 @@ def skip_rows(tensor: LazyTensor) -> LazyTensor:
         (lambda: transpose(view_tensor(MATRIX)), MATRIX.t()),
         (lambda: reshape(view_tensor(MATRIX), (8, 3)), MATRIX.view(8, 3)),
         (lambda: select(view_tensor(STACK), 1), STACK[1]),
+        (lambda: flatten(view_tensor(STACK[1:])), STACK[1].reshape(-1)),
+        (
+            lambda: unflatten(view_tensor(STACK.view(-1)), 8, (2, 2, 4)),
+            STACK.view(6, 4)[2:].view(2, 2, 4),
+        ),
+        (lambda: view_box(view_tensor(STACK), (0, 1, 1), (2, 2, 3)), STACK[:, 1:, 1:]),
+        (lambda: repeat(view_tensor(MATRIX), 3), MATRIX.expand(3, 6, 4)),
         (
             lambda: stack([view_tensor(MATRIX), view_tensor(-MATRIX)]),
             torch.stack([MATRIX, -MATRIX]),
@@ -81,7 +92,7 @@ def test_every_box_equals_that_of_torch(
 
 @pytest.mark.parametrize("row_map", [map_separate_qkv(4, 2, 2), map_fused_qkv(4, 2, 2, blocks=1)])
 def test_scattered_rows_are_gathered(row_map) -> None:
-    rows = sum(run.rows for run in row_map)
+    rows = sum(len(run.rows) for run in row_map)
     whole = torch.arange(rows * 3.0).view(rows, 3)
     num_tensors = 1 + max(run.source for run in row_map)
     parts = [scatter_rows(view_tensor(whole), row_map, index) for index in range(num_tensors)]
@@ -90,7 +101,7 @@ def test_scattered_rows_are_gathered(row_map) -> None:
 
 
 def test_blocks_have_whole_units_and_cover_the_tensor() -> None:
-    tensor = make_zeros((10, 4), torch.float32)._replace(min_rows=3)
+    tensor = replace(make_zeros((10, 4), torch.float32), min_rows=3)
     assert list(cut_blocks(tensor, 16)) == [
         ((first, 0), (min(3, 10 - first), 4)) for first in (0, 3, 6, 9)
     ]

@@ -16,7 +16,6 @@ from megatron.core.dist_checkpointing import (
     iteration_in_name,
     write_tracker,
 )
-from megatron.core.dist_checkpointing.mapping import read_whole
 from megatron.core.dist_checkpointing.policy import CheckpointRef
 from megatron.core.dist_checkpointing.saving.commit import no_progress
 from megatron.core.run_checkpoint.formats import (
@@ -25,6 +24,7 @@ from megatron.core.run_checkpoint.formats import (
     find_checkpoint,
     list_newest_first,
 )
+from tests.support.compare import read_whole
 from tests.support.memory_source import GPT_ARGS, random_source
 
 TRACKERS = ("latest_checkpointed_iteration.txt", "latest_universal")

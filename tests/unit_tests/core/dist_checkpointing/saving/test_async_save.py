@@ -2,6 +2,7 @@
 
 import argparse
 import errno
+import functools
 import os
 import sys
 import threading
@@ -27,6 +28,7 @@ from megatron.core.dist_checkpointing import (
     write_tracker,
 )
 from megatron.core.dist_checkpointing.background import SLOT_SIZE
+from megatron.core.dist_checkpointing.mapping import LazyTensor, narrow
 from megatron.core.dist_checkpointing.saving import commit
 from megatron.core.dist_checkpointing.saving import objects as objects_module
 from megatron.core.dist_checkpointing.saving.objects import copy_plain_value
@@ -464,13 +466,10 @@ LAZY = {  # over several pieces of 8 MB, one of them with rows larger than a pie
 
 
 def lazy_state():
-    def reader(value):
-        return lambda offset, shape: value[
-            tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
-        ]
-
     return {
-        key: ShardedTensor.lazy(key, tuple(value.shape), value.dtype, reader(value))
+        key: ShardedTensor.lazy(
+            key, LazyTensor(tuple(value.shape), value.dtype, functools.partial(narrow, value))
+        )
         for key, value in LAZY.items()
     }
 
@@ -503,7 +502,8 @@ def test_an_interrupted_save_is_cancelled(tmp_path):
             go_on.set()
             super().close()
 
-    state = {"matrix": ShardedTensor.lazy("matrix", (9_000_000,), torch.float32, stuck)}
+    matrix = LazyTensor((9_000_000,), torch.float32, stuck)
+    state = {"matrix": ShardedTensor.lazy("matrix", matrix)}
     with pytest.raises(KeyboardInterrupt), Saver(workers=1) as saver:
         handle = saver.save(state, tmp_path / "interrupted", common={})
         begun.wait()
