@@ -160,6 +160,12 @@ class Run:
         return training.train_iters or 0
 
     @property
+    def is_export_due(self) -> bool:
+        """Return whether --save-hf-interval exports the model of this iteration."""
+        interval = self.config.checkpoint.save_hf_interval
+        return interval is not None and (self.state.iteration % interval == 0 or self.is_complete)
+
+    @property
     def eval_batch_size(self) -> int:
         """Samples of all replicas per batch of an evaluation."""
         return self.config.training.eval_global_batch_size or self.batches.global_batch_size

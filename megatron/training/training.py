@@ -37,15 +37,6 @@ from megatron.training.checkpoint.contents import (
     get_validation_loss,
     start_common_state,
 )
-from megatron.training.checkpoint.export import (
-    check_hf_target,
-    get_due_export,
-    make_legacy_rewrite,
-    plan_hf_exports,
-    remove_unfinished_exports,
-    report_missing_export,
-    save_hf,
-)
 from megatron.training.checkpoint.launch import (
     TrainingDirectory,
     adopt_end_of_document,
@@ -102,6 +93,11 @@ REPORT_GOODPUT = "megatron.training.reporting.goodput_line:report_goodput"
 STEP_PROFILER = "megatron.training.reporting.profiling:StepProfiler"
 WATCHED = "megatron.training.operations.watch:watched"
 START_SUMMARY = "megatron.planning.summary:summarize_start"
+_CHECK_EXPORT = "megatron.training.checkpoint.export:check_hf_target"
+_PLAN_EXPORTS = "megatron.training.checkpoint.export:plan_hf_exports"
+_CHECK_EARLIER_EXPORTS = "megatron.training.checkpoint.export:check_earlier_exports"
+_EXPORT_AT_THE_END = "megatron.training.checkpoint.export:save_hf"
+_MAKE_LEGACY_REWRITE = "megatron.training.checkpoint.export:make_legacy_rewrite"
 
 
 def pretrain(
@@ -147,13 +143,13 @@ def pretrain(
         run.on_iteration = on_iteration
         watch(run)
         run.end_of_document = tokenizer.eod
-        check_hf_target(run)
+        call_exporter(run, _CHECK_EXPORT)
         checkpoint = directory.load(checkpoint, partial(load_checkpoint, run))
         if config.checkpoint.ckpt_convert_format is not None:
             save_converted(run)
             return run
         if directory.root is not None:
-            run.hf_exports = plan_hf_exports(run)
+            run.hf_exports = call_exporter(run, _PLAN_EXPORTS)
             run.saver.prepare(get_state_to_save(run))  # in the background of building the data
         data = build_data(run, tokenizer, datasets_provider)
 
@@ -172,10 +168,17 @@ def pretrain(
                 train(run, data)
             if run.is_complete:
                 evaluate_at_the_end(run, data)
-                save_hf(run)
+                call_exporter(run, _EXPORT_AT_THE_END)
         data.close()
         run.saver.check_last_save()
     return run
+
+
+def call_exporter(run: Run, entry: str) -> Any:
+    """Call an entry of the exports to Hugging Face, which are imported only with --save-hf."""
+    if run.config.checkpoint.save_hf is None:
+        return None
+    return resolve(entry)(run)
 
 
 def agree_on_vocabulary(
@@ -233,9 +236,7 @@ def take_directory(
     if is_outdated:
         loaded = directory.load(directory.choose(), partial(load_checkpoint, run))
     if run.hf_exports is not None and run.ps.rank == 0:
-        remove_unfinished_exports(run)
-        if loaded is not None:
-            report_missing_export(run, loaded.directory)
+        resolve(_CHECK_EARLIER_EXPORTS)(run, None if loaded is None else loaded.directory)
     directory.let_save(run.saver, loaded)
     return is_outdated
 
@@ -380,7 +381,7 @@ def save_if_finite(
                 check=check,
             )
         elif config.save is not None:
-            export = get_due_export(run)
+            export = run.hf_exports if run.is_export_due else None
             save_checkpoint(run, config.save, config.ckpt_format, since, last, check, export)
 
 
@@ -403,7 +404,7 @@ def save_checkpoint(
     """
     # For legacy files all ranks write torch_dist, which rank 0 rewrites before the directory gets
     # its name.
-    rewrite = make_legacy_rewrite(run.config) if ckpt_format == "torch" else None
+    rewrite = resolve(_MAKE_LEGACY_REWRITE)(run.config) if ckpt_format == "torch" else None
     # Copies from the device begin here and are awaited in the background.
     common = start_common_state(run)
     run.saver.save(

@@ -1,11 +1,7 @@
 """Pipeline parallelism: the layers of each stage, schedules as data, and their executor."""
 
 from megatron.core.pipeline_parallel.executor import MicrobatchStep, run_schedule
-from megatron.core.pipeline_parallel.layer_ranges import (
-    count_mtp_layers,
-    parse_layout,
-    pipeline_layer_ranges,
-)
+from megatron.core.pipeline_parallel.layer_ranges import pipeline_layer_ranges
 from megatron.core.pipeline_parallel.schedules import (
     Action,
     Message,
@@ -21,9 +17,7 @@ __all__ = [
     "MicrobatchStep",
     "Tick",
     "check_group_size",
-    "count_mtp_layers",
     "groups_fit",
-    "parse_layout",
     "pipeline_layer_ranges",
     "run_schedule",
     "schedule",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import re
+from megatron.core.wings import resolve
 
 FIRST = "--decoder-first-pipeline-num-layers"
 LAST = "--decoder-last-pipeline-num-layers"
 LAYOUT = "--pipeline-model-parallel-layout"
-MAX_REPEAT = 9999  # in the notation of LAYOUT
+
+PARSE_LAYOUT = "megatron.core.pipeline_parallel.layout_notation:parse_layout"
+COUNT_MTP_LAYERS = "megatron.core.pipeline_parallel.layout_notation:count_mtp_layers"
+_EXPLAIN = "megatron.core.pipeline_parallel.uneven_stages:explain_split"
 
 
 def pipeline_layer_ranges(
@@ -30,7 +33,7 @@ def pipeline_layer_ranges(
     """
     # The number of layers of each chunk, in model order
     if layout is not None:
-        counts = parse_layout(layout)
+        counts: list[int] = resolve(PARSE_LAYOUT)(layout)
         num_found = sum(counts)
         if num_found != num_layers or len(counts) != pp_size * vpp_size:
             raise ValueError(
@@ -44,10 +47,12 @@ def pipeline_layer_ranges(
             raise ValueError(f"{FIRST} and {LAST} exclude --account-for-...-in-pipeline-split")
         num_slots = num_layers + account_for_embedding + account_for_loss
         _check_sizes(num_layers, pp_size, vpp_size, first_stage_layers, last_stage_layers)
-        stages = _split(num_slots, pp_size, vpp_size, first_stage_layers, last_stage_layers)
+        stages = split_layers(num_slots, pp_size, vpp_size, first_stage_layers, last_stage_layers)
         if stages is None:
             raise ValueError(
-                _explain(num_slots, pp_size, vpp_size, first_stage_layers, last_stage_layers)
+                resolve(_EXPLAIN)(
+                    num_slots, pp_size, vpp_size, first_stage_layers, last_stage_layers
+                )
             )
         counts = [layers // vpp_size for layers in stages] * vpp_size
         # Slots that are not layers
@@ -61,50 +66,6 @@ def pipeline_layer_ranges(
         ranges.append(range(start, start + count))
         start += count
     return [ranges[stage::pp_size] for stage in range(pp_size)]
-
-
-def parse_layout(layout: str) -> list[int]:
-    """Return the number of layers of each chunk, in model order, from Megatron-LM's notation.
-
-    E is the embedding, t a layer, m a layer for multi-token prediction, L the loss, | separates
-    chunks, and *n repeats a letter or a group in parentheses. Raises ValueError for any other
-    notation.
-    """
-    return [chunk.count("t") for chunk in _split_layout(layout)]
-
-
-def count_mtp_layers(layout: str) -> int:
-    """Return the number of layers for multi-token prediction (m), all in the last chunk."""
-    return _split_layout(layout)[-1].count("m")
-
-
-def _split_layout(layout: str) -> list[str]:
-    """Return the letters of each chunk."""
-    # Expand repeated groups, then repeated letters; groups do not nest.
-    text = re.sub(r"\(([^()]+)\)\*(\d+)", _repeat, layout.replace(",", ""))
-    text = re.sub(r"(.)\*(\d+)", _repeat, text)
-    if re.search(r"m[^mL]", text):
-        raise ValueError(
-            f"{LAYOUT} {layout}: the layers for multi-token prediction (m) use the embedding and "
-            "the output layer of the last chunk. Put them directly before L"
-        )
-    if not re.fullmatch(r"E[t|]*m*L", text):
-        raise ValueError(
-            f"{LAYOUT} {layout}: expected E, then t and |, then m, then L, with *n after a letter "
-            "or (group)"
-        )
-    chunks = text.split("|")
-    if "" in chunks:
-        raise ValueError(f"{LAYOUT} {layout}: chunk {chunks.index('')} is empty")
-    return chunks
-
-
-def _repeat(match: re.Match[str]) -> str:
-    """Return the text of the first group, as often as the second group specifies."""
-    text, count = match.groups()
-    if len(count) > len(str(MAX_REPEAT)):
-        raise ValueError(f"{LAYOUT}: repeat count {count} is too large (limit {MAX_REPEAT})")
-    return str(text * int(count))
 
 
 def _check_sizes(
@@ -123,7 +84,7 @@ def _check_sizes(
             raise ValueError(f"{name} {layers} needs more than one pipeline stage")
 
 
-def _split(
+def split_layers(
     num_layers: int, pp_size: int, vpp_size: int, first: int | None, last: int | None
 ) -> list[int] | None:
     """Return the number of layers of each stage, or None if no such split exists."""
@@ -153,53 +114,3 @@ def _split(
         if layers <= 0 or layers % vpp_size != 0:
             return None
     return stages
-
-
-def _explain(
-    num_layers: int, pp_size: int, vpp_size: int, first: int | None, last: int | None
-) -> str:
-    """Return an error message with all numbers, and values of one flag that would work."""
-    # The problem
-    problem = f"{num_layers} layers cannot be split over {pp_size} pipeline stages"
-    if vpp_size > 1:
-        problem += f" x {vpp_size} chunks"
-    specified_flags = []
-    if first is not None:
-        specified_flags.append(f"{FIRST} {first}")
-    if last is not None:
-        specified_flags.append(f"{LAST} {last}")
-    if specified_flags:
-        problem += f" with {' and '.join(specified_flags)}"
-
-    # Advice: vary the first of the flags that were given
-    varies_last = first is None and last is not None
-    possible = []
-    for layers in range(1, num_layers):
-        if varies_last:
-            stages = _split(num_layers, pp_size, vpp_size, None, layers)
-        else:
-            stages = _split(num_layers, pp_size, vpp_size, layers, last)
-        if stages is not None:
-            possible.append(layers)
-    if specified_flags:
-        flag = LAST if varies_last else FIRST
-        advice = f"with the other numbers unchanged, {flag} could be {_format_list(possible)}"
-    else:
-        num_chunks = pp_size * vpp_size
-        multiple = num_layers // num_chunks * num_chunks
-        multiples = [multiple + num_chunks]
-        if multiple > 0:
-            multiples.insert(0, multiple)
-        advice = (
-            f"--num-layers could be {_format_list(multiples)}, {FIRST} {_format_list(possible)}"
-        )
-    return (
-        f"{problem}: each chunk needs the same whole number of layers within its stage, at least "
-        f"one; {advice}"
-    )
-
-
-def _format_list(values: list[int]) -> str:
-    if not values:
-        return "no value"
-    return ", ".join(map(str, values))

@@ -23,7 +23,6 @@ from megatron.core.dist_checkpointing import (
     Lineage,
     is_complete,
     is_unfinished,
-    iteration_in_name,
     read_lineage,
     read_metadata,
     read_tracker,
@@ -141,6 +140,7 @@ _UNREAD = {
 }
 _FIND_INTEGRITY_PROBLEMS = "megatron.core.dist_checkpointing.verification:find_integrity_problems"
 _OPEN_ANY = "megatron.conversion.opening:open_for_run"
+_DESCRIBE_CONTENTS = "megatron.core.run_checkpoint.directory_contents:describe_contents"
 
 
 def list_formats(directory: Path) -> list[str]:
@@ -388,9 +388,8 @@ def find_checkpoint(
             note = None if step is not None else _describe_alternative(root, named)
             return CheckpointRef(named, detect_format(named, loader), note)
         if step is not None:
-            raise NoCheckpointError(
-                f"{reason}: {named} cannot be loaded, {problem}; {_describe_contents(root)}"
-            )
+            contents = resolve(_DESCRIBE_CONTENTS)(root)
+            raise NoCheckpointError(f"{reason}: {named} cannot be loaded, {problem}; {contents}")
         reason = f"{reason}, but {problem}"
         damaged.append((named, problem))
 
@@ -407,10 +406,10 @@ def find_checkpoint(
             form = detect_format(directory, loader)
             return CheckpointRef(directory, form, note, tuple(damaged))
         damaged.append((directory, problem))
-    raise NoCheckpointError(f"{root}: {reason}; {_describe_contents(root)}")
+    raise NoCheckpointError(f"{root}: {reason}; {resolve(_DESCRIBE_CONTENTS)(root)}")
 
 
-def _describe_unread(root: Path) -> str | None:
+def describe_unread(root: Path) -> str | None:
     """Return the way to convert a checkpoint of a program that is not read, None without one."""
     for entry, patterns in _UNREAD.items():
         if any(any(root.glob(pattern)) for pattern in patterns):
@@ -425,7 +424,7 @@ def _refuse_unread(root: Path) -> None:
 
     A run would start from random weights otherwise.
     """
-    unread = _describe_unread(root)
+    unread = describe_unread(root)
     if unread is not None:
         raise NoCheckpointError(unread)
 
@@ -470,44 +469,8 @@ def _find_in_object_storage(root: ObjectPath, loader: str) -> CheckpointRef | No
     if not directories:
         _refuse_unread(root)
         return None
-    raise NoCheckpointError(f"{root}: there is no tracker file; {_describe_contents(root)}")
-
-
-def _describe_contents(root: Path) -> str:
-    """Return a list of the complete or damaged checkpoints in `root`, for messages."""
-    if not root.is_dir():
-        return f"{root} is not a directory"
-    complete = []
-    descriptions = []
-    for directory in list_newest_first(root):
-        problem = find_problem(directory)
-        if problem is None:
-            complete.append(directory.name)
-        else:
-            descriptions.append(f"\n  {directory.name}: {problem}")
-    if complete:
-        return f"complete are: {', '.join(complete)}"
-    text = f"{root} holds no complete checkpoint{''.join(descriptions[:5])}"
-    abandoned = _find_abandoned(root)
-    if abandoned is not None:
-        text += (
-            f"\n  {abandoned.name} is complete, but of a branch that this run has left: to return "
-            f"to it, add --ckpt-step {iteration_in_name(abandoned)}"
-        )
-    unread = _describe_unread(root)
-    if unread is not None:
-        text += f"\n  {unread}"
-    return text
-
-
-def _find_abandoned(root: Path) -> Path | None:
-    """Return the last complete checkpoint in `root`, of any branch; None if there is none."""
-    checkpoints = CheckpointDirectory(root)
-    for iteration in reversed(checkpoints.list_iterations()):
-        path = checkpoints.path(iteration)
-        if find_problem(path) is None:
-            return path
-    return None
+    contents = resolve(_DESCRIBE_CONTENTS)(root)
+    raise NoCheckpointError(f"{root}: there is no tracker file; {contents}")
 
 
 # ---- Opening a checkpoint ----

@@ -1,6 +1,6 @@
 """Exports of a run to other formats than torch_dist: Hugging Face, Megatron-LM's legacy files.
 
-The wing `conversion.run_exports` writes them. It is imported if a flag requests an export.
+The wing `conversion.run_exports` writes them. Training imports both if a flag requests an export.
 """
 
 from __future__ import annotations
@@ -66,11 +66,10 @@ def make_legacy_rewrite(config: Config) -> Rewrite:
     return rewrite
 
 
-def _make_exporter(config: Config) -> ModelExporter | None:
-    """Return the exporter of models to --save-hf, None without that flag."""
+def _make_exporter(config: Config) -> ModelExporter:
+    """Return the exporter of models to --save-hf."""
     flags = config.checkpoint
-    if flags.save_hf is None:
-        return None
+    assert flags.save_hf is not None
     dtype = flags.save_hf_dtype
     tokenizer = config.tokenizer
     names = (tokenizer.tokenizer_model, tokenizer.vocab_file, tokenizer.merge_file)
@@ -89,9 +88,7 @@ def _make_exporter(config: Config) -> ModelExporter | None:
 
 def check_hf_target(run: Run) -> None:
     """Raise ValueError before training if --save-hf could not be written after it. Collective."""
-    exporter = _make_exporter(run.config)
-    if exporter is not None:
-        exporter.check_target(run.config.model)
+    _make_exporter(run.config).check_target(run.config.model)
 
 
 def plan_hf_exports(run: Run) -> ExportTarget | None:
@@ -99,39 +96,25 @@ def plan_hf_exports(run: Run) -> ExportTarget | None:
 
     Raises ValueError, the same on all ranks, for a model that transformers cannot express.
     """
-    exporter = _make_exporter(run.config)
-    if exporter is None or run.config.checkpoint.save_hf_interval is None:
+    if run.config.checkpoint.save_hf_interval is None:
         return None
-    return exporter.plan(get_common_state(run), run.vocab_size)
+    return _make_exporter(run.config).plan(get_common_state(run), run.vocab_size)
 
 
-def remove_unfinished_exports(run: Run) -> None:
-    """Remove the exports that an earlier launch has not completed; none may be in progress."""
-    exporter = _make_exporter(run.config)
-    if exporter is not None and run.hf_exports is not None:
-        exporter.remove_unfinished()
+def check_earlier_exports(run: Run, loaded: Path | None) -> None:
+    """Remove the exports that an earlier launch has not completed; none may be in progress.
 
-
-def report_missing_export(run: Run, loaded: Path) -> None:
-    """Warn if the checkpoint `loaded` of this run was due for an export that does not exist.
-
-    A launch that is killed after the commit of a checkpoint loses its export.
+    Warns if the checkpoint `loaded` of this run was due for an export that does not exist: a launch
+    that is killed after the commit of a checkpoint loses its export.
     """
-    save = run.config.checkpoint.save
     exporter = _make_exporter(run.config)
-    if exporter is None or save is None or get_due_export(run) is None:
+    exporter.remove_unfinished()
+    save = run.config.checkpoint.save
+    if loaded is None or save is None or not run.is_export_due:
         return
     if loaded.parent.resolve() != path_of(save).resolve():
         return  # of another run, or on the disks of the nodes
     exporter.warn_if_missing(save, run.state.iteration)
-
-
-def get_due_export(run: Run) -> ExportTarget | None:
-    """Return where the present iteration is exported to, None if it is not due."""
-    interval = run.config.checkpoint.save_hf_interval
-    if interval is None or (run.state.iteration % interval and not run.is_complete):
-        return None
-    return run.hf_exports
 
 
 def save_hf(run: Run) -> None:
@@ -141,9 +124,9 @@ def save_hf(run: Run) -> None:
     not be written.
     """
     config = run.config.checkpoint
-    exporter = _make_exporter(run.config)
-    if exporter is None or config.save_hf is None or config.save_hf_interval is not None:
+    if config.save_hf is None or config.save_hf_interval is not None:
         return
+    exporter = _make_exporter(run.config)
     directory = Path(config.save_hf)
     common = get_common_state(run)
     # An inference model has no optimizer.

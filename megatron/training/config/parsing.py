@@ -18,7 +18,7 @@ from megatron.core.flags import (
     raise_problems,
 )
 from megatron.core.object_path import ObjectPath, path_of
-from megatron.core.pipeline_parallel import parse_layout
+from megatron.core.pipeline_parallel.layer_ranges import PARSE_LAYOUT
 from megatron.core.wings import resolve
 from megatron.training.config import run_rules
 from megatron.training.config.arguments import FlagParser, FlagValues, build, flag_fields
@@ -310,7 +310,7 @@ def _compute_chunks_per_stage(flag_values: FlagValues) -> int | None:
 
     # A layout lists every chunk; its stages follow from the pipeline size.
     if layout is not None:
-        num_chunks = len(parse_layout(layout))
+        num_chunks = len(resolve(PARSE_LAYOUT)(layout))
         if num_chunks % pp_size:
             raise ValueError(
                 f"{flags[0]} {layout} has {num_chunks} chunks for "

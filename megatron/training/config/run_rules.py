@@ -10,7 +10,9 @@ import torch
 
 from megatron.core.flags import CHANGED, FlagRule
 from megatron.core.optimizer import get_update_rule
-from megatron.core.pipeline_parallel import check_group_size, count_mtp_layers, groups_fit
+from megatron.core.pipeline_parallel import check_group_size, groups_fit
+from megatron.core.pipeline_parallel.layer_ranges import COUNT_MTP_LAYERS
+from megatron.core.wings import resolve
 from megatron.training.config.options import HF_DTYPES, HF_QUANTIZATIONS
 from megatron.training.config.run_config import Config
 
@@ -254,7 +256,7 @@ def _check_layers(config: Config, world_size: int) -> Iterator[str]:
     layout = config.pipeline_layout.pipeline_model_parallel_layout
     if layout is None:
         return
-    num_mtp_layers = count_mtp_layers(layout)
+    num_mtp_layers: int = resolve(COUNT_MTP_LAYERS)(layout)
     if num_mtp_layers != config.model.num_mtp_layers:
         yield (
             f"--pipeline-model-parallel-layout {layout} has {num_mtp_layers} layers for "

@@ -2,34 +2,14 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
-from megatron.core.arithmetic import even_range
 from megatron.core.transformer.attention.kernels import Document, Documents
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.wings import resolve
 
-
-def compute_alibi_slopes(num_heads: int) -> Tensor:
-    """Return the slope of each head (Press et al. 2022), fp32.
-
-    They are powers of 2^(-8/n) for n heads. If n is not a power of 2, the slopes of the next
-    smaller power are followed by every other slope of the next larger one.
-    """
-    # Slopes of the largest power of 2 up to n
-    power = 2 ** math.floor(math.log2(num_heads))
-    exponents = torch.arange(1, power + 1, dtype=torch.float64)
-    ratio = -8.0 / power
-    slopes = 2.0 ** (ratio * exponents)
-
-    # Every other slope of twice as many heads, for the remaining heads
-    num_extra = num_heads - power
-    extra_exponents = torch.arange(1, 2 * num_extra + 1, 2, dtype=torch.float64)
-    extra_ratio = -4.0 / power
-    extra_slopes = 2.0 ** (extra_ratio * extra_exponents)
-    return torch.cat((slopes, extra_slopes)).float()
+_MAKE_SLOPES = "megatron.core.transformer.attention.alibi:make_slopes"
 
 
 class AttentionMask:
@@ -46,15 +26,9 @@ class AttentionMask:
     ) -> None:
         """Initialize for part (index, number of parts) of the heads and the window of the layer."""
         self.window = window
-        self.slopes = None
+        self.slopes: Tensor | None = None
         if config.position_embedding_type == "alibi":
-            part_index, num_parts = head_part
-            num_heads = config.num_attention_heads
-            start, stop = even_range(num_heads, part_index, num_parts)
-            all_slopes = compute_alibi_slopes(num_heads)
-            if config.scale_alibi:
-                all_slopes = all_slopes * config.score_scale
-            self.slopes = all_slopes[start:stop]
+            self.slopes = resolve(_MAKE_SLOPES)(config, *head_part)
 
         # By length, dtype and device; those of chunks also by their distance
         self._static_masks: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}

@@ -2,7 +2,8 @@
 
 import pytest
 
-from megatron.core.pipeline_parallel import count_mtp_layers, parse_layout, pipeline_layer_ranges
+from megatron.core.pipeline_parallel import pipeline_layer_ranges
+from megatron.core.pipeline_parallel.layout_notation import count_mtp_layers, parse_layout
 
 
 def to_lists(ranges: list[list[range]]) -> list[list[list[int]]]:
