@@ -156,8 +156,12 @@ def find_last_checkpoints(root: Path, count: int, step: int | None = None) -> li
         raise NoCheckpointError(f"--ckpt-step {step}: {head} does not exist")
 
     # List the iterations up to the last one to merge, newest first. A copy under the name of
-    # another iteration is not another checkpoint of the run.
-    copies = CheckpointDirectory(root).list_misnamed()
+    # another iteration (`cp -r iter_0000004 iter_0009999`) is not another checkpoint of the run.
+    directory = CheckpointDirectory(root)
+    copies = []
+    for iteration, lineage in directory.read_lineages().items():
+        if lineage.iteration != iteration:
+            copies.append(directory.path(iteration))
     candidates = []
     for path in list_newest_first(root, head):
         if _read_iteration(path) >= 0 and path not in copies:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import fnmatch
 import os
-from argparse import ArgumentTypeError
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -128,11 +127,3 @@ def path_of(name: str | os.PathLike[str]) -> Path:
         examples = [f"{supported_scheme}://bucket/prefix" for supported_scheme in SCHEMES]
         raise ValueError(f"{text}: give a directory, or one of {', '.join(examples)}")
     return ObjectPath(text)
-
-
-def path_argument(text: str) -> Path:
-    """Return `path_of(text)`, for argparse, which replaces the text of a ValueError by its own."""
-    try:
-        return path_of(text)
-    except ValueError as error:
-        raise ArgumentTypeError(str(error)) from None

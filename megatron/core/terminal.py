@@ -68,13 +68,6 @@ def print_json(value: Any, indent: int | None = None) -> None:
     _write(json.dumps(value, indent=indent, default=str), None)
 
 
-def print_error(error: BaseException | str) -> None:
-    """Print `error: ` and the message to stderr."""
-    message = format_error(error) if isinstance(error, BaseException) else error
-    for message_line in f"error: {message}".split("\n"):
-        print_line(message_line, file=sys.stderr)
-
-
 def drop_unwritable_output() -> None:
     """Discard buffered standard output that cannot be written.
 

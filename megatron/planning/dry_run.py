@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 
@@ -14,7 +15,7 @@ from megatron.planning.launch_check import (
 from megatron.planning.run_plan import plan_run
 from megatron.planning.summary import format_plan, set_planned_vocab_size
 from megatron.training.config.checkpoint_args import read_checkpoint_args
-from megatron.training.config.parsing import compute_replica_size, parse_args
+from megatron.training.config.parsing import make_flag_parser, parse_args
 from megatron.training.config.run_config import ModelProvider
 from megatron.training.rendezvous import environment_world_size
 
@@ -30,7 +31,7 @@ def dry_run(argv: Sequence[str], model_provider: ModelProvider) -> str:
     is_launched = "WORLD_SIZE" in os.environ
     problems: list[str] = []
     try:
-        world_size = environment_world_size() if is_launched else compute_replica_size(argv)
+        world_size = environment_world_size() if is_launched else _compute_replica_size(argv)
         # A dry run has no process group, so that this process reads the checkpoint.
         config = parse_args(argv, world_size, read_checkpoint_args(argv))
     except ValueError as error:
@@ -42,3 +43,20 @@ def dry_run(argv: Sequence[str], model_provider: ModelProvider) -> str:
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     raise_problems(find_shortages(config, plan, processes))
     return format_plan(config, world_size, plan)
+
+
+def _compute_replica_size(argv: Sequence[str]) -> int:
+    """Return the minimum number of processes for the model and its experts; 1 if no flag
+    sets it.
+    """
+    flag_values = make_flag_parser().parse(argv).flag_values
+
+    def get_size(axis: str) -> int:
+        return max(1, flag_values.get(f"{axis}_parallel_size", 1))
+
+    # The dense layers and the experts of a stage divide the same ranks in two ways.
+    dense = get_size("tensor_model") * get_size("context")
+    experts = get_size("expert_model")
+    if (flag_values.get("num_experts") or 0) > 1:
+        experts *= flag_values.get("expert_tensor_parallel_size") or get_size("tensor_model")
+    return get_size("pipeline_model") * math.lcm(dense, experts)

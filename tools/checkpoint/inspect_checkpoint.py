@@ -22,8 +22,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron.core.imports import program_imports
-from megatron.core.object_path import path_argument
-from megatron.core.terminal import INTERRUPTED, print_error
+from megatron.core.object_path import path_of
+from megatron.core.terminal import INTERRUPTED, format_error, print_line
 
 COMMANDS = {
     "show": "print contents: iteration, layout that wrote it, tensors, files",
@@ -34,6 +34,21 @@ COMMANDS = {
     "choose": "print which checkpoint a launch with these flags would start from, and why",
     "repair": "write a copy with the optimizer state that Megatron-core stored shifted put back",
 }
+
+
+def _path_argument(text: str) -> Path:
+    """Return `path_of(text)`, for argparse, which replaces the text of a ValueError by its own."""
+    try:
+        return path_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _print_error(error: BaseException | str) -> None:
+    """Print `error: ` and the message to stderr."""
+    message = format_error(error) if isinstance(error, BaseException) else error
+    for message_line in f"error: {message}".split("\n"):
+        print_line(message_line, file=sys.stderr)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -49,7 +64,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
             continue
         command.add_argument(
             "path",
-            type=path_argument,
+            type=_path_argument,
             metavar="PATH",
             help="an iteration's directory, or a --save directory",
         )
@@ -99,7 +114,7 @@ def add_verify_arguments(command: argparse.ArgumentParser) -> None:
 
 def add_diff_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "other", type=path_argument, metavar="OTHER", help="checkpoint to compare with"
+        "other", type=_path_argument, metavar="OTHER", help="checkpoint to compare with"
     )
     command.add_argument(
         "--atol", type=float, default=0.0, help="largest difference that counts as equal"
@@ -118,7 +133,7 @@ def add_plan_arguments(command: argparse.ArgumentParser) -> None:
 def add_repair_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "output",
-        type=path_argument,
+        type=_path_argument,
         metavar="OUTPUT",
         help="directory of the result; must not exist",
     )
@@ -145,9 +160,9 @@ def main(argv: list[str]) -> int:
     try:
         return run(args)
     except MemoryError:
-        print_error("out of memory; a damaged or hostile checkpoint can claim any size")
+        _print_error("out of memory; a damaged or hostile checkpoint can claim any size")
     except (ValueError, OSError) as error:
-        print_error(error)
+        _print_error(error)
     return 2
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.commands.inspection.view import READ_EVERYTHING
+from megatron.conversion.megatron_lm.args import read_common
 from megatron.conversion.model_space.model import name_model_part
 from megatron.conversion.opening import open_checkpoint
 from megatron.core.dist_checkpointing import (
@@ -22,7 +23,6 @@ from megatron.core.dist_checkpointing import (
 )
 from megatron.core.dist_checkpointing.format.checksums import find_checksums
 from megatron.core.dist_checkpointing.mapping import TensorInfo
-from megatron.core.run_checkpoint.native_reader import read_common
 from megatron.planning.pictures import Shares
 
 OPTIMIZER_STATE = "optimizer.state."  # prefix of keys, followed by the name of the state

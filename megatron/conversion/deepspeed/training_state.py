@@ -12,7 +12,8 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from megatron.core.run_checkpoint.checks import plain_args, plain_numbers, refuse_other_models
+from megatron.conversion.model_space.arguments import plain_args, refuse_other_models
+from megatron.core.run_checkpoint.checks import plain_numbers
 from megatron.core.run_checkpoint.source import TrainingState
 from megatron.core.safe_files.safe_globals import Placeholder
 from megatron.core.transformer.transformer_config import TransformerConfig

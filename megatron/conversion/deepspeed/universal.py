@@ -34,6 +34,7 @@ from megatron.conversion.deepspeed.training_state import (
     read_args,
     read_training,
 )
+from megatron.conversion.model_space.arguments import plain_args
 from megatron.conversion.model_space.foreign import open_foreign_file, write_foreign_file
 from megatron.conversion.model_space.model import (
     check_parameters,
@@ -68,7 +69,6 @@ from megatron.conversion.stored_tokenizer import (
 from megatron.core.dist_checkpointing.mapping import LazyTensor, Shape, TensorInfo
 from megatron.core.dist_checkpointing.saving.commit import Progress, no_progress
 from megatron.core.durable_files import committed, fsync_tree
-from megatron.core.run_checkpoint.checks import plain_args
 from megatron.core.run_checkpoint.keys import (
     LATEST,
     WORD_EMBEDDINGS,

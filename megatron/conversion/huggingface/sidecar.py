@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.conversion.huggingface.safetensors_files import open_safetensors
+from megatron.conversion.model_space.arguments import plain_args
 from megatron.conversion.model_space.lazy_tensors import cast
 from megatron.conversion.model_space.optimizer_states import (
     ADAM,
@@ -28,11 +29,12 @@ from megatron.conversion.model_space.optimizer_states import (
 )
 from megatron.core.dist_checkpointing.mapping import LazyTensor, Shape
 from megatron.core.durable_files import write_json
-from megatron.core.run_checkpoint.checks import ARGUMENTS, TRAINING_STATE, plain_args
+from megatron.core.run_checkpoint.checks import ARGUMENTS, TRAINING_STATE
 from megatron.core.run_checkpoint.keys import is_trained
 from megatron.core.run_checkpoint.source import Source, TrainingState
 from megatron.core.safe_files import schema
-from megatron.core.safe_files.reading import named_file, read_json
+from megatron.core.safe_files.named_files import find_named_file
+from megatron.core.safe_files.reading import read_json
 
 DIRECTORY = "megatron_state"
 _STATE = "state.json"  # written last: a directory without it is not a sidecar
@@ -57,7 +59,7 @@ def open_sidecar(directory: Path) -> Sidecar | None:
     # Read the JSON part, which names the other files.
     location = str(directory / _STATE)
     state = _SCHEMA(read_json(directory / _STATE), location)
-    paths = [named_file(directory, name, location) for name in state["files"]]
+    paths = [find_named_file(directory, name, location) for name in state["files"]]
     missing = [path.name for path in paths if not path.exists()]
     if missing:
         raise ValueError(

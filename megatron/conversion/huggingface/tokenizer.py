@@ -22,7 +22,8 @@ from megatron.core.durable_files import committed, write_json
 from megatron.core.object_path import path_of
 from megatron.core.run_checkpoint.keys import PROCESSOR_FILES
 from megatron.core.safe_files import schema
-from megatron.core.safe_files.reading import named_file, parse_json, read_json, read_regular
+from megatron.core.safe_files.named_files import find_named_file
+from megatron.core.safe_files.reading import parse_json, read_json, read_regular
 
 _MARKS = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them makes a tokenizer
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -56,7 +57,7 @@ def read_tokenizer_arguments(directory: Path, hf: Mapping[str, Any]) -> dict[str
     """
     TOKEN_IDS(hf, str(directory / "config.json"))
     arguments: dict[str, Any] = {"hf_token_ids": {name: hf.get(name) for name in _IDS}}
-    generation = named_file(directory, _GENERATION, str(directory))
+    generation = find_named_file(directory, _GENERATION, str(directory))
     if _is_tokenizer(directory):
         arguments["tokenizer_type"] = "HuggingFaceTokenizer"
         arguments["tokenizer_model"] = str(directory)
@@ -143,7 +144,7 @@ def copy_processor(result: ExportedTokenizer, fallback: Path | None, directory: 
         if origin is None or is_copied:
             continue
         for name in PROCESSOR_FILES:
-            path = named_file(origin, name, str(origin))
+            path = find_named_file(origin, name, str(origin))
             if path.exists():
                 is_copied = _copy(path, directory / name, result) or is_copied
     if not is_copied:
@@ -179,12 +180,12 @@ def _collect_tokens(tokenizer: Path) -> set[int]:
     """Return the tokens in all files of a tokenizer's directory."""
     tokens: set[int] = set()
     for name in ("vocab.json", "added_tokens.json"):
-        path = named_file(tokenizer, name, str(tokenizer))
+        path = find_named_file(tokenizer, name, str(tokenizer))
         if path.exists():
             vocabulary = _VOCABULARY(read_json(path), str(path))
             tokens.update(vocabulary.values())
 
-    path = named_file(tokenizer, "tokenizer.json", str(tokenizer))
+    path = find_named_file(tokenizer, "tokenizer.json", str(tokenizer))
     if path.exists():
         content = _TOKENIZER(read_json(path), str(path))
         vocabulary = content["model"]["vocab"]
@@ -195,7 +196,7 @@ def _collect_tokens(tokenizer: Path) -> set[int]:
         for token in content.get("added_tokens") or ():
             tokens.add(token["id"])
 
-    path = named_file(tokenizer, "tokenizer.model", str(tokenizer))
+    path = find_named_file(tokenizer, "tokenizer.model", str(tokenizer))
     if path.exists():
         tokens.update(range(_count_pieces(path)))
     return tokens
@@ -236,11 +237,11 @@ def _export_directory(
     stated_ids = select_stated_ids(result.ids) if is_own else {}
     result.origin = tokenizer
     for name in _CONTENTS:
-        path = named_file(tokenizer, name, str(tokenizer))
+        path = find_named_file(tokenizer, name, str(tokenizer))
         if path.exists():
             _copy(path, directory / name, result)
     for name in (_GENERATION, "config.json"):  # config.json last: it takes precedence
-        path = named_file(tokenizer, name, str(tokenizer))
+        path = find_named_file(tokenizer, name, str(tokenizer))
         if not path.exists():
             continue
         stated = TOKEN_IDS(read_json(path), str(path))

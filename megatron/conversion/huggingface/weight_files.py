@@ -29,7 +29,8 @@ from megatron.core.durable_files import committed, encode_json, write_json
 from megatron.core.object_path import ObjectPath
 from megatron.core.run_checkpoint.keys import CONSOLIDATED
 from megatron.core.safe_files import safe_load, schema
-from megatron.core.safe_files.reading import named_file, read_json
+from megatron.core.safe_files.named_files import find_named_file
+from megatron.core.safe_files.reading import read_json
 
 _INDEX = schema.record({"weight_map": schema.mapping(schema.file_name, keys=schema.key)})
 _ZERO_SCRIPT = "zero_to_fp32.py"  # DeepSpeed saves it next to its files
@@ -86,7 +87,7 @@ def _open_shards(
     weight_map = _INDEX(read_json(index), str(index))["weight_map"]
     paths: dict[str, Path] = {}
     for name in sorted(set(weight_map.values())):
-        paths[name] = named_file(directory, name, str(index))
+        paths[name] = find_named_file(directory, name, str(index))
     missing = [name for name, path in paths.items() if not path.exists()]
     if missing:
         raise ValueError(

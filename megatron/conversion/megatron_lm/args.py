@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron.core.dist_checkpointing import CheckpointError
-from megatron.core.run_checkpoint.checks import COMMON, refuse_other_models
+from megatron.conversion.model_space.arguments import refuse_other_models
+from megatron.core.dist_checkpointing import CheckpointError, Reader, load_common
+from megatron.core.dist_checkpointing.files import COMMON_STATE
+from megatron.core.run_checkpoint.checks import COMMON
 from megatron.core.run_checkpoint.common_state import (
     CHECKPOINT_VERSION,
     find_param_groups,
@@ -33,6 +36,15 @@ _SUPPORTED: dict[str, tuple[Any, ...]] = {
     "mtp_use_repeated_layer": (False, None),
     "mtp_hybrid_override_pattern": (None,),
 }
+
+
+def read_common(reader: Reader, directory: Path, verify: bool = True) -> dict[str, Any]:
+    """Return `common.pt`, or the object that replaces it in newer Megatron-LM."""
+    common = load_common(directory, verify=verify)
+    if not common and COMMON_STATE in reader.metadata.objects:
+        common_state: dict[str, Any] = reader.read_object(COMMON_STATE)
+        return common_state
+    return common
 
 
 def read_arguments(common: Mapping[str, Any], location: str) -> dict[str, Any]:

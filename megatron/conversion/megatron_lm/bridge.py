@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
+from megatron.conversion.model_space.arguments import plain_args, refuse_other_models
 from megatron.core.dist_checkpointing import CheckpointError
-from megatron.core.run_checkpoint.checks import check_scalar, plain_args, refuse_other_models
+from megatron.core.run_checkpoint.checks import check_scalar
 from megatron.core.safe_files import safe_load
 from megatron.core.safe_files.reading import read_regular
 from megatron.core.safe_files.schema import anything, mapping, text

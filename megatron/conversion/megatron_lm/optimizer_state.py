@@ -23,10 +23,10 @@ from megatron.conversion.model_space.optimizer_states import (
     optimizer_key,
     optimizer_states,
 )
-from megatron.conversion.model_space.pieces import is_bitwise_equal
+from megatron.conversion.model_space.pieces import compute_overlap, is_bitwise_equal
 from megatron.core.arithmetic import round_up
 from megatron.core.dist_checkpointing import CheckpointError, Shape
-from megatron.core.dist_checkpointing.mapping import Extent, LazyTensor, compute_overlap, narrow
+from megatron.core.dist_checkpointing.mapping import Extent, LazyTensor, narrow
 from megatron.core.optimizer import UPDATE_RULES, get_update_rule
 from megatron.core.run_checkpoint.keys import is_trained, is_weight, split_key
 

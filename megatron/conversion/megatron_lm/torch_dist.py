@@ -22,6 +22,7 @@ from megatron.conversion.megatron_lm.args import (
     build_grad_scaler,
     find_all_param_groups,
     read_arguments,
+    read_common,
 )
 from megatron.conversion.megatron_lm.bridge import RUN_CONFIG, read_bridge_common
 from megatron.conversion.megatron_lm.fsdp import MegatronFsdpSource, is_megatron_fsdp
@@ -95,7 +96,7 @@ from megatron.core.run_checkpoint.keys import (
     is_hybrid,
     split_key,
 )
-from megatron.core.run_checkpoint.native_reader import list_generators, read_common
+from megatron.core.run_checkpoint.native_reader import list_generators
 from megatron.core.run_checkpoint.source import Source, TrainingState
 from megatron.core.safe_files.schema import mapping, optional, record, tensor_shape
 

@@ -18,11 +18,14 @@ import torch
 
 from megatron.core.dist_checkpointing import CheckpointError, StoredChunk
 from megatron.core.dist_checkpointing.mapping import (
+    Extent,
     LazyTensor,
+    Overlap,
     compute_byte_runs,
-    compute_overlap,
     cut_rows,
     narrow,
+    to_absolute,
+    to_relative,
 )
 from megatron.core.dist_checkpointing.saving.placed_file import write_at
 from megatron.core.durable_files import naming
@@ -224,6 +227,17 @@ def is_bitwise_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 def _view_as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def compute_overlap(first: Extent, second: Extent) -> Overlap | None:
+    """Return the common part of two boxes of one tensor, or None if it is empty."""
+    # Corners of the common part, absolute
+    low = tuple(map(max, first[0], second[0]))
+    high = map(min, to_absolute(*first), to_absolute(*second))
+    shape = to_relative(tuple(high), low)
+    if min(shape, default=1) <= 0:
+        return None
+    return Overlap(to_relative(low, first[0]), to_relative(low, second[0]), shape)
 
 
 def write_to_places(tensor: LazyTensor, chunks: Sequence[StoredChunk], progress: Progress) -> None:

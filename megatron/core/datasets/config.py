@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from megatron.core.flags import FlagSection, flag
+from megatron.core.wings import resolve
 
 Split = Literal["train", "valid", "test"]
 SPLITS: tuple[Split, Split, Split] = ("train", "valid", "test")
@@ -107,6 +107,7 @@ def compute_sequence_range(fractions: Fractions, num_sequences: int) -> tuple[in
     return round(low * num_sequences), round(high * num_sequences)
 
 
+_READ_SPLIT_LISTS = "megatron.core.datasets.split_lists:read_split_lists"
 DEFAULT_SPLIT = "969, 30, 1"
 
 
@@ -284,7 +285,7 @@ class GPTDatasetConfig(FlagSection):
             words = self.data_path
             flag_name = "--data-path"
             if self.data_args_path is not None:
-                words = _read_text(self.data_args_path, "--data-args-path").split()
+                words = read_text(self.data_args_path, "--data-args-path").split()
                 flag_name = self.data_args_path
             assert words is not None
             blend = parse_blend(words, flag_name)
@@ -300,7 +301,7 @@ class GPTDatasetConfig(FlagSection):
                 "specifies the data of each split"
             )
         if self.per_split_data_args_path is not None:
-            split_paths = _read_lists(self.per_split_data_args_path)
+            split_paths = resolve(_READ_SPLIT_LISTS)(self.per_split_data_args_path)
         whole = (0.0, 1.0)
         sources = {}
         for split, path in split_paths.items():
@@ -318,31 +319,7 @@ class GPTDatasetConfig(FlagSection):
         return intervals
 
 
-def _read_lists(path: str) -> dict[Split, list[str]]:
-    """Return the non-empty lists of --per-split-data-args-path."""
-    try:
-        lists = json.loads(_read_text(path, "--per-split-data-args-path"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"--per-split-data-args-path {path}: not JSON: {error}") from None
-    is_valid = isinstance(lists, dict) and set(lists) <= set(SPLITS)
-    if not is_valid or not all(map(_is_list_of_words, lists.values())):
-        raise ValueError(
-            f"--per-split-data-args-path {path}: expected "
-            '{"train": [...], "valid": [...], "test": [...]}'
-        )
-    # The weights of a blend may be numbers.
-    words = {}
-    for split in SPLITS:
-        if lists.get(split):
-            words[split] = [str(word) for word in lists[split]]
-    return words
-
-
-def _is_list_of_words(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(item, str | int | float) for item in value)
-
-
-def _read_text(path: str, flag_name: str) -> str:
+def read_text(path: str, flag_name: str) -> str:
     if not Path(path).is_file():
         raise ValueError(f"{flag_name} {path}: no such file")
     return Path(path).read_text(encoding="utf-8")

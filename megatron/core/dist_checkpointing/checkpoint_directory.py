@@ -122,17 +122,6 @@ class CheckpointDirectory:
         """
         return on_branch(self.read_lineages(), head)
 
-    def list_misnamed(self) -> list[Path]:
-        """Return the checkpoints whose lineage ends with another iteration than their name.
-
-        They are copies, such as `cp -r iter_0000004 iter_0009999`.
-        """
-        lineages = self.read_lineages()
-        names = [
-            iteration for iteration, lineage in lineages.items() if lineage.iteration != iteration
-        ]
-        return [self.path(iteration) for iteration in names]
-
 
 def is_unfinished(directory: Path) -> bool:
     """Return whether `directory` is an unfinished save.

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import glob
-import json
 import os
 import secrets
-from collections.abc import Mapping
 from pathlib import Path
 
 import xxhash
@@ -114,18 +112,6 @@ _COMMIT = schema.record(
     }
 )
 _FILE = (schema.COUNT, schema.text(16))
-
-
-def encode_commit(save_id: str, sums: Mapping[str, tuple[int, bytes]]) -> bytes:
-    """Return the content of `metadata.json` for a checkpoint in object storage.
-
-    It contains the size of each file and the xxh3_64 of its blocks' hashes. `sums` are
-    `FileChecksums` by name.
-    """
-    listed = {
-        name: (size, xxhash.xxh3_64_hexdigest(blocks)) for name, (size, blocks) in sums.items()
-    }
-    return json.dumps({**BACKEND, "save_id": save_id, "files": listed}).encode()
 
 
 def read_commit(directory: ObjectPath) -> dict[str, tuple[int, str]] | None:

@@ -421,12 +421,6 @@ def _parse_owner(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def read_current_owner(root: Path) -> dict[str, Any]:
-    """Read the owner of the directory of checkpoints `root`; empty if there is none."""
-    newest = find_newest(root)
-    return {} if newest is None else read_owner(root, newest)
-
-
 def take_generation(root: Path, owner: dict[str, Any], above: int = 0) -> Generation:
     """Take the next generation of a directory of checkpoints in a file system or object storage."""
     generation_class: type[Generation] = Generation

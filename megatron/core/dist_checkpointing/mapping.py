@@ -29,17 +29,6 @@ class Overlap(NamedTuple):
     shape: Shape
 
 
-def compute_overlap(first: Extent, second: Extent) -> Overlap | None:
-    """Return the common part of two boxes of one tensor, or None if it is empty."""
-    # Corners of the common part, absolute
-    low = tuple(map(max, first[0], second[0]))
-    high = map(min, to_absolute(*first), to_absolute(*second))
-    shape = to_relative(tuple(high), low)
-    if min(shape, default=1) <= 0:
-        return None
-    return Overlap(to_relative(low, first[0]), to_relative(low, second[0]), shape)
-
-
 def to_relative(offset: Shape, origin: Shape) -> Shape:
     """Return `offset` relative to `origin`."""
     return tuple(a - b for a, b in zip(offset, origin, strict=True))

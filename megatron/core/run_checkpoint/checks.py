@@ -210,20 +210,6 @@ COMMON = record(
 )
 
 
-def plain_args(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that are plain data, which files of other programs can contain."""
-    return {name: value for name, value in args.items() if _is_plain(value)}
-
-
-def _is_plain(value: Any) -> bool:
-    """Return whether the value consists of None, booleans, numbers, texts and containers."""
-    if isinstance(value, dict):
-        return all(type(name) is str for name in value) and all(map(_is_plain, value.values()))
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    return value is None or type(value) in (bool, int, float, str)
-
-
 def plain_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return `values` with every tensor of one element replaced by its number."""
     result = load_file_tensors(dict(values))
@@ -231,19 +217,3 @@ def plain_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             result[name] = value.item()
     return result
-
-
-def refuse_other_models(
-    args: Mapping[str, Any], accepted_values: Mapping[str, tuple[Any, ...]], location: str
-) -> None:
-    """Raise ValueError with the arguments of a run that trained another kind of model than ours.
-
-    `accepted_values` contains the values of our models. A missing argument is accepted. Values are
-    compared with ==, so 0, 0.0 and False are equal.
-    """
-    wrong = []
-    for name, accepted in accepted_values.items():
-        if name in args and args[name] not in accepted:
-            wrong.append(f"{name} = {schema.format_value(args[name])}")
-    if wrong:
-        raise ValueError(f"{location} was trained with {', '.join(wrong)}, which is not supported")

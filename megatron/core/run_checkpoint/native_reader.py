@@ -21,7 +21,6 @@ from megatron.core.dist_checkpointing import (
     load_common,
 )
 from megatron.core.dist_checkpointing.files import COMMON as COMMON_FILE
-from megatron.core.dist_checkpointing.files import COMMON_STATE
 from megatron.core.dist_checkpointing.loading.load import RAISE, STRICTNESS, BoxReader
 from megatron.core.dist_checkpointing.loading.reader import Request
 from megatron.core.progress import ProgressBar
@@ -32,15 +31,6 @@ from megatron.core.run_checkpoint.source import Source, TrainingState
 from megatron.core.safe_files.schema import COUNT, number, record
 
 logger = logging.getLogger(__name__)
-
-
-def read_common(reader: Reader, directory: Path, verify: bool = True) -> dict[str, Any]:
-    """Return `common.pt`, or the object that replaces it in newer Megatron-LM."""
-    common = load_common(directory, verify=verify)
-    if not common and COMMON_STATE in reader.metadata.objects:
-        common_state: dict[str, Any] = reader.read_object(COMMON_STATE)
-        return common_state
-    return common
 
 
 def list_generators(reader: Reader) -> dict[str, Callable[[], Any]]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron.core.object_path import ObjectPath, path_of
 from megatron.core.safe_files.errors import CheckpointError
-from megatron.core.safe_files.schema import MAX_DEPTH, file_name, limit
+from megatron.core.safe_files.schema import MAX_DEPTH, limit
 from megatron.core.terminal import escape_control_chars
 from megatron.core.wings import resolve
 
@@ -355,21 +355,3 @@ def _iterate_children(values: list[Any]) -> Iterable[Any]:
             yield from value.values()
         elif type(value) is list:
             yield from value
-
-
-def named_file(directory: Path, name: Any, location: str) -> Path:
-    """Return the path of a file in `directory` that the content of another file names.
-
-    Raises CheckpointError naming `location` if it is not a name, or not the name of a regular file.
-    A missing file is left to the caller.
-    """
-    path = directory / file_name(name, location)
-    target = find_outside_target(path)
-    if target is not None:
-        raise CheckpointError(
-            f"{location}: {name} is a link to {escape_control_chars(target)}, outside of "
-            f"{directory}"
-        )
-    if path.exists() and not path.is_file():
-        raise CheckpointError(f"{location}: {name} is not a regular file")
-    return path

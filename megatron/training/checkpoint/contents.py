@@ -117,14 +117,6 @@ def _get_generators(run: Run) -> ShardedStateDict:
     return generators
 
 
-def get_common_state(run: Run) -> dict[str, Any]:
-    """Return the part of a checkpoint that is the same on every rank, in Megatron-LM's form.
-
-    Waits for the device.
-    """
-    return start_common_state(run)()
-
-
 def start_common_state(run: Run) -> CommonState:
     """Begin to collect the common state of this moment.
 

@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.saving.pending_export import ExportTarget
 from megatron.core.object_path import path_of
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.wings import resolve
-from megatron.training.checkpoint.contents import get_common_state, get_model_state
+from megatron.training.checkpoint.contents import get_model_state, start_common_state
 from megatron.training.config.options import HF_DTYPES, HF_QUANTIZATIONS
 from megatron.training.config.run_config import Config
 from megatron.training.run import Run
@@ -98,7 +98,7 @@ def plan_hf_exports(run: Run) -> ExportTarget | None:
     """
     if run.config.checkpoint.save_hf_interval is None:
         return None
-    return _make_exporter(run.config).plan(get_common_state(run), run.vocab_size)
+    return _make_exporter(run.config).plan(start_common_state(run)(), run.vocab_size)
 
 
 def check_earlier_exports(run: Run, loaded: Path | None) -> None:
@@ -128,7 +128,7 @@ def save_hf(run: Run) -> None:
         return
     exporter = _make_exporter(run.config)
     directory = Path(config.save_hf)
-    common = get_common_state(run)
+    common = start_common_state(run)()
     # An inference model has no optimizer.
     for key in ("optimizer", "opt_param_scheduler"):
         common.pop(key, None)

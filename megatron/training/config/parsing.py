@@ -6,7 +6,6 @@ reported together, before any rank waits for another.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -35,23 +34,6 @@ def make_flag_parser() -> FlagParser:
     """Return the parser for the flags of `pretrain_gpt.py`."""
     sections = {title: section for title, (_, section) in SECTIONS.items()}
     return FlagParser(sections)
-
-
-def compute_replica_size(argv: Sequence[str]) -> int:
-    """Return the minimum number of processes for the model and its experts; 1 if no flag
-    sets it.
-    """
-    flag_values = make_flag_parser().parse(argv).flag_values
-
-    def get_size(axis: str) -> int:
-        return max(1, flag_values.get(f"{axis}_parallel_size", 1))
-
-    # The dense layers and the experts of a stage divide the same ranks in two ways.
-    dense = get_size("tensor_model") * get_size("context")
-    experts = get_size("expert_model")
-    if (flag_values.get("num_experts") or 0) > 1:
-        experts *= flag_values.get("expert_tensor_parallel_size") or get_size("tensor_model")
-    return get_size("pipeline_model") * math.lcm(dense, experts)
 
 
 def find_run_directory(argv: Sequence[str]) -> str | None:

@@ -28,13 +28,15 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from megatron.core.dist_checkpointing.background import map_in_threads
 from megatron.core.dist_checkpointing.files import (
+    BACKEND,
     CLAIM,
     COMMON,
     METADATA,
     METADATA_JSON,
-    encode_commit,
     read_commit,
 )
 from megatron.core.dist_checkpointing.format.checksums import (
@@ -361,3 +363,15 @@ def remove_objects(directory: Path) -> None:
     # Another save can begin once the claim is deleted.
     directory.store.delete([key for key in keys if key not in claims])
     directory.store.delete(claims)
+
+
+def encode_commit(save_id: str, sums: Mapping[str, tuple[int, bytes]]) -> bytes:
+    """Return the content of `metadata.json` for a checkpoint in object storage.
+
+    It contains the size of each file and the xxh3_64 of its blocks' hashes. `sums` are
+    `FileChecksums` by name.
+    """
+    listed = {
+        name: (size, xxhash.xxh3_64_hexdigest(blocks)) for name, (size, blocks) in sums.items()
+    }
+    return json.dumps({**BACKEND, "save_id": save_id, "files": listed}).encode()

@@ -20,7 +20,11 @@ from megatron.core.dist_checkpointing import (
     read_lineage,
     read_tracker,
 )
-from megatron.core.dist_checkpointing.generation import find_interrupted_commit, read_current_owner
+from megatron.core.dist_checkpointing.generation import (
+    find_interrupted_commit,
+    find_newest,
+    read_owner,
+)
 from megatron.core.dist_checkpointing.lineage import on_branch
 from megatron.core.durable_files import put_in_place
 from tests.support.programs import run_program
@@ -239,7 +243,7 @@ def test_start_that_cannot_revoke_the_owner_leaves_it_the_directory(tmp_path, mo
     with pytest.raises(PermissionError):
         Generation.take(tmp_path, {"host": "other user"})
     assert [path.name for path in tmp_path.iterdir()] == [owner.id.name]
-    assert read_current_owner(tmp_path)["host"] == "owner"
+    assert read_owner(tmp_path, find_newest(tmp_path))["host"] == "owner"
 
 
 def publish(root, generation, iteration):
@@ -290,7 +294,7 @@ def test_removed_generation_is_created_again(tmp_path, caplog):
     assert len(caplog.records) == 1 and "was removed" in caplog.text
     generation.move_tracker(5)
     assert generation.is_current() and read_tracker(tmp_path) == 5
-    assert read_current_owner(tmp_path)["host"] == "here"
+    assert read_owner(tmp_path, find_newest(tmp_path))["host"] == "here"
 
 
 def test_generation_is_not_created_in_the_directory_of_another_run(tmp_path):
@@ -377,7 +381,7 @@ def test_pipe_as_owner_file_is_not_read(tmp_path):
     directory = tmp_path / ".generation-0000007-ab"
     directory.mkdir()
     os.mkfifo(directory / "owner.json")
-    assert read_current_owner(tmp_path) == {}
+    assert find_newest(tmp_path) is None
 
 
 class Start:
