@@ -15,21 +15,15 @@ from typing import Any
 
 import torch
 
-from megatron.conversion.deepspeed.universal import write_universal
+from megatron.conversion.deepspeed.universal_writer import write_universal
 from megatron.conversion.edits import apply_edits
-from megatron.conversion.huggingface.directory import (
-    list_foreign_fields,
-    write_huggingface,
-)
+from megatron.conversion.huggingface.directory_writer import list_foreign_fields, write_huggingface
 from megatron.conversion.megatron_lm.hybrid import HybridLayers
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
-from megatron.conversion.megatron_lm.torch_dist import (
-    StackedLayers,
-    write_torch_dist,
-)
+from megatron.conversion.megatron_lm.torch_dist_writer import StackedLayers, write_torch_dist
 from megatron.conversion.model_space.foreign import WithForeignTensors
+from megatron.conversion.model_space.layouts import Layout
 from megatron.conversion.model_space.lazy_tensors import cast
-from megatron.conversion.model_space.model import Layout
 from megatron.conversion.model_space.optimizer_states import (
     ADAM,
     full_precision_key,

@@ -14,9 +14,9 @@ import torch
 
 from megatron.conversion.huggingface.tokenizer import count_tokens
 from megatron.conversion.lora import merge_adapters
+from megatron.conversion.model_space.layouts import SPLITS
 from megatron.conversion.model_space.lazy_tensors import cast, concatenate, repeat
 from megatron.conversion.model_space.model import (
-    SPLITS,
     model_config,
     model_parameters,
     read_vocabulary_rows,

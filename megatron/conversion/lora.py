@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.conversion.huggingface.directory import get_stored_fields
+from megatron.conversion.huggingface.directory_writer import get_stored_fields
 from megatron.conversion.huggingface.families import choose_family
 from megatron.conversion.huggingface.family import Family
 from megatron.conversion.huggingface.lora_adapter import LoraAdapter

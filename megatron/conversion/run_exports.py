@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron.conversion.convert import convert
-from megatron.conversion.huggingface.directory import check_quantizable, remove_model
+from megatron.conversion.huggingface.directory_writer import check_quantizable, remove_model
 from megatron.conversion.huggingface.export_plan import plan_export
 from megatron.conversion.huggingface.families import choose_family
 from megatron.conversion.megatron_lm.args import read_arguments
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
-from megatron.conversion.model_space.model import Layout
+from megatron.conversion.model_space.layouts import Layout
 from megatron.conversion.model_space.views import get_dtype
 from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import WriteOptions

@@ -31,7 +31,7 @@ def dry_run(argv: Sequence[str], model_provider: ModelProvider) -> str:
     is_launched = "WORLD_SIZE" in os.environ
     problems: list[str] = []
     try:
-        world_size = environment_world_size() if is_launched else _compute_replica_size(argv)
+        world_size = environment_world_size() if is_launched else compute_replica_size(argv)
         # A dry run has no process group, so that this process reads the checkpoint.
         config = parse_args(argv, world_size, read_checkpoint_args(argv))
     except ValueError as error:
@@ -45,7 +45,7 @@ def dry_run(argv: Sequence[str], model_provider: ModelProvider) -> str:
     return format_plan(config, world_size, plan)
 
 
-def _compute_replica_size(argv: Sequence[str]) -> int:
+def compute_replica_size(argv: Sequence[str]) -> int:
     """Return the minimum number of processes for the model and its experts; 1 if no flag
     sets it.
     """

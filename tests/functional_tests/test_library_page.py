@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.api import merge, open_checkpoint
-from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
+from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
 from megatron.core.dist_checkpointing import CheckpointDirectory, write_tracker
 from tests import ROOT
 from tests.support.crash_harness import free_port

@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from megatron.conversion.convert import compare
-from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
+from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
 from megatron.conversion.opening import open_checkpoint
 from tests.support.memory_source import LLAMA_ARGS, random_source
 from tests.support.training_harness import COMMON, LLAMA, train

@@ -20,8 +20,8 @@ from safetensors.torch import save_file
 
 import pretrain_gpt
 from megatron.conversion.convert import convert
-from megatron.conversion.huggingface.directory import write_huggingface
-from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
+from megatron.conversion.huggingface.directory_writer import write_huggingface
+from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
 from megatron.conversion.options import WriteOptions
 from megatron.core.datasets import IndexedDataset
 from megatron.core.datasets.index_cache import load_or_build

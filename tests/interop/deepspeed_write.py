@@ -5,7 +5,7 @@ DIRECTORY/{llama,llama-untied-bf16,gpt,bloom}.
 import sys
 from pathlib import Path
 
-from megatron.conversion.deepspeed.universal import write_universal
+from megatron.conversion.deepspeed.universal_writer import write_universal
 from tests.support.memory_source import BLOOM_ARGS, GPT_ARGS, LLAMA_ARGS, random_source
 
 MODELS = {

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from megatron.conversion.huggingface.directory import write_huggingface
+from megatron.conversion.huggingface.directory_writer import write_huggingface
 from tests.support.memory_source import LLAMA_ARGS, random_source
 
 NAMES = {  # in a block, of GGUF and of transformers

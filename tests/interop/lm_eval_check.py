@@ -18,7 +18,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
-from megatron.conversion.huggingface.directory import write_huggingface
+from megatron.conversion.huggingface.directory_writer import write_huggingface
 from tests.support.memory_source import LLAMA_ARGS, MemorySource, random_source
 from tests.unit_tests.conversion.filled_model import model_logits
 

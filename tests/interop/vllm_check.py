@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megatron.conversion.huggingface.directory import write_huggingface
+from megatron.conversion.huggingface.directory_writer import write_huggingface
 from tests.support.memory_source import LLAMA_ARGS, random_source
 
 # The sizes of heads and experts that vLLM's kernels support on a CPU.

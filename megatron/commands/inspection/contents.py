@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron.commands.inspection.view import READ_EVERYTHING
 from megatron.conversion.megatron_lm.args import read_common
-from megatron.conversion.model_space.model import name_model_part
+from megatron.conversion.model_space.layouts import name_model_part
 from megatron.conversion.opening import open_checkpoint
 from megatron.core.dist_checkpointing import (
     CheckpointMetadata,

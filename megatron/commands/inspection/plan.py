@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.commands.inspection.view import READ_EVERYTHING
-from megatron.conversion.model_space.model import Layout, RankLoad, plan_load
+from megatron.conversion.model_space.layouts import Layout, RankLoad, plan_load
 from megatron.conversion.opening import open_checkpoint
 from megatron.core.terminal import format_size, print_json, print_line
 from megatron.planning.pictures import draw_shares

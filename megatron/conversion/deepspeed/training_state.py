@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from megatron.conversion.model_space.arguments import plain_args, refuse_other_models
+from megatron.conversion.model_space.foreign_arguments import plain_args, refuse_other_models
 from megatron.core.run_checkpoint.checks import plain_numbers
 from megatron.core.run_checkpoint.source import TrainingState
 from megatron.core.safe_files.safe_globals import Placeholder

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron.conversion.huggingface.directory import (
+from megatron.conversion.huggingface.directory_writer import (
     get_imported_fields,
     has_none,
     write_small_files,

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.conversion.huggingface.safetensors_files import open_safetensors
-from megatron.conversion.model_space.arguments import plain_args
+from megatron.conversion.model_space.foreign_arguments import plain_args
 from megatron.conversion.model_space.lazy_tensors import cast
 from megatron.conversion.model_space.optimizer_states import (
     ADAM,

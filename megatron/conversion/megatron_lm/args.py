@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron.conversion.model_space.arguments import refuse_other_models
+from megatron.conversion.model_space.foreign_arguments import refuse_other_models
 from megatron.core.dist_checkpointing import CheckpointError, Reader, load_common
 from megatron.core.dist_checkpointing.files import COMMON_STATE
 from megatron.core.run_checkpoint.checks import COMMON

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron.conversion.model_space.arguments import plain_args, refuse_other_models
+from megatron.conversion.model_space.foreign_arguments import plain_args, refuse_other_models
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.run_checkpoint.checks import check_scalar
 from megatron.core.safe_files import safe_load

@@ -28,13 +28,13 @@ from megatron.conversion.megatron_lm.optimizer_state import (
     has_optimizer,
     refuse_unknown_optimizer,
 )
+from megatron.conversion.model_space.layouts import rename_prediction_layer
 from megatron.conversion.model_space.lazy_tensors import cast, stack
 from megatron.conversion.model_space.model import (
     check_optimizer_complete,
     model_config,
     model_parameters,
     read_vocabulary_rows,
-    rename_prediction_layer,
 )
 from megatron.conversion.model_space.optimizer_states import optimizer_key
 from megatron.conversion.options import ReadOptions, rename_tensors

@@ -36,6 +36,13 @@ from megatron.conversion.megatron_lm.optimizer_state import (
     split_by_optimizer,
 )
 from megatron.conversion.model_space.foreign import check_stored_tensor, open_foreign
+from megatron.conversion.model_space.layouts import (
+    Layout,
+    LocalParameter,
+    make_local_name,
+    rank_parameters,
+    rename_prediction_layer,
+)
 from megatron.conversion.model_space.lazy_tensors import (
     flatten,
     transpose,
@@ -43,15 +50,7 @@ from megatron.conversion.model_space.lazy_tensors import (
     view_elements,
     view_stored,
 )
-from megatron.conversion.model_space.model import (
-    Layout,
-    LocalParameter,
-    check_optimizer_complete,
-    make_local_name,
-    model_config,
-    rank_parameters,
-    rename_prediction_layer,
-)
+from megatron.conversion.model_space.model import check_optimizer_complete, model_config
 from megatron.conversion.model_space.optimizer_states import optimizer_key
 from megatron.conversion.options import ReadOptions
 from megatron.conversion.stored_tokenizer import find_stored_tokenizer

@@ -30,12 +30,8 @@ from megatron.conversion.megatron_lm.optimizer_state import (
     plan_buckets,
     split_by_optimizer,
 )
-from megatron.conversion.model_space.model import (
-    Layout,
-    LocalParameter,
-    model_config,
-    rank_parameters,
-)
+from megatron.conversion.model_space.layouts import Layout, LocalParameter, rank_parameters
+from megatron.conversion.model_space.model import model_config
 from megatron.conversion.model_space.optimizer_states import optimizer_key, optimizer_states
 from megatron.conversion.model_space.pieces import (
     run_jobs,

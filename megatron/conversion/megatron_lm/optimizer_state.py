@@ -31,7 +31,7 @@ from megatron.core.optimizer import UPDATE_RULES, get_update_rule
 from megatron.core.run_checkpoint.keys import is_trained, is_weight, split_key
 
 if TYPE_CHECKING:
-    from megatron.conversion.model_space.model import LocalParameter
+    from megatron.conversion.model_space.layouts import LocalParameter
 
 # All in elements.
 ALIGNMENT = 64

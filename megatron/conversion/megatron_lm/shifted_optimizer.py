@@ -25,12 +25,8 @@ from megatron.conversion.megatron_lm.optimizer_state import (
     plan_buckets,
     split_by_optimizer,
 )
+from megatron.conversion.model_space.layouts import Layout, LocalParameter, rank_parameters
 from megatron.conversion.model_space.lazy_tensors import flatten, view_box
-from megatron.conversion.model_space.model import (
-    Layout,
-    LocalParameter,
-    rank_parameters,
-)
 from megatron.conversion.model_space.optimizer_states import optimizer_key, optimizer_states
 from megatron.conversion.model_space.views import SourceView
 from megatron.core.arithmetic import round_up

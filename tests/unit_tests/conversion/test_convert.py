@@ -10,8 +10,8 @@ import torch
 
 from megatron.conversion.convert import WRITERS, compare, convert
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
-from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
-from megatron.conversion.model_space.model import Layout
+from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
+from megatron.conversion.model_space.layouts import Layout
 from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import ReadOptions, WriteOptions
 from megatron.core.dist_checkpointing import CheckpointError, read_metadata, write_tracker

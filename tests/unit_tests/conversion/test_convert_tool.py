@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron.conversion.deepspeed.universal import write_universal
-from megatron.conversion.huggingface.directory import write_huggingface
+from megatron.conversion.deepspeed.universal_writer import write_universal
+from megatron.conversion.huggingface.directory_writer import write_huggingface
 from megatron.conversion.opening import open_checkpoint, require_checkpoint
 from megatron.conversion.options import WriteOptions
 from tests.support.compare import read_whole

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron.commands.convert import run
 from megatron.conversion.convert import WRITERS, convert
-from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
+from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
 from megatron.conversion.opening import open_checkpoint
 from megatron.core.dist_checkpointing import write_tracker
 from tests import ROOT

@@ -12,8 +12,8 @@ from torch import nn
 
 from megatron.conversion.convert import WRITERS, convert
 from megatron.conversion.edits import apply_edits
-from megatron.conversion.huggingface.directory import write_huggingface
-from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
+from megatron.conversion.huggingface.directory_writer import write_huggingface
+from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
 from megatron.conversion.model_space.optimizer_states import ADAM, optimizer_key
 from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import EditOptions, WriteOptions, parse_layers

@@ -9,7 +9,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from megatron.conversion.huggingface.directory import write_huggingface
+from megatron.conversion.huggingface.directory_writer import write_huggingface
 from megatron.conversion.huggingface.weight_files import (
     check_weight_files,
     write_weight_files,

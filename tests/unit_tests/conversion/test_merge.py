@@ -13,8 +13,8 @@ from safetensors.numpy import load_file
 from megatron import api
 from megatron.commands import merge as commands
 from megatron.conversion.convert import WRITERS, convert, write_checkpoint
-from megatron.conversion.huggingface.directory import write_huggingface
-from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
+from megatron.conversion.huggingface.directory_writer import write_huggingface
+from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
 from megatron.conversion.merge import (
     MergedSource,
     compute_schedule_weights,

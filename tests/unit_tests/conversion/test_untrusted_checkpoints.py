@@ -9,9 +9,9 @@ import pytest
 import safetensors.torch
 
 from megatron.conversion.convert import convert
-from megatron.conversion.deepspeed.universal import write_universal
-from megatron.conversion.huggingface.directory import write_huggingface
-from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
+from megatron.conversion.deepspeed.universal_writer import write_universal
+from megatron.conversion.huggingface.directory_writer import write_huggingface
+from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
 from megatron.conversion.options import ReadOptions, WriteOptions
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.run_checkpoint.source import TrainingState

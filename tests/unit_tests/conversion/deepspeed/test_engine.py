@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.conversion.deepspeed.universal import write_universal
+from megatron.conversion.deepspeed.universal_writer import write_universal
 from megatron.conversion.opening import open_checkpoint
 from megatron.core.run_checkpoint.formats import NoCheckpointError, find_checkpoint
 from megatron.core.safe_files import CheckpointError

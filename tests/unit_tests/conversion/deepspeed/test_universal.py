@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from megatron.conversion.deepspeed.universal import UniversalSource, write_universal
-from megatron.conversion.huggingface.directory import write_huggingface
+from megatron.conversion.deepspeed.universal import UniversalSource
+from megatron.conversion.deepspeed.universal_writer import write_universal
+from megatron.conversion.huggingface.directory_writer import write_huggingface
 from megatron.conversion.model_space.optimizer_states import optimizer_key
 from megatron.conversion.options import ReadOptions, WriteOptions
 from megatron.core.run_checkpoint.formats import find_problem, list_formats, read_latest

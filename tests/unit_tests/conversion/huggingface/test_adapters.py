@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron.conversion.huggingface.adapters import describe_adapter
-from megatron.conversion.huggingface.directory import write_huggingface
+from megatron.conversion.huggingface.directory_writer import write_huggingface
 from megatron.conversion.opening import open_checkpoint
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.run_checkpoint.formats import NoCheckpointError, find_checkpoint

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.conversion.huggingface.directory import write_huggingface
+from megatron.conversion.huggingface.directory_writer import write_huggingface
 from megatron.conversion.model_space.model import model_config, model_tensors
 from megatron.conversion.opening import open_checkpoint
 from megatron.core.dist_checkpointing import CheckpointError

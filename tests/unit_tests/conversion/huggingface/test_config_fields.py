@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from megatron.conversion.convert import convert
 from megatron.conversion.huggingface.config_fields import ConfigFields, transformers_defaults
 from megatron.conversion.huggingface.config_process import config_class
-from megatron.conversion.huggingface.directory import write_huggingface
+from megatron.conversion.huggingface.directory_writer import write_huggingface
 from megatron.conversion.huggingface.expert_families import DEEPSEEK_V3
 from megatron.conversion.huggingface.families import FAMILIES, find_family
 from megatron.conversion.model_space.model import model_config

@@ -20,8 +20,9 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron.conversion.convert import convert
-from megatron.conversion.huggingface.directory import HuggingFaceSource, write_huggingface
-from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
+from megatron.conversion.huggingface.directory import HuggingFaceSource
+from megatron.conversion.huggingface.directory_writer import write_huggingface
+from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
 from megatron.conversion.model_space.optimizer_states import optimizer_key
 from megatron.conversion.options import ReadOptions, WriteOptions
 from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS

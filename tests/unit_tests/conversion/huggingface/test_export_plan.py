@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.conversion.huggingface.directory import HuggingFaceSource, write_huggingface
+from megatron.conversion.huggingface.directory import HuggingFaceSource
+from megatron.conversion.huggingface.directory_writer import write_huggingface
 from megatron.conversion.huggingface.export_plan import plan_export
 from megatron.conversion.options import WriteOptions
 from megatron.core.dist_checkpointing import ShardedTensor

@@ -9,10 +9,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from megatron.conversion.convert import compare, convert
-from megatron.conversion.huggingface.directory import write_huggingface
+from megatron.conversion.huggingface.directory_writer import write_huggingface
 from megatron.conversion.huggingface.expert_families import MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from megatron.conversion.huggingface.families import choose_family
-from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
+from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
 from megatron.conversion.model_space.model import model_config
 from megatron.conversion.model_space.optimizer_states import optimizer_key
 from megatron.conversion.opening import open_checkpoint

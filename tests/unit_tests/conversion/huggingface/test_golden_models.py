@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megatron.conversion.huggingface.directory import HuggingFaceSource, write_huggingface
+from megatron.conversion.huggingface.directory import HuggingFaceSource
+from megatron.conversion.huggingface.directory_writer import write_huggingface
 from megatron.conversion.options import WriteOptions
 from megatron.core.run_checkpoint.formats import is_huggingface
 from tests import ROOT

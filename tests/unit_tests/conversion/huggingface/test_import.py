@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
-from megatron.conversion.huggingface.directory import HuggingFaceSource, write_huggingface
+from megatron.conversion.huggingface.directory import HuggingFaceSource
+from megatron.conversion.huggingface.directory_writer import write_huggingface
 from megatron.conversion.options import ReadOptions, WriteOptions, parse_rename
 from megatron.core.run_checkpoint.formats import is_huggingface
 from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS

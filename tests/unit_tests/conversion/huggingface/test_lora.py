@@ -15,8 +15,8 @@ from torch.testing import assert_close
 from megatron.conversion.convert import WRITERS, convert
 from megatron.conversion.edits import apply_edits
 from megatron.conversion.huggingface import adapter_changes
-from megatron.conversion.huggingface.directory import write_huggingface
-from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
+from megatron.conversion.huggingface.directory_writer import write_huggingface
+from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
 from megatron.conversion.model_space.optimizer_states import optimizer_states
 from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import EditOptions, ReadOptions, WriteOptions

@@ -20,10 +20,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from megatron.conversion.convert import convert
-from megatron.conversion.huggingface.directory import write_huggingface
+from megatron.conversion.huggingface.directory_writer import write_huggingface
 from megatron.conversion.huggingface.wrapper import Wrapper
 from megatron.conversion.huggingface.wrappers import WRAPPERS, find_wrapper
-from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
+from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
 from megatron.conversion.model_space.views import SourceView
 from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import ReadOptions

@@ -7,7 +7,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from megatron.conversion.huggingface.directory import write_huggingface
+from megatron.conversion.huggingface.directory_writer import write_huggingface
 from megatron.conversion.model_space.model import model_config
 from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import ReadOptions

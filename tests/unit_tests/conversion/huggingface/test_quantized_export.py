@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
-from megatron.conversion.huggingface.directory import HuggingFaceSource, write_huggingface
+from megatron.conversion.huggingface.directory import HuggingFaceSource
+from megatron.conversion.huggingface.directory_writer import write_huggingface
 from megatron.conversion.model_space.optimizer_states import full_precision_key
 from megatron.conversion.options import WriteOptions
 from tests.support.compare import read_whole

@@ -14,7 +14,7 @@ import transformers
 from safetensors.torch import load_file
 
 from megatron.conversion.huggingface.config_process import config_class
-from megatron.conversion.huggingface.directory import write_huggingface
+from megatron.conversion.huggingface.directory_writer import write_huggingface
 from megatron.conversion.huggingface.families import FAMILIES
 from megatron.conversion.huggingface.family import Family
 from megatron.conversion.model_space.model import model_config

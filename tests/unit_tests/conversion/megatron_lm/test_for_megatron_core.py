@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.conversion.convert import compare, convert
-from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
+from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
 from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import WriteOptions
 from megatron.core.dist_checkpointing import load_common, read_metadata

@@ -11,8 +11,9 @@ import torch.distributed.checkpoint as dcp
 from megatron.conversion.megatron_lm.args import read_arguments
 from megatron.conversion.megatron_lm.legacy_reader import LegacySource
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
-from megatron.conversion.megatron_lm.torch_dist import TorchDistSource, write_torch_dist
-from megatron.conversion.model_space.model import Layout
+from megatron.conversion.megatron_lm.torch_dist import TorchDistSource
+from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
+from megatron.conversion.model_space.layouts import Layout
 from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import ReadOptions
 from megatron.core.dist_checkpointing import (

@@ -9,8 +9,9 @@ import torch
 
 from megatron.conversion.convert import compare, convert
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
-from megatron.conversion.megatron_lm.torch_dist import StackedLayers, write_torch_dist
-from megatron.conversion.model_space.model import Layout, model_config, plan_load, rank_parameters
+from megatron.conversion.megatron_lm.torch_dist_writer import StackedLayers, write_torch_dist
+from megatron.conversion.model_space.layouts import Layout, plan_load, rank_parameters
+from megatron.conversion.model_space.model import model_config
 from megatron.conversion.opening import open_checkpoint, require_checkpoint
 from megatron.conversion.options import ReadOptions, WriteOptions
 from megatron.core.dist_checkpointing import (

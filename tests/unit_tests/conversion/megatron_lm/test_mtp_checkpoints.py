@@ -7,8 +7,9 @@ import torch
 
 from megatron.conversion.edits import SelectedLayers
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
-from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
-from megatron.conversion.model_space.model import Layout, model_tensors
+from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
+from megatron.conversion.model_space.layouts import Layout
+from megatron.conversion.model_space.model import model_tensors
 from megatron.conversion.opening import open_checkpoint
 from megatron.core.run_checkpoint.keys import build_extra_states
 from megatron.core.safe_files import safe_load

@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
-from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
-from megatron.conversion.model_space.model import Layout, rank_parameters
+from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
+from megatron.conversion.model_space.layouts import Layout, rank_parameters
 from megatron.conversion.model_space.optimizer_states import optimizer_key
 from megatron.conversion.opening import open_checkpoint
 from megatron.core.dist_checkpointing import CheckpointError

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from megatron.conversion.deepspeed.training_state import list_unsupported_parts
+from megatron.conversion.model_space.layouts import Layout
 from megatron.conversion.model_space.model import (
-    Layout,
     compute_model_signature,
     model_config,
     model_parameters,

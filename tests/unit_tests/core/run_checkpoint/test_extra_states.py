@@ -4,7 +4,8 @@ import re
 
 import torch.distributed.checkpoint as dcp
 
-from megatron.conversion.megatron_lm.torch_dist import TorchDistSource, write_torch_dist
+from megatron.conversion.megatron_lm.torch_dist import TorchDistSource
+from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
 from megatron.core.dist_checkpointing import Reader, load_common, read_metadata, save
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.run_checkpoint.keys import build_extra_states, is_extra_state

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
+from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
 from megatron.core.dist_checkpointing import CheckpointError, load_common, read_metadata
 from megatron.core.dist_checkpointing.format.checksums import read_checksums
 from megatron.core.dist_checkpointing.verification import verify

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from megatron.conversion.convert import convert
-from megatron.conversion.huggingface.directory import write_huggingface
-from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
+from megatron.conversion.huggingface.directory_writer import write_huggingface
+from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
 from megatron.conversion.options import WriteOptions
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.run_checkpoint.formats import find_checkpoint

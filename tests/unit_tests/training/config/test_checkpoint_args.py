@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
+from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
 from megatron.training.config.checkpoint_args import read_checkpoint_args
 from megatron.training.config.parsing import parse_args
 from tests import ROOT

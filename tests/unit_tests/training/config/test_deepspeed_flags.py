@@ -5,10 +5,11 @@ import shlex
 
 import pytest
 
+from megatron.planning.dry_run import compute_replica_size
 from megatron.planning.smoke import list_options, reduce_flags
 from megatron.training.config import deepspeed_flags
 from megatron.training.config.megatron_lm_options import MEGATRON_OPTIONS
-from megatron.training.config.parsing import compute_replica_size, make_flag_parser, parse_args
+from megatron.training.config.parsing import make_flag_parser, parse_args
 from tests import GOLDEN
 from tests.support.flag_sets import read
 

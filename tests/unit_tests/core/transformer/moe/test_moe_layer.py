@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from megatron.conversion.model_space.model import make_local_name
+from megatron.conversion.model_space.layouts import make_local_name
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig
