@@ -48,7 +48,8 @@ class RowRun(NamedTuple):
     def stored_slice(self) -> slice:
         """Slice of the stored tensor."""
         # Up to the last row, not beyond: the step may exceed the rows that follow.
-        return slice(self.rows.start, self.rows[-1] + 1, self.rows.step)
+        last = self.rows.start + (len(self.rows) - 1) * self.rows.step
+        return slice(self.rows.start, last + 1, self.rows.step)
 
 
 RowMap = tuple[RowRun, ...]
