@@ -17,13 +17,13 @@ from megatron.planning.alternatives import (
 )
 from megatron.planning.goodput import (
     DEVICE_HOURS_PER_FAILURE,
+    SaveTier,
     SpentTime,
-    Tier,
     choose_intervals,
     draw_failures,
     simulate_run,
 )
-from megatron.planning.layout_search import Hardware, Layout, LayoutSearch
+from megatron.planning.layout_search import Hardware, LayoutSearch, RatedLayout
 from megatron.planning.pictures import draw_plan
 from megatron.planning.run_plan import RunPlan, StagePlan
 from megatron.planning.save_intervals import LOST_NODES_FACTOR, propose_save_intervals
@@ -65,7 +65,7 @@ class Comparison(NamedTuple):
     memory: DeviceMemory
     fits: bool
     alternatives: list[Alternative]  # single changes of the flags
-    layouts: list[Layout]  # if none of the alternatives fits
+    layouts: list[RatedLayout]  # if none of the alternatives fits
 
 
 def make_json(config: Config, plan: RunPlan, world_size: int) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def make_stage_json(stage: StagePlan) -> dict[str, Any]:
 
 def find_layouts(
     options: argparse.Namespace, flag_values: FlagValues, model_provider: ModelProvider
-) -> list[Layout]:
+) -> list[RatedLayout]:
     """Return the layouts that fit, as --search requests."""
     hardware = Hardware(
         tflops=options.device_tflops,
@@ -121,7 +121,7 @@ def find_layouts(
     return search.find(options.search or NUM_LAYOUTS)
 
 
-def print_layouts(options: argparse.Namespace, layouts: Sequence[Layout]) -> None:
+def print_layouts(options: argparse.Namespace, layouts: Sequence[RatedLayout]) -> None:
     """Print the result of --search."""
     if options.json:
         print_json({"layouts": [asdict(layout) for layout in layouts]}, indent=2)
@@ -130,7 +130,7 @@ def print_layouts(options: argparse.Namespace, layouts: Sequence[Layout]) -> Non
         print_line(row)
 
 
-def format_layouts(options: argparse.Namespace, layouts: Sequence[Layout]) -> list[str]:
+def format_layouts(options: argparse.Namespace, layouts: Sequence[RatedLayout]) -> list[str]:
     """Return the layouts as a table whose last column is the flags."""
     if not layouts:
         return [f"no layout of {options.world_size} ranks fits"]
@@ -151,12 +151,12 @@ def format_layouts(options: argparse.Namespace, layouts: Sequence[Layout]) -> li
     return rows
 
 
-def list_tiers(options: argparse.Namespace, config: Config, plan: RunPlan) -> list[Tier]:
+def list_tiers(options: argparse.Namespace, config: Config, plan: RunPlan) -> list[SaveTier]:
     """Return the tiers of a run, the persistent one first, with their estimated costs."""
     checkpoint = config.checkpoint
     # All ranks share the bandwidth of the storage, and read as much as they write.
     seconds = plan.checkpoint_bytes / (GB * options.storage_gbps)
-    persistent = Tier(
+    persistent = SaveTier(
         "--save-interval",
         interval=checkpoint.save_interval or 1,
         blocking=options.blocking_seconds,
@@ -172,7 +172,7 @@ def list_tiers(options: argparse.Namespace, config: Config, plan: RunPlan) -> li
     copies = 1
     if checkpoint.replication:
         copies = checkpoint.replication_factor
-    local = Tier(
+    local = SaveTier(
         "--non-persistent-save-interval",
         interval=checkpoint.non_persistent_save_interval or 1,
         blocking=options.blocking_seconds,
@@ -253,7 +253,7 @@ def compare_with_device(
 
     # Find changes that need less memory. Search for layouts only if none of them is enough.
     alternatives = find_alternatives(flag_values, options.world_size, model_provider, plan.largest)
-    layouts: list[Layout] = []
+    layouts: list[RatedLayout] = []
     if not any(memory.fits(alternative.memory) for alternative in alternatives):
         with contextlib.suppress(ValueError):  # flags that fix the layout
             layouts = find_layouts(options, flag_values, model_provider)

@@ -20,7 +20,7 @@ from megatron.training.data.tokenizer import TokenizerConfig, build_tokenizer
 MAX_BAD_LINES_PRINTED = 10
 
 
-class Progress:
+class EncodingProgress:
     """Display of progress: a bar on a terminal, else a line every `log_interval` documents."""
 
     def __init__(self, bar: ProgressBar, log_interval: int) -> None:
@@ -70,7 +70,7 @@ def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> N
             builder = IndexedDatasetBuilder(prefix, dtype)
             builders[key] = stack.enter_context(builder)
         bar = ProgressBar("tokenizing", count_bytes(paths), quiet=not sys.stderr.isatty())
-        progress = Progress(stack.enter_context(bar), config.log_interval)
+        progress = EncodingProgress(stack.enter_context(bar), config.log_interval)
 
         # Start the workers; closing the generator stops them.
         chunks = _read_all_chunks(paths, config)

@@ -19,7 +19,7 @@ DEVICE_HOURS_PER_FAILURE = 16384 * 54 * 24 / 419
 
 
 @dataclass(frozen=True)
-class Tier:
+class SaveTier:
     """Checkpoints of one kind."""
 
     flag: str
@@ -63,7 +63,7 @@ class SpentTime:
 class _Save:
     """A save of a simulated run."""
 
-    tier: Tier
+    tier: SaveTier
     iteration: int
     durable: float  # time at which it is usable
 
@@ -72,8 +72,8 @@ class _Save:
 class _SimulatedRun:
     """State of a simulated run."""
 
-    persistent: Tier
-    local: Tier | None
+    persistent: SaveTier
+    local: SaveTier | None
     step: float  # seconds of an iteration
     now: float = 0.0
     iteration: int = 0
@@ -139,7 +139,7 @@ class _SimulatedRun:
         self.spent.repeated = self.computed - self.spent.training
         return self.spent
 
-    def _find_next_save(self) -> tuple[int, Tier]:
+    def _find_next_save(self) -> tuple[int, SaveTier]:
         """Return the iteration of the next save, and its tier.
 
         If both tiers are due, only a persistent save is made.
@@ -151,7 +151,7 @@ class _SimulatedRun:
                 return locally_due, self.local
         return due, self.persistent
 
-    def _find_begin(self, tier: Tier) -> float:
+    def _find_begin(self, tier: SaveTier) -> float:
         """Return the time at which a save of this tier can begin."""
         begin = self.now
         for save in self.saves:
@@ -160,7 +160,7 @@ class _SimulatedRun:
                 begin = max(begin, save.durable)
         return begin
 
-    def _save(self, tier: Tier, iteration: int, begin: float) -> None:
+    def _save(self, tier: SaveTier, iteration: int, begin: float) -> None:
         """Save to the local tier, if there is one, and then to the persistent one if it is due."""
         durable = begin
         if self.local is not None:
@@ -188,7 +188,11 @@ def _find_multiple_after(iteration: int, interval: int) -> int:
 
 
 def simulate_run(
-    tiers: Sequence[Tier], step: float, restart: float, failures: Sequence[Failure], duration: float
+    tiers: Sequence[SaveTier],
+    step: float,
+    restart: float,
+    failures: Sequence[Failure],
+    duration: float,
 ) -> SpentTime:
     """Return how a run of `duration` spends its time.
 
@@ -222,8 +226,12 @@ def draw_failures(
 
 
 def choose_intervals(
-    tiers: Sequence[Tier], step: float, restart: float, failures: Sequence[Failure], duration: float
-) -> Sequence[Tier]:
+    tiers: Sequence[SaveTier],
+    step: float,
+    restart: float,
+    failures: Sequence[Failure],
+    duration: float,
+) -> Sequence[SaveTier]:
     """Return the tiers with the intervals of the highest goodput.
 
     The search starts at Daly's intervals and changes one interval at a time, by a factor of 1.25.
@@ -238,7 +246,7 @@ def choose_intervals(
         mtbf_of_tiers = [lost_node_mtbf, mtbf]
 
     # Start at intervals that are not shorter than a save takes: the next one would wait.
-    best: list[Tier] = []
+    best: list[SaveTier] = []
     for tier, mtbf_of_tier in zip(tiers, mtbf_of_tiers, strict=True):
         seconds = find_best_interval(tier.blocking, mtbf_of_tier)
         iterations = max(seconds, tier.total) / step

@@ -61,7 +61,7 @@ class Hardware:
 
 
 @dataclass(frozen=True)
-class Layout:
+class RatedLayout:
     """A layout that fits, with the numbers of its plan."""
 
     flags: str
@@ -96,7 +96,7 @@ class LayoutSearch:
     """Bytes that a rank may use."""
     hardware: Hardware
 
-    def find(self, count: int) -> list[Layout]:
+    def find(self, count: int) -> list[RatedLayout]:
         """Return at most `count` layouts that fit, fastest first.
 
         Raises ValueError for flags that set a part of the layout which the search would replace.
@@ -105,7 +105,7 @@ class LayoutSearch:
         base = make_config(self._make_single_rank(), 1)
         set_planned_vocab_size(base)
 
-        layouts: list[Layout] = []
+        layouts: list[RatedLayout] = []
         for shortest, shape in self._list_shapes(base):
             # The remaining shapes are slower, even if their other messages took no time.
             limit = math.inf
@@ -119,11 +119,11 @@ class LayoutSearch:
             layouts.sort(key=lambda layout: (layout.seconds, layout.memory))
         return layouts[:count]
 
-    def _search_shape(self, base: Config, shape: _Shape, limit: float) -> list[Layout]:
+    def _search_shape(self, base: Config, shape: _Shape, limit: float) -> list[RatedLayout]:
         """Return the layouts of a shape that fit and may take less than `limit` seconds: the
         smallest CP that needs no recomputation, and those below it with recomputation.
         """
-        layouts: list[Layout] = []
+        layouts: list[RatedLayout] = []
         stages: list[list[MetaChunk]] = []
         for cp_size in self._list_context_sizes():
             needs_recomputation = True
@@ -286,7 +286,7 @@ class LayoutSearch:
             command_line = " ".join([*words, flags]).strip()
             yield command_line, sizes | switches | changes
 
-    def _make_layout(self, flags: str, config: Config, plan: RunPlan) -> Layout:
+    def _make_layout(self, flags: str, config: Config, plan: RunPlan) -> RatedLayout:
         """Return a layout with the estimates of its slowest stage and of the most bytes sent."""
         seconds = 0.0
         traffic = 0.0
@@ -295,7 +295,7 @@ class LayoutSearch:
             sent_by_stage = sum(axis.wire for axis in stage.traffic.values())
             seconds = max(seconds, seconds_of_stage)
             traffic = max(traffic, sent_by_stage)
-        return Layout(flags, seconds, plan.largest, plan.bubble, traffic)
+        return RatedLayout(flags, seconds, plan.largest, plan.bubble, traffic)
 
 
 def _list_powers(largest: int) -> list[int]:

@@ -69,7 +69,7 @@ class MetaBuffer:
         return self.numel * self.itemsize + self.scale_bytes
 
 
-class StoredParameter(NamedTuple):
+class SizedParameter(NamedTuple):
     """A parameter in a checkpoint: key, optimizer group, and whether it contains experts."""
 
     key: str
@@ -80,7 +80,7 @@ class StoredParameter(NamedTuple):
 class StoredElements(NamedTuple):
     """Number of elements of a stored parameter: of the whole model, and of one chunk."""
 
-    parameter: StoredParameter
+    parameter: SizedParameter
     num_whole: int
     num_local: int
 
@@ -105,7 +105,7 @@ class MetaChunk:
             assert isinstance(entry.local, nn.Parameter)
             info = param_info(entry.local)
             spec = ParamSpec(key, entry.global_shape, info)
-            parameter = StoredParameter(key, spec.group, info.sharding.is_expert)
+            parameter = SizedParameter(key, spec.group, info.sharding.is_expert)
             num_local = sum(box.tensor.numel() for box in entry.boxes)
             counts.append(StoredElements(parameter, spec.numel, num_local))
         return counts
@@ -226,12 +226,12 @@ def _count_scale_bytes(config: TransformerConfig, specs: Sequence[ParamSpec]) ->
 def count_stored_elements(
     chunks: Iterable[MetaChunk],
     whole: bool = True,
-) -> Counter[StoredParameter]:
+) -> Counter[SizedParameter]:
     """Return the number of elements of every stored parameter; each parameter is counted once.
 
     Counts whole parameters, or, with `whole` False, only the boxes of these chunks.
     """
-    sizes: Counter[StoredParameter] = Counter()
+    sizes: Counter[SizedParameter] = Counter()
     for chunk in chunks:
         for parameter, num_whole, num_local in chunk.stored:
             # Assigned, not added: both copies of a tied embedding have one key.

@@ -21,7 +21,7 @@ from megatron.core.terminal import select_unit
 from megatron.planning.meta_model import (
     FP32,
     MetaChunk,
-    StoredParameter,
+    SizedParameter,
     build_meta_chunks,
     count_stored_elements,
 )
@@ -237,7 +237,7 @@ def plan_stages(
     )
 
 
-def _count_idle_parameters(config: Config, sizes: Mapping[StoredParameter, int]) -> int:
+def _count_idle_parameters(config: Config, sizes: Mapping[SizedParameter, int]) -> int:
     """Return the number of parameters in experts that are not chosen for a token."""
     model = config.model
     if not model.has_experts:
@@ -285,8 +285,8 @@ def _plan_stage(
     )
 
     # Checkpoint. All ranks that hold the same boxes share writing them.
-    dense: dict[StoredParameter, int] = {}
-    experts: dict[StoredParameter, int] = {}
+    dense: dict[SizedParameter, int] = {}
+    experts: dict[SizedParameter, int] = {}
     for parameter, numel in count_stored_elements(chunks, whole=False).items():
         group = experts if parameter.is_expert else dense
         group[parameter] = numel
@@ -451,7 +451,7 @@ def _count_average_bytes(config: Config) -> int:
     return FP32
 
 
-def _count_checkpoint_bytes(config: Config, sizes: Mapping[StoredParameter, int]) -> int:
+def _count_checkpoint_bytes(config: Config, sizes: Mapping[SizedParameter, int]) -> int:
     """Return the bytes of weights, their average, and optimizer state in a checkpoint.
 
     The optimizer state of a checkpoint always contains main parameters.

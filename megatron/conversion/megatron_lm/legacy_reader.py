@@ -26,7 +26,7 @@ from megatron.conversion.megatron_lm.legacy_foreign import (
     join_foreign,
 )
 from megatron.conversion.megatron_lm.optimizer_state import (
-    BucketPlan,
+    BufferPlan,
     PieceTable,
     compute_bucket_size,
     count_elements,
@@ -320,7 +320,7 @@ class LegacySource:
                 plan = unaligned
             self._add_buffer(states, path, plan)
 
-    def _add_buffer(self, states: Mapping[str, Any], path: Path, plan: BucketPlan) -> None:
+    def _add_buffer(self, states: Mapping[str, Any], path: Path, plan: BufferPlan) -> None:
         """Add the flat tensors of one chunk: one tensor for each optimizer state."""
         num_elements = states["numel_unpadded"]
         if plan.size != num_elements:

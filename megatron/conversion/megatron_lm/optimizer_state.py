@@ -60,7 +60,7 @@ class Placed(NamedTuple):
 
 
 @dataclass(frozen=True)
-class BucketPlan:
+class BufferPlan:
     """Places of the parameters of one chunk, and the unpadded size of each bucket."""
 
     placed: list[Placed]
@@ -108,7 +108,7 @@ def split_by_optimizer(
 
 def plan_buckets(
     parameters: Sequence[LocalParameter], bucket_size: int | None, alignment: int = ALIGNMENT
-) -> BucketPlan:
+) -> BufferPlan:
     """Return the place of each parameter in the buckets of a chunk.
 
     A bucket is closed once it has `bucket_size` elements; None means no limit. Parameters start at
@@ -132,7 +132,7 @@ def plan_buckets(
             end = 0
     if end:
         sizes.append(end)
-    return BucketPlan(placed, sizes)
+    return BufferPlan(placed, sizes)
 
 
 def fit_buckets(

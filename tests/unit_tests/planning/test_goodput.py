@@ -6,15 +6,15 @@ import pytest
 
 from megatron.planning.goodput import (
     Failure,
-    Tier,
+    SaveTier,
     choose_intervals,
     draw_failures,
     simulate_run,
 )
 from megatron.planning.save_intervals import find_best_interval
 
-PERSISTENT = Tier("--save-interval", interval=10, blocking=1.0, total=4.0, loading=3.0)
-LOCAL = Tier("--non-persistent-save-interval", interval=4, blocking=1.0, total=2.0, loading=1.0)
+PERSISTENT = SaveTier("--save-interval", interval=10, blocking=1.0, total=4.0, loading=3.0)
+LOCAL = SaveTier("--non-persistent-save-interval", interval=4, blocking=1.0, total=2.0, loading=1.0)
 
 
 def simulate(tiers, failures, duration):
@@ -50,7 +50,7 @@ def test_failure_during_a_blocking_save():
 
 
 def test_next_save_waits_for_the_previous_one():
-    slow = Tier("--save-interval", interval=2, blocking=1.0, total=6.0, loading=0.0)
+    slow = SaveTier("--save-interval", interval=2, blocking=1.0, total=6.0, loading=0.0)
     # Saves begin at 7 and, instead of at 10, at 13.
     assert simulate([slow], [], 14.0) == (4, 0, 5, 5)
 
@@ -69,7 +69,7 @@ def test_lost_node_continues_from_the_persistent_tier():
 def test_goodput_follows_the_exponential_failure_law(interval, blocking, mtbf):
     """Mean time per interval of training, with failures during saves and restarts (Daly 2006)."""
     restart = 20.0
-    tier = Tier("--save-interval", interval, blocking, total=blocking, loading=0.0)
+    tier = SaveTier("--save-interval", interval, blocking, total=blocking, loading=0.0)
     duration = 20_000 * mtbf
     failures = list(draw_failures(duration, mtbf, 10 * mtbf))
     spent = simulate_run([tier], 1.0, restart, failures, duration)
@@ -78,7 +78,7 @@ def test_goodput_follows_the_exponential_failure_law(interval, blocking, mtbf):
 
 
 def test_chosen_interval_is_that_of_daly():
-    tier = Tier("--save-interval", 1, 2.0, total=2.0, loading=0.0)
+    tier = SaveTier("--save-interval", 1, 2.0, total=2.0, loading=0.0)
     duration = 5_000 * 1000.0
     failures = list(draw_failures(duration, 1000.0, 1e9))
     (chosen,) = choose_intervals([tier], 1.0, 20.0, failures, duration)
