@@ -25,7 +25,7 @@ from megatron.training.run import Batch, Loss, Run, build_run, forward_backward
 from pretrain_gpt import forward_step, model_provider
 from tests.functional_tests.test_dropped_collectives import SKIPPED, TWICE, find_site
 from tests.functional_tests.test_layout_equivalence import get_seeds, is_applicable
-from tests.support.layout_cases import FEATURES, LAYOUTS, Model, flags_of, make_model
+from tests.support.layout_cases import FEATURES, LAYOUTS, Model, flags_of, has_experts, make_model
 from tests.support.sharding_types import (
     REPLICATED,
     UNDEFINED,
@@ -228,22 +228,28 @@ def test_missing_collective_is_noticed_by_types(case):
             assert mutate(model, layout, site, TWICE), site
 
 
-# Mutations that types do not notice, by function; test_dropped_collectives.py notices them.
-BY_NUMBERS: dict[str, str] = {}
+# Mutations that only numbers notice (test_dropped_collectives.py), by function
+BY_NUMBERS = {"gather_tokens": "which tokens an expert drops depends on the values of all ranks"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", AXES)
+@pytest.mark.parametrize("layout", ["tp2", "sp2", "dp2", "cp2_heads"])
 def test_mutations_are_noticed_by_types_or_numbers(layout):
-    """Print what notices each mutation (pytest -s)."""
+    """Print what notices each mutation (pytest -s).
+
+    With experts that are split over the ranks of an axis, sums of varying values are permitted, so
+    that types notice less; such models are left to the numbers.
+    """
     unexpected = []
     checked = set()
     for model in select(layout, None):
+        if layout in SPLIT_EXPERTS and has_experts(model):
+            continue
         for site, method in list_sites(model, layout).items():
             if site in checked:
                 continue
             checked.add(site)
-            for mutation in (SKIPPED, TWICE) if method[-6:] == "reduce" else (SKIPPED,):
+            for mutation in (SKIPPED, TWICE) if method.endswith("reduce") else (SKIPPED,):
                 is_noticed = bool(mutate(model, layout, site, mutation))
                 print(f"{layout}: {site} {mutation}: {'types' if is_noticed else 'numbers'}")
                 if not is_noticed and not any(name in site for name in BY_NUMBERS):

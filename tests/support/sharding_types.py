@@ -58,6 +58,7 @@ PARTIAL = Type("partial")
 MAXIMUM = Type("partial maximum")
 VARYING = Type("varying")
 OFFSET = Type("offset")  # indices relative to the first row of the rank
+LOOKED_UP = Type("looked up")  # from a shard: right on the rank that has the row
 MASK = Type("mask")
 UNDEFINED = Type("undefined")
 
@@ -362,7 +363,7 @@ class Checker(TorchDispatchMode):
         if name in ("masked_fill", "masked_fill_"):
             value = args[2]
             is_zero = not isinstance(value, Tensor) and value == 0
-            if kinds[1] == MASK and is_zero and kinds[0] != OFFSET and kinds[0].name != "sharded":
+            if kinds[1] == MASK and is_zero and kinds[0] in (REPLICATED, LOOKED_UP):
                 return PARTIAL
             if kinds[0] == PARTIAL and kinds[1] == REPLICATED and is_zero:
                 return PARTIAL
@@ -570,11 +571,15 @@ class Checker(TorchDispatchMode):
     ) -> Type:
         if name == "embedding":
             base, indices = args[0], args[1]
+            if of(base).name == "sharded" and of(indices) == VARYING:
+                return LOOKED_UP
             return self._look_up(of(base), 0, of(indices), indices.dim(), 0)
         if name == "embedding_dense_backward":
             gradient, indices = of(args[0]), of(args[1])
-            if VARYING in (gradient, indices):
+            if indices == VARYING and gradient != VARYING:
                 return sharded(0)  # rows of this rank
+            if VARYING in (gradient, indices):
+                return VARYING
             return PARTIAL if indices.name == "sharded" else gradient
         if name == "index_select":
             kind = of(args[0])
@@ -583,6 +588,8 @@ class Checker(TorchDispatchMode):
         if name == "gather":
             base, indices = of(args[0]), of(args[2])
             dim = args[1] % args[0].dim()
+            if base.name == "sharded" and base.dim == dim and indices == VARYING:
+                return LOOKED_UP
             if VARYING in (base, indices):
                 return VARYING
             if base.name == "sharded" and base.dim == dim:
@@ -601,6 +608,8 @@ class Checker(TorchDispatchMode):
             base = of(args[0])
             if base != UNDEFINED:
                 return base
+            if of(args[2]) == VARYING:
+                return VARYING
             if VARYING in kinds:
                 return sharded(0)
             return PARTIAL if any(kind.name == "sharded" for kind in kinds) else of(args[2])
