@@ -342,11 +342,20 @@ def convert_there_and_back(directory: Path, target: Path, *options: str) -> None
     )
 
 
+def check_layouts(python: Path, work: Path) -> None:
+    """Print which layouts of megatron-core differ from one process, next to those of ours."""
+    for layout in CORE_LAYOUTS:
+        program = (*torchrun(1 if layout == "one" else 2), HERE / "megatron_core_layouts.py")
+        run(python, *program, work, layout, quiet=True)
+    run(OURS, "-m", "tests.interop.layout_table", work)
+
+
 def torchrun(ranks: int) -> list[str]:
     return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
 
 
 TRANSFORMER_ENGINE = ("2.8.0", "2.13.0", "2.20.2")
+CORE_LAYOUTS = ("one", "tp2", "tp2_sp", "pp2", "cp2", "dp2", "ep2", "tp2_sp_ep2")
 MEGATRON_CORE_MODELS = (
     "llama",
     "llama-bf16",
@@ -403,6 +412,9 @@ PEERS = {
     ),
     "megatron-core-0.19": Peer(
         ("torch==2.13.0", "numpy", "megatron-core==0.19.2"), check_megatron_core, (3, 12)
+    ),
+    "megatron-core-layouts": Peer(
+        ("torch==2.13.0", "numpy", "megatron-core==0.19.2"), check_layouts, (3, 12)
     ),
     "checkpointer": Peer(
         ("torch==2.13.0", "numpy", "xxhash", "setuptools", "megatron-core==0.16.1"),
