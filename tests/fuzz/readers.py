@@ -9,6 +9,7 @@ import os
 import shutil
 import socket
 import sys
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,8 +18,10 @@ import sentencepiece
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from torch import nn
 
 import pretrain_gpt
+from megatron.checkpointer import Checkpointer
 from megatron.conversion.convert import convert
 from megatron.conversion.huggingface.directory_writer import write_huggingface
 from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
@@ -94,6 +97,15 @@ def read_checkpoint(case: Case) -> None:
         with_state = saver == "hf" and case.rng.random() < 0.5
         extra = ["--save-optim-sidecar"] if with_state else []
         run_convert(case.source, case, saver, "--workers", "1", *extra)
+
+
+def read_experts(case: Case) -> None:
+    """Read a checkpoint with experts, which a universal one cannot contain."""
+    saver = case.rng.choice(("digest", "torch_dist", "legacy", "hf"))
+    if saver == "digest":
+        run_inspect("digest", str(case.source), "--quiet")
+    else:
+        run_convert(case.source, case, saver, "--workers", "1")
 
 
 def verify_checkpoint(case: Case) -> None:
@@ -247,6 +259,29 @@ def read_lineages(case: Case) -> None:
     run_inspect("show", str(case.source))
 
 
+def choose_checkpoint(case: Case) -> None:
+    """Print which checkpoint a launch would start from."""
+    directory = str(case.source)
+    run_inspect("choose", "--load", directory, "--save", directory)
+
+
+def train_in_plain_pytorch(case: Case) -> None:
+    """Load a checkpoint of `Checkpointer`, read an object of it, and continue."""
+    model, optimizer, scheduler = build_plain_model()
+
+    def main() -> None:
+        try:
+            with Checkpointer(case.source, model, optimizer, scheduler=scheduler) as checkpointer:
+                checkpointer.read_object("scheduler")
+                checkpointer.load()
+            optimizer.step()
+            scheduler.step()
+        except (ValueError, OSError) as error:
+            sys.exit(f"error: {error}")
+
+    run_main(["train"], main)
+
+
 def report_run(case: Case) -> None:
     """Draw the page of a run, or plan with its measured speed."""
     if case.rng.random() < 0.6:
@@ -280,6 +315,33 @@ def read_markers(case: Case) -> None:
 
 
 # Valid inputs
+
+
+def build_plain_model() -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.StepLR]:
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2)
+
+
+def build_plain_run(root: Path) -> None:
+    model, optimizer, scheduler = build_plain_model()
+    with Checkpointer(root, model, optimizer, scheduler=scheduler, save_interval=1) as checkpointer:
+        for step in range(checkpointer.load(), 2):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            scheduler.step()
+            checkpointer.step(step)
+        checkpointer.finish()
+
+
+def build_unpacked(archive: str) -> Callable[[Path], None]:
+    def build(root: Path) -> None:
+        with tarfile.open(GOLDEN / f"{archive}.tar.xz") as content:
+            content.extractall(root.with_name("unpacked"), filter="data")
+        (only,) = root.with_name("unpacked").iterdir()
+        only.rename(root)
+
+    return build
 
 
 def build_golden(path: str) -> Callable[[Path], None]:
@@ -389,7 +451,7 @@ def build_tiktoken(root: Path) -> None:
 
 
 def build_run(root: Path) -> None:
-    """A run with two checkpoints, their lineages, and records of two starts."""
+    """A run with its name, two checkpoints, their lineages, and records of two starts."""
     build_converted("torch_dist")(root)
     (only,) = root.glob("iter_*")
     other = root / "iter_0000010"
@@ -398,6 +460,7 @@ def build_run(root: Path) -> None:
     first = Lineage((Segment(1, 7, "a" * 16),), origin, "job")
     (only / "lineage.json").write_bytes(first.encode(None))
     (other / "lineage.json").write_bytes(first.descend(Segment(2, 10, "b" * 16), "job").encode(7))
+    (root / ".run").write_text("0123456789abcdef")
     (root / "runs").mkdir()
     for number, iteration in ((1, 0), (2, 7)):
         rows = build_records(1000.0 * number, iteration)
@@ -451,6 +514,7 @@ BASES: dict[str, Callable[[Path], None]] = {
         MEGATRON.format("0.12.0", "torch_dist_fully_sharded_model_space")
     ),
     "megatron legacy": build_golden(MEGATRON.format("0.16.1", "legacy")),
+    "fsdp": build_unpacked("megatron_fsdp/mixtral_fp32"),
     "bridge": build_golden("bridge_0.6.2/llama_fp32/checkpoint"),
     "data": build_data_set,
     "text": build_text,
@@ -460,8 +524,9 @@ BASES: dict[str, Callable[[Path], None]] = {
     "tiktoken": build_tiktoken,
     "run": build_run,
     "markers": build_markers,
+    "plain": build_plain_run,
 }
-SLOW_BASES = ("megatron", "megatron 0.12", "megatron legacy")  # written by four ranks
+SLOW_BASES = ("megatron", "megatron 0.12", "megatron legacy", "fsdp")  # with many tensors
 
 READERS = {
     "hf index": Reader("hf", {"model.safetensors.index.json": damaged_json}, read_checkpoint),
@@ -522,9 +587,26 @@ READERS = {
         {"*/zero/*.pt": damaged_archive, "*/zero/*/*.pt": damaged_archive},
         read_checkpoint,
     ),
+    "fsdp": Reader("fsdp", {"iter_*/.metadata": damaged_pickle, "iter_*/__*": None}, read_experts),
+    "plain": Reader(
+        "plain",
+        {
+            "iter_*/.metadata": damaged_pickle,
+            "iter_*/common.pt": damaged_archive,
+            "iter_*/*.distcp": None,
+            "latest_*": None,
+        },
+        train_in_plain_pytorch,
+        changes_source=True,  # takes the run over
+    ),
     "bridge config": Reader("bridge", {"iter_*/run_config.yaml": damaged_yaml}, read_checkpoint),
     "bridge state": Reader("bridge", {"iter_*/train_state.pt": damaged_archive}, read_checkpoint),
     "lineage": Reader("run", {"iter_*/lineage.json": damaged_json}, read_lineages),
+    "choice": Reader(
+        "run",
+        {"iter_*/lineage.json": damaged_json, ".run": None, "latest_*": None},
+        choose_checkpoint,
+    ),
     "records": Reader("run", {"runs/*.jsonl": damaged_lines}, report_run),
     "markers": Reader(
         "markers", {"iter_*/.done-*": damaged_checksums, "iter_*/__*": None}, read_markers

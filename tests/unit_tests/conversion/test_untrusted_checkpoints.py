@@ -7,15 +7,19 @@ from pathlib import Path
 
 import pytest
 import safetensors.torch
+import torch
 
 from megatron.conversion.convert import convert
 from megatron.conversion.deepspeed.universal_writer import write_universal
 from megatron.conversion.huggingface.directory_writer import write_huggingface
+from megatron.conversion.huggingface.tokenizer import ExportedTokenizer, copy_processor
 from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
-from megatron.conversion.options import ReadOptions, WriteOptions
+from megatron.conversion.options import EditOptions, ReadOptions, WriteOptions
 from megatron.core.dist_checkpointing import CheckpointError
+from megatron.core.run_checkpoint.keys import PROCESSOR_FILES
 from megatron.core.run_checkpoint.source import TrainingState
 from megatron.core.safe_files.schema import plausible
+from tests.support.limited_process import run_limited
 from tests.support.memory_source import LLAMA_ARGS, random_source
 
 SECRET = "-----BEGIN OPENSSH PRIVATE KEY-----\nb3BlbnNzaC1rZXk\n-----END OPENSSH PRIVATE KEY-----\n"
@@ -325,3 +329,72 @@ def test_foreign_tensors_without_elements_are_copied(tmp_path: Path) -> None:
     with safetensors.safe_open(tmp_path / "out/model.safetensors", "pt") as file:
         assert file.get_slice("foreign.wide").get_shape() == [0, 2**52]
         assert file.get_slice("foreign.long").get_shape() == [2**50, 0]
+
+
+# Files next to a model: adapters, and the processor of --keep-foreign CHECKPOINT.
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_files_of_an_adapter_are_regular_and_inside(
+    name: str, kind: str, model: Path, tmp_path: Path
+) -> None:
+    module = "base_model.model.model.layers.0.mlp.up_proj"
+    tensors = {
+        f"{module}.lora_A.weight": torch.ones(3, 32),
+        f"{module}.lora_B.weight": torch.ones(48, 3),
+    }
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    config = {"peft_type": "LORA", "r": 3, "lora_alpha": 6}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    safetensors.torch.save_file(tensors, adapter / "adapter_model.safetensors")
+    options = WriteOptions(edits=EditOptions(adapters=(adapter,)))
+    convert(model, tmp_path / "intact", "hf", options=options)
+
+    (adapter / name).rename(tmp_path / "secret")
+    if kind == "link":
+        (adapter / name).symlink_to(tmp_path / "secret")
+    else:
+        os.mkfifo(adapter / name)
+    message = f"{name} is a link to" if kind == "link" else f"not a regular file|has no {name}"
+    with pytest.raises(CheckpointError, match=message):
+        convert(model, tmp_path / "out", "hf", options=options)
+
+
+@pytest.mark.parametrize("name", PROCESSOR_FILES)
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_processor_files_of_another_checkpoint_are_regular_and_inside(
+    name: str, kind: str, tmp_path: Path
+) -> None:
+    (tmp_path / "secret.json").write_text('{"password": 1}')
+    original = tmp_path / "original"
+    original.mkdir()
+    (tmp_path / "out").mkdir()
+    if kind == "link":
+        (original / name).symlink_to(tmp_path / "secret.json")
+    else:
+        os.mkfifo(original / name)
+    message = f"{name} is {'a link to' if kind == 'link' else 'not a regular file'}"
+    with pytest.raises(CheckpointError, match=message):
+        copy_processor(ExportedTokenizer({}, [], []), original, tmp_path / "out")
+    assert not list((tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize("saver", ["torch_dist", "legacy", "hf"])
+def test_implausible_layouts_in_arguments_need_no_time(saver: str, tmp_path: Path) -> None:
+    """The layout that a run had is not the one that is written."""
+    axes = ("tensor", "pipeline", "expert")
+    layout = {f"{axis}_model_parallel_size": 100_000 for axis in axes}
+    source = random_source(LLAMA_ARGS | layout | {"world_size": 10**10}, optimizer=False)
+    write_torch_dist(source, tmp_path / "run")
+
+    def attempt() -> str:
+        try:
+            convert(tmp_path / "run", tmp_path / "out", saver)
+        except ValueError as error:
+            return f"error: {error}"
+        return "converted"
+
+    result = run_limited(attempt, memory=1 << 30, seconds=20)
+    assert result == "converted" or result.startswith("error: "), result

@@ -359,6 +359,23 @@ def test_invalid_arguments(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cut.gz", "in.jsonl"]
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_regular_expression_of_a_tokenizer_that_takes_too_long_is_an_error(tmp_path, workers):
+    """Its library, in Rust, gives up after ten million steps, with an error of its own kind."""
+    pipeline = Pipeline(models.WordLevel({"a": 0, "</s>": 1}, unk_token="a"))
+    pipeline.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
+    pipeline.save(str(tmp_path / "tokenizer.json"))
+    texts = [{"text": text} for text in ("a a", "a" * 40 + "!", "a")]
+    path = write_json(tmp_path / "in.jsonl", texts)
+    flags = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model"]
+    flags += [tmp_path / "tokenizer.json", "--input", path, "--output-prefix", tmp_path / "out"]
+    with pytest.raises(
+        SystemExit, match=r"in\.jsonl:2: the tokenizer failed: PanicException: Onig"
+    ):
+        main([*map(str, flags), "--workers", str(workers)])
+    assert not list(tmp_path.glob("out*"))
+
+
 def start(tmp_path):
     """A run in a process of its own that reads from a pipe which never ends."""
     os.mkfifo(tmp_path / "pipe.jsonl")
