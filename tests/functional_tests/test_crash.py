@@ -1,7 +1,7 @@
 """Runs that are killed at any moment restart from a complete checkpoint and end bitwise like an
 undisturbed run.
 
-`pytest --run-slow tests/functional_tests/test_crash.py` kills 200 times, without it 20 times.
+`pytest --run-slow tests/functional_tests/test_crash.py` kills 200 times, without it 12 times.
 """
 
 import contextlib
@@ -120,7 +120,7 @@ def run(launcher, root, kills, world_size, layout, interval, victims, seed):
 
 
 def test_random_kills_of_one_process(launcher, tmp_path):
-    run(launcher, tmp_path, 2 * len(MOMENTS), 1, "", 1, [[0]], 1)
+    run(launcher, tmp_path, len(MOMENTS) + 1, 1, "", 1, [[0]], 1)
 
 
 def test_random_kills_of_one_or_all_ranks(launcher, tmp_path):
