@@ -18,7 +18,7 @@ from tests.support.training_harness import (
 from tests.unit_tests.conversion.convert_tool import run_convert
 
 DECAY = 0.9
-RUN = f"--mock-data --train-iters 4 --ema-decay {DECAY} "
+RUN = f"--mock-data --train-iters 4 --num-layers 2 --ema-decay {DECAY} "
 MOE = f"{LLAMA} --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 "
 EP2 = (2, f"--expert-model-parallel-size 2 {DISTRIBUTED_OPTIMIZER}")
 SINGLE = (1, "")
@@ -156,7 +156,7 @@ def test_formats_without_a_place_for_the_average_report_it(pool, tmp_path):
 
 def test_torch_dist_keeps_the_average(pool, tmp_path):
     """Also when layers are stacked or selected, and back."""
-    launch(pool, SINGLE, f"{LLAMA} --save {tmp_path / 'run'}")
+    launch(pool, SINGLE, f"{LLAMA} --num-layers 4 --save {tmp_path / 'run'}")
     convert = ("--saver", "torch_dist", "--verify-target")
     steps = {"stacked": ("run", "--stacked-layers"), "plain": ("stacked",)}
     for name, (source, *flags) in steps.items():
@@ -181,7 +181,7 @@ def test_torch_dist_keeps_the_average(pool, tmp_path):
 
 def test_average_starts_from_loaded_weights(pool, tmp_path):
     """From a checkpoint without an average, and for a new run; an unused one is reported."""
-    run = f"--mock-data --train-iters 4 {LLAMA}"
+    run = f"--mock-data --train-iters 4 --num-layers 2 {LLAMA}"
     pool.run(train, 1, f"{run} --save {tmp_path / 'without'} --exit-interval 2")
     loaded = whole(launch(pool, SINGLE, f"{LLAMA} --load {tmp_path / 'without'} --skip-train"))
     for key, value in loaded.items():
