@@ -164,7 +164,7 @@ def _build_extra_states(source: Source) -> ShardedStateDict:
             key = make_hybrid_key(entry.key)
         renamed[key] = ShardedObject(key, entry.value)
     if isinstance(source, HybridLayers):
-        renamed[_HEAD_STATE] = ShardedObject(None)
+        renamed[_HEAD_STATE] = ShardedObject(_HEAD_STATE, None)
     return renamed
 
 
