@@ -162,7 +162,9 @@ def find_core() -> set[str]:
     to_visit = ["pretrain_gpt"]
     while to_visit:
         module = to_visit.pop()
-        if module in core or module not in paths:
+        # A function imports the layers of Transformer Engine if a flag requests them.
+        is_optional = is_inside(module, "megatron.core.transformer.transformer_engine")
+        if module in core or module not in paths or is_optional:
             continue
         core.add(module)
         # An imported name may be that of a module, or of an object in it.
@@ -187,7 +189,7 @@ def test_core_is_small():
         nodes += sum(1 for _ in ast.walk(ast.parse(path.read_text())))
     assert "megatron.training.training" in core
     assert len(core) <= 151
-    assert nodes <= 192_500
+    assert nodes <= 193_500
 
 
 def find_cycle(graph: dict[str, set[str]]) -> list[str] | None:
