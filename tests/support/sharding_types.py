@@ -606,10 +606,11 @@ class Checker(TorchDispatchMode):
         kinds = [of(index) for index in indices]
         if name == "index_put_":
             base = of(args[0])
+            adds = len(args) > 3 and args[3]
+            if adds and of(args[2]) == VARYING:
+                return VARYING
             if base != UNDEFINED:
                 return base
-            if of(args[2]) == VARYING:
-                return VARYING
             if VARYING in kinds:
                 return sharded(0)
             return PARTIAL if any(kind.name == "sharded" for kind in kinds) else of(args[2])
