@@ -795,8 +795,8 @@ def run_residual_norm_backward(
 
 
 def _count_norm_warps(size: int) -> int:
-    """Return the warps of a program, whose threads have at least 8 elements of a row each."""
-    return min(16, max(1, size // 256))
+    """Return the warps of a program, a power of 2; each thread has 8 elements of a row or more."""
+    return min(16, max(1, triton.next_power_of_2(size) // 256))
 
 
 def _count_norm_programs(device: torch.device) -> int:

@@ -300,6 +300,12 @@ def test_residual_norm_equals_autograd(shape, branch, dtype, norm):
         assert_close(alone, wide.grad - dtotal.double(), dtype, scale=8)
 
 
+def test_norms_of_any_size_have_a_power_of_2_of_warps():
+    """The interpreter ignores the number, which Triton's launcher checks."""
+    counts = {size: kernels._count_norm_warps(size) for size in (1, 1001, 2048, 3072, 5120, 16384)}
+    assert counts == {1: 1, 1001: 4, 2048: 8, 3072: 16, 5120: 16, 16384: 16}
+
+
 def test_residual_norm_of_strided_tensors():
     x, branch, dy = (torch.randn(6, 40, 3).transpose(1, 2) for _ in range(3))
     options = (1e-5, False, False)
