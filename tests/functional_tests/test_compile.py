@@ -15,7 +15,19 @@ RUNS = {
     "gpt2 with dropout": (1, GPT2 + "--hidden-dropout 0.1 --attention-dropout 0.1 "),
     "norms of heads, window": (1, LLAMA + "--qk-layernorm --window-size 5,0 --rotary-percent 0.5 "),
     "full recomputation, evaluated": (1, LLAMA + FULL + "--eval-iters 1 --eval-interval 2 "),
-    "selective recomputation": (1, LLAMA + "--recompute-granularity selective "),
+    "selective recomputation": (
+        1,
+        LLAMA + "--recompute-granularity selective --recompute-modules core_attn mlp ",
+    ),
+    "experts": (
+        1,
+        LLAMA + "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss "
+        "--moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.001 ",
+    ),
+    "experts on two ranks": (
+        2,
+        LLAMA + "--num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2 ",
+    ),
     "tensor parallel": (2, LLAMA + "--tensor-model-parallel-size 2 --sequence-parallel "),
     "pipeline": (
         2,
@@ -27,8 +39,8 @@ RUNS = {
 }
 
 
-# Runs whose attention or recomputation is not traced
-BROKEN_GRAPHS = ("context parallel, ring", "context parallel, heads", "selective recomputation")
+# Runs whose exchanges in attention, or of the tokens of experts, are not traced
+BROKEN_GRAPHS = ("context parallel, ring", "context parallel, heads", "experts on two ranks")
 
 
 def outcome(rank, world_size, flags):

@@ -75,7 +75,7 @@ def compute_linear_weight_grad(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor 
     if main_grad.dtype == x.dtype:
         # Product and sum in one kernel, which requires the same dtype.
         main_grad.addmm_(dy.t(), x, beta=beta)
-    elif x.is_cuda and HAS_MIXED_ADDMM and not torch.compiler.is_compiling():
+    elif x.is_cuda and HAS_MIXED_ADDMM:
         # The same for an fp32 sum of products of half precision, which are not rounded.
         torch.addmm(main_grad, dy.t(), x, out_dtype=main_grad.dtype, beta=beta, out=main_grad)
     elif is_stale:

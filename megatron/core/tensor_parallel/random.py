@@ -64,15 +64,18 @@ class TensorParallelRng:
 
 def checkpoint(
     function: Callable[..., Any],
-    rng: TensorParallelRng,
+    rng: TensorParallelRng | None,
     *args: Any,
     by: Callable[..., Any] = torch_checkpoint,
 ) -> Any:
     """Return `function(*args)` without keeping its activations.
 
     The backward pass computes it again, with the same random numbers. `by` overrides torch's
-    checkpoint, and has its signature.
+    checkpoint, and has its signature. Graphs of --compile contain the call if `rng` is None, for
+    functions that do not draw from it.
     """
+    if rng is None:
+        return by(function, *args, use_reentrant=False)
     # torch restores its default generators itself, but does not know this stream.
     state = rng.get_state()
     calls = 0

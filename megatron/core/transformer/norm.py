@@ -202,7 +202,7 @@ class Normalization:
     def add_and_normalize(
         self, hidden: Tensor, branch: Tensor | None, weight: Tensor | None, bias: Tensor | None
     ) -> tuple[Tensor, Tensor] | None:
-        """Return `hidden + branch` and its norm from one kernel, or None if there is no kernel.
+        """Return `hidden + branch` and its norm from one kernel, or None without a kernel.
 
         The gradients of both are added in the kernel of the backward pass, also without a `branch`.
         """

@@ -175,7 +175,8 @@ class TransformerLayer(MegatronModule):
         module = "moe" if self.has_experts else "mlp"
         if self.config.recomputes(module) and self.training:
             spec = select_layer_spec(self.config)
-            return spec.checkpoint(self.mlp, self.placement.rng, hidden_states)
+            # Without a stream of random numbers, because an MLP does not have dropout.
+            return spec.checkpoint(self.mlp, None, hidden_states)
         return self.mlp(hidden_states)
 
     def _scale_and_drop(self, branch: Tensor) -> Tensor:

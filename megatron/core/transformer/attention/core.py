@@ -164,7 +164,8 @@ class CoreAttention(MegatronModule):
             # Not the backend's checkpoint, which also repeats fp8 quantization: there is none here,
             # and in Transformer Engine every repetition ends with a reduction of the maxima of all
             # modules and advances their histories.
-            context: Tensor = checkpoint(self._attend, self.rng, query, key, value, documents)
+            rng = self.rng if self.config.attention_dropout > 0 else None
+            context: Tensor = checkpoint(self._attend, rng, query, key, value, documents)
             return context
         return self._attend(query, key, value, documents)
 

@@ -132,7 +132,7 @@ class TENorm(Norm):
         return normed
 
 
-def te_checkpoint(function: Callable[..., Any], rng: TensorParallelRng, *args: Any) -> Any:
+def te_checkpoint(function: Callable[..., Any], rng: TensorParallelRng | None, *args: Any) -> Any:
     """Checkpoint activations, including the fp8 state that Transformer Engine must restore."""
     return tensor_parallel.checkpoint(function, rng, *args, by=te.checkpoint)
 
