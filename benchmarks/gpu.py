@@ -177,6 +177,7 @@ VARIANTS = {
     "eager, torch kernels": _TORCH_KERNELS,
     "eager, no SwiGLU kernel": ["--no-bias-swiglu-fusion"],
     "eager, no rotation kernel": ["--no-rope-fusion"],
+    "eager, no norm kernel": ["--no-bias-dropout-fusion"],
     "compile": ["--compile"],
     "apex": ["--optimizer-impl", "apex", "--norm-impl", "apex"],
     "te": _TE,
@@ -740,8 +741,8 @@ def measure_our_saves(shape: Shape, directory: Path, device: str, report: Report
         f"{result['gigabytes_per_second']:.2f} GB/s"
     )
     report.add(
-        f"  ours: cost per save: {result['cost_ms']:.1f} ms, {result['logged_ms']:.1f} ms by the "
-        f"log, of which {result['waited_ms']:.1f} ms waiting for the end of a save"
+        f"  ours: cost per save: {result['cost_ms']:.1f} ms with a standard error of "
+        f"{result['cost_error_ms']:.1f} ms, {result['logged_ms']:.1f} ms by the log, of which {result['waited_ms']:.1f} ms waiting for the end of a save"
     )
 
 

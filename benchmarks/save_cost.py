@@ -5,7 +5,8 @@
 After 30 iterations to warm up, 4 windows of 15 iterations that begin with a save take turns with 4
 windows without one. The cost of a save is the difference of the times of both, divided by the
 number of saves; each must end within its window. The last line of the output is a JSON object with
-this cost and the one that the run has logged, both in ms, the bytes of a save and their throughput.
+this cost, its standard error, and the cost that the run has logged, all in ms, the bytes of a save
+and their throughput. Costs that differ by less than two standard errors are not distinguishable.
 """
 
 import itertools
@@ -73,12 +74,16 @@ def main() -> None:
     windows = [end - begin for begin, end in itertools.pairwise(times)]
     with_saves = sum(windows[::2])
     plain = sum(windows[1::2])
+    differences = [
+        saving - usual for saving, usual in zip(windows[::2], windows[1::2], strict=True)
+    ]
     metrics = saves.metrics
     result = {
         "iteration_ms": plain / (PAIRS * WINDOW) * 1e3,
         "iteration_with_saves_ms": with_saves / (PAIRS * WINDOW) * 1e3,
         "num_saves": len(metrics),
-        "cost_ms": (with_saves - plain) / PAIRS * 1e3,
+        "cost_ms": statistics.mean(differences) * 1e3,
+        "cost_error_ms": statistics.stdev(differences) / PAIRS**0.5 * 1e3,
         "logged_ms": statistics.mean(row["save-blocking-time"] for row in metrics) * 1e3,
         "waited_ms": statistics.mean(row["save-end-wait-time"] for row in metrics) * 1e3,
         "gigabytes": metrics[0]["save-gigabytes"],

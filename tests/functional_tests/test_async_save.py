@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import shutil
 import stat
 import threading
 import time
@@ -116,6 +117,47 @@ def test_slower_iterations_are_a_cost_of_the_save(pool, tmp_path):
     slower = points["save-slowdown-time", 4]
     assert slower + waited == pytest.approx(2 * 4 * (3.0 - 1.0))
     assert points["save-blocking-time", 4] >= slower + waited
+
+
+def train_during_held_removal(rank, world_size, flags):
+    """Train by a clock that counts seconds: 1 per micro-batch, and 3 in iterations 10 and 11, which
+    run while the checkpoint that the one of iteration 8 supersedes is being removed.
+    """
+    seconds = 0.0
+    passes = 0
+    removing = threading.Event()
+    released = threading.Event()
+    real = shutil.rmtree
+
+    def hold_back(path, *args, **kwargs):
+        if (Path(path) / ".metadata").exists():
+            removing.set()
+            released.wait()
+        real(path, *args, **kwargs)
+
+    def step(chunk, batch, activation):
+        nonlocal seconds, passes
+        iteration = 1 + passes // 4  # of 4 micro-batches
+        if iteration == 9:
+            removing.wait()
+        seconds += 3.0 if iteration in (10, 11) else 1.0
+        if iteration == 12:
+            released.set()
+        passes += 1
+        return forward_step(chunk, batch, activation)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        clock = partial(IterationTimes, lambda: seconds)
+        monkeypatch.setattr(run_saver, "IterationTimes", clock)
+        monkeypatch.setattr(shutil, "rmtree", hold_back)
+        return train(rank, world_size, flags, forward_step=step).measured.points
+
+
+def test_iterations_during_removals_are_a_cost_of_the_save(pool, tmp_path):
+    saving = f"--save-interval 4 --save {tmp_path} --async-save --keep-last-n 1"
+    flags = f"--mock-data {LLAMA} --train-iters 13 {saving}"
+    (points,) = pool.run(train_during_held_removal, 1, flags)
+    assert points["save-slowdown-time", 8] == pytest.approx(2 * 4 * (3.0 - 1.0))
 
 
 class DirectoryThief(Measurements):

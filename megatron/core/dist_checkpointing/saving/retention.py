@@ -130,6 +130,11 @@ class Retention:
             removal.result()
         self._removals = []
 
+    @property
+    def is_removing(self) -> bool:
+        """Whether files of superseded checkpoints are being removed in the background."""
+        return not all(removal.done() for removal in list(self._removals))
+
     def close(self) -> None:
         """Wait for the removals and end the thread."""
         self.wait()

@@ -369,8 +369,23 @@ class RunSaver:
 
     def iteration(self) -> AbstractContextManager[None]:
         """Return a context manager that measures the iteration in its block."""
-        in_progress = [thread.in_progress for thread in self._threads if thread.busy]
-        return self._times.measure(in_progress[0] if in_progress else None)
+        return self._times.measure(self._find_save_in_progress())
+
+    def _find_save_in_progress(self) -> SaveReport | None:
+        """Return the save in progress, or the last one while files that it supersedes are removed.
+
+        These removals take time from training, too.
+        """
+        for thread in self._threads:
+            if thread.in_progress is not None:
+                return thread.in_progress
+        if self._unreported and self._is_removing:
+            return self._unreported[-1]
+        return None
+
+    @property
+    def _is_removing(self) -> bool:
+        return self._retention is not None and self._retention.is_removing
 
     def before_update(self) -> None:
         """Wait until the tensors of a save in progress may change."""
@@ -382,9 +397,11 @@ class RunSaver:
         for thread in self._threads:
             self._unreported += thread.poll()
         measured: list[SaveReport] = []
+        is_removing = self._is_removing
         for save in self._take_unreported():
-            is_measured = self._times.is_measured(save)
-            (measured if is_measured else self._unreported).append(save)
+            has_failed = save.error is not None
+            is_measured = self._times.is_measured(save) and not is_removing
+            (measured if has_failed or is_measured else self._unreported).append(save)
         self._report(measured, on_all_ranks=False)
 
     def finish(self) -> None:

@@ -19,17 +19,22 @@ from megatron.core.dist_checkpointing.saving.save_thread import SaveReport
 
 _MIN_BASELINE = 3  # iterations
 _MAX_BASELINE = 50
+_LONGEST_USUAL = 2.0  # of a baseline iteration, relative to the median
 
 
 def compute_slowdown(during: Sequence[float], without: Sequence[float], waited: float) -> float:
     """Return the seconds that iterations lost to a save in addition to what they `waited` for it.
 
     `during` are the seconds of the iterations during the save, `without` those of iterations
-    without a save, whose median they are compared with. 0 if there are too few of these.
+    without a save, whose mean they are compared with. 0 if there are too few of these.
     """
     if len(without) < _MIN_BASELINE:
         return 0.0
-    usual = statistics.median(without)
+    # Not the median: most iterations of a loaded machine are faster than the mean, by as much as
+    # its delays, which iterations during a save have as well. Those that compiled or were
+    # suspended are left out.
+    longest = _LONGEST_USUAL * statistics.median(without)
+    usual = statistics.mean(seconds for seconds in without if seconds <= longest)
     lost = sum(seconds - usual for seconds in during)
     return max(0.0, lost - waited)
 
