@@ -67,7 +67,6 @@ from megatron.training.reporting.console import (
 from megatron.training.reporting.intervals import Iteration, OnDevice, TrainingLog
 from megatron.training.reporting.measurements import (
     compute_params_norm,
-    find_slow_rank,
     format_memory_line,
     measure_memory,
 )
@@ -511,12 +510,9 @@ def report_interval(run: Run, log: TrainingLog, nan_check: NanCheck) -> None:
         report_line(
             run.timers.report(times, len(interval.iterations)), event="timers", seconds=times
         )
-    slow_rank = find_slow_rank(times, run.ps.config)
     # TensorBoard and other writers.
     for writer in run.writers:
         writer.interval(interval)
-        if slow_rank:
-            writer.scalars(slow_rank, interval.last.iteration)
         if config.log_memory_to_tensorboard:
             writer.scalars(measure_memory(run.device), interval.last.iteration)
         if config.log_timers_to_tensorboard:

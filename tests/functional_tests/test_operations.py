@@ -18,6 +18,7 @@ from megatron.training.operations.reexecution import (
     WrongResultError,
     check_weights,
 )
+from megatron.training.reporting.recorded_launches import read_record
 from megatron.training.training import pretrain
 from pretrain_gpt import datasets_provider, forward_step, model_provider
 from tests.support.crash_harness import free_port
@@ -138,13 +139,17 @@ def find_messages(observed, text):
     return [message for message in observed.messages if text in message]
 
 
-def test_slowed_rank_is_named(pool):
-    flags = f"{FLAGS} --train-iters 3 --log-straggler --straggler-minmax-count 2"
+def test_slowed_rank_is_named(pool, tmp_path):
+    flags = f"{FLAGS} --train-iters 3 --log-straggler --straggler-minmax-count 2 --save {tmp_path}"
     observed = pool.run(train_with_fault, 2, flags, Slow(range(1000)))[0]
     assert re.search(r"MxRtt/Rnk: [\d.]+ms/1 ", find_messages(observed, "MxRtt/Rnk")[-1])
     assert find_messages(observed, "Bottom 2 Ranks with lowest")
     messages = find_messages(observed, "is the slowest")
     assert messages[-1].startswith("iteration 3: rank 1 (")
+    # The report reads it from the record.
+    (launch,) = read_record(tmp_path)
+    values = [row["values"] for row in launch.points if "slowest-rank" in row["values"]]
+    assert values[-1]["slowest-rank"] == 1 and values[-1]["slowest-rank-ratio"] > 1.1
 
 
 def train_with_short_intervals(rank, world_size, flags, fault):

@@ -140,9 +140,7 @@ class StragglerDetector:
         if self._is_enabled and self._run.ps.rank == 0:
             for row in format_report(measurements, self._config.straggler_minmax_count):
                 logger.info(row)
-            slowest = describe_slowest(measurements)
-            if slowest is not None:
-                logger.warning(f"iteration {iteration}: {slowest}")
+            self._report_slowest(measurements, iteration)
         self._is_enabled = measurements[0].is_enabled  # all ranks follow rank 0
 
         # Measure the next interval.
@@ -150,6 +148,18 @@ class StragglerDetector:
         self._seconds = 0.0
         self._waited = 0.0
         self._last_report = time.monotonic()
+
+    def _report_slowest(self, measurements: Sequence[Measurement], iteration: int) -> None:
+        """Warn of a rank that is clearly slower, and send the slowest one to the writers."""
+        text = describe_slowest(measurements)
+        if text is not None:
+            logger.warning(f"iteration {iteration}: {text}")
+        if len(measurements) == 1:
+            return
+        slowest, median = find_slowest(measurements)
+        ratio = slowest.work / max(median, 1e-9)
+        for writer in self._run.writers:
+            writer.scalars({"slowest-rank": slowest.rank, "slowest-rank-ratio": ratio}, iteration)
 
     def _is_due(self, iteration: int) -> bool:
         """Return whether to report after `iteration`, the same on all ranks.
@@ -275,13 +285,18 @@ def format_report(measurements: Sequence[Measurement], count: int) -> list[str]:
     return rows
 
 
+def find_slowest(measurements: Sequence[Measurement]) -> tuple[Measurement, float]:
+    """Return the rank that works the longest, and the median work of the other ranks."""
+    slowest = max(measurements, key=lambda measurement: measurement.work)
+    works = [rank.work for rank in measurements if rank.rank != slowest.rank]
+    return slowest, statistics.median(works)
+
+
 def describe_slowest(measurements: Sequence[Measurement]) -> str | None:
     """Return a text about the slowest rank, None if no rank is clearly slower than the others."""
     if len(measurements) == 1:
         return None
-    slowest = max(measurements, key=lambda measurement: measurement.work)
-    works = [rank.work for rank in measurements if rank.rank != slowest.rank]
-    median = statistics.median(works)
+    slowest, median = find_slowest(measurements)
     if slowest.work < SLOW * median:
         return None
     return (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import statistics
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -17,7 +16,6 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.module import param_info
 from megatron.core.optimizer import counts_for_model
-from megatron.core.parallel_config import ParallelConfig
 from megatron.core.parallel_state import ParallelState
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -270,28 +268,6 @@ class Timers:
             times = _format_times(milliseconds, self._option)
             rows.append(f"    {label:.<46}: {times}")
         return "\n".join(rows)
-
-
-def find_slow_rank(times: dict[str, list[float]], parallel: ParallelConfig) -> dict[str, float]:
-    """Return the rank whose forward passes take the longest, compared with its pipeline stage.
-
-    Returns `slowest-rank` and `slowest-rank-ratio`, its time divided by the median of the ranks of
-    its stage, or nothing without times of --timing-log-level 2.
-    """
-    seconds = times.get("forward-compute")
-    if seconds is None:
-        return {}
-    by_stage = defaultdict(list)
-    for rank in range(len(seconds)):
-        by_stage[parallel.place(rank, len(seconds)).pp].append(rank)
-    slowest = (0.0, 0)  # ratio, rank
-    for ranks in by_stage.values():
-        median = statistics.median(seconds[rank] for rank in ranks)
-        for rank in ranks:
-            ratio = seconds[rank] / max(median, 1e-9)
-            slowest = max(slowest, (ratio, rank))
-    ratio, rank = slowest
-    return {"slowest-rank": rank, "slowest-rank-ratio": ratio}
 
 
 def _format_times(times: Sequence[float], option: str) -> str:

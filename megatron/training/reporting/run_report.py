@@ -75,7 +75,7 @@ _TREND_SHARE = 0.1  # of the losses, compared with as many before
 _SPIKE_WINDOW = 20  # points of the curve with which a loss is compared
 _SPIKE_DEVIATIONS = 8.0  # median absolute deviations above the median of the window
 _SPIKE_SHARE = 0.1  # least increase
-_SLOW_RATIO = 1.2  # of the slowest rank to the median of its stage
+_SLOW_RATIO = 1.2  # of the slowest rank to the median of the others
 _INPUT_SHARE = 0.05  # of the training time, above which waiting for data is a warning
 _SILENCE_SECONDS = 600.0  # without an end or a new line for longer, a launch is not running
 
@@ -283,7 +283,7 @@ def _judge_spikes(launches: Sequence[RecordedLaunch]) -> Sentence | None:
 
 
 def _judge_ranks(newest: RecordedLaunch) -> Sentence | None:
-    """Report a rank that is slower than its pipeline stage, if --timing-log-level 2 measured it."""
+    """Report a rank that is slower than the others, if --log-straggler measured it."""
     ratios: dict[float, list[float]] = {}
     num_points = 0
     for row in newest.points:
@@ -299,11 +299,10 @@ def _judge_ranks(newest: RecordedLaunch) -> Sentence | None:
     rank, of_rank = max(ratios.items(), key=lambda item: len(item[1]))
     ratio = statistics.median(of_rank)
     if ratio < _SLOW_RATIO or len(of_rank) <= num_points / 2:
-        return Sentence("good", "No rank is permanently slower than its pipeline stage.")
+        return Sentence("good", "No rank is permanently slower than the others.")
     return Sentence(
         "warn",
-        f"Rank {rank:.0f} is slow: its forward passes take {ratio:.2f} times the median of its "
-        "pipeline stage.",
+        f"Rank {rank:.0f} is slow: it works {ratio:.2f} times as long as the median of the others.",
     )
 
 

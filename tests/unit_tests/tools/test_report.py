@@ -372,7 +372,7 @@ def test_verdict_of_loss_spikes(tmp_path, spikes, expected):
 @pytest.mark.parametrize(
     ("ratios", "expected"),
     [
-        ([(3, 1.5), (3, 1.4), (0, 1.1)], "Rank 3 is slow: its forward passes take 1.45 times"),
+        ([(3, 1.5), (3, 1.4), (0, 1.1)], "Rank 3 is slow: it works 1.45 times as long"),
         ([(3, 1.5), (1, 1.4), (0, 1.3)], "No rank is permanently slower"),
         ([(3, 1.1), (3, 1.1), (3, 1.1)], "No rank is permanently slower"),
     ],

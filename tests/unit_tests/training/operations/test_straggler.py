@@ -3,6 +3,7 @@
 from megatron.training.operations.straggler import (
     Measurement,
     describe_slowest,
+    find_slowest,
     format_report,
 )
 
@@ -23,6 +24,11 @@ def test_slowest_rank_is_named_with_its_host():
         "rank 2 (node2) is the slowest: it works 300.0 ms per iteration, the median of the others "
         "is 200.0 ms; an iteration takes 500.0 ms"
     )
+
+
+def test_slowest_rank_is_compared_with_the_median_of_the_others():
+    slowest, median = find_slowest(make_measurements([0.1, 0.2, 0.3, 0.4]))
+    assert (slowest.rank, median) == (3, 0.2)
 
 
 def test_no_rank_is_named_if_all_are_alike():

@@ -4,8 +4,7 @@ import time
 
 import torch
 
-from megatron.core.parallel_config import ParallelConfig
-from megatron.training.reporting.measurements import Timers, find_slow_rank
+from megatron.training.reporting.measurements import Timers
 
 
 def timed(rank, world_size):
@@ -33,11 +32,3 @@ def test_level_0_does_nothing():
     with timers("anything"):
         pass
     assert timers.take() == {} and timers.report({}, 1) == ""
-
-
-def test_slow_rank_is_compared_with_its_stage():
-    """The last stage, which has the output layer, is not slow."""
-    times = {"forward-compute": [1.0, 1.0, 1.5, 1.0, 4.0, 4.0, 4.0, 4.0]}
-    slow = find_slow_rank(times, ParallelConfig(pipeline_model_parallel_size=2))
-    assert slow == {"slowest-rank": 2, "slowest-rank-ratio": 1.5}
-    assert find_slow_rank({"optimizer": [1.0, 2.0]}, ParallelConfig()) == {}
