@@ -88,7 +88,7 @@ class SFTCorpus:
                 f"({error.strerror}): give a writable directory with --data-cache-path"
             ) from None
         num_bytes = sum(os.path.getsize(path) for path in self.files)
-        num_workers = len(os.sched_getaffinity(0)) if num_bytes > SMALL_BYTES else 0
+        num_workers = (os.cpu_count() or 1) if num_bytes > SMALL_BYTES else 0
         workers = OrderedWorkers(encoder, read_example_chunks(self.files), num_workers)
         try:
             with ProgressBar(f"tokenizing {self.name}", None, "tokens") as progress:
@@ -125,6 +125,6 @@ def _compute_tokenizer_digest(encoder: ExampleEncoder) -> str:
     description = {
         "pipeline": tokenizer.backend_tokenizer.to_str(),
         "special_tokens": {name: str(text) for name, text in tokenizer.special_tokens_map.items()},
-        "template": encoder.template,
+        "templates": tokenizer.chat_template,  # one, or several by their names
     }
     return compute_digest(description)

@@ -180,7 +180,7 @@ def format_preview(dataset: SFTDataset, tokenizer: Tokenizer) -> str:
     row = int(shuffle_rows(dataset.config.seed, 0, dataset.num_rows)[0])
     example = dataset.get_examples(row)[0]
     ids, is_trained = dataset.corpus.read(example)
-    ids = ids[:PREVIEW_TOKENS]
+    ids = ids[: min(PREVIEW_TOKENS, dataset.config.seq_length + 1)]
     changes = np.flatnonzero(np.diff(is_trained[: len(ids)])) + 1
     texts = []
     start = 0

@@ -7,6 +7,42 @@ from collections import defaultdict
 import numpy as np
 
 
+class OpenRows:
+    """Rows that have room for further examples, by their room."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.num_rows = 0
+        self._rows_by_room: defaultdict[int, list[np.ndarray]] = defaultdict(list)
+        # Bit r is set if a row has room r: the least sufficient room is the lowest bit of a shift.
+        self._rooms = 0
+
+    def take(self, length: int, num_examples: int) -> tuple[np.ndarray, int]:
+        """Return rows with the least room for an example of `length`, and their room.
+
+        Without such rows, they are new, and as many as `num_examples` of this length require.
+        """
+        sufficient = self._rooms >> length
+        if not sufficient:
+            per_row = self.capacity // length
+            first = self.num_rows
+            self.num_rows += -(-num_examples // per_row)  # rounded up
+            return np.arange(first, self.num_rows), self.capacity
+
+        lowest_bit = sufficient & -sufficient
+        room = length + lowest_bit.bit_length() - 1
+        rows = self._rows_by_room[room].pop()
+        if not self._rows_by_room[room]:
+            self._rooms ^= 1 << room
+        return rows, room
+
+    def put_back(self, rows: np.ndarray, room: int) -> None:
+        """Add rows that have `room` left."""
+        if len(rows) and room > 0:
+            self._rows_by_room[room].append(rows)
+            self._rooms |= 1 << room
+
+
 def pack_best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     """Return the row of each example, int64 [examples], by best-fit decreasing.
 
@@ -15,50 +51,28 @@ def pack_best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     depends on the number of different lengths, not on the number of examples.
     """
     assert not len(lengths) or (lengths.min() > 0 and lengths.max() <= capacity)
-    rows = np.empty(len(lengths), dtype=np.int64)
+    row_of_example = np.empty(len(lengths), dtype=np.int64)
     order = np.argsort(-lengths, kind="stable")
+    # Ranges of equal lengths
     sorted_lengths = lengths[order]
-    class_starts = np.flatnonzero(np.diff(sorted_lengths, prepend=capacity + 1))
-    class_ends = np.append(class_starts[1:], len(lengths))
-    # Rows by their room; bit r of `rooms` is set if some row has room r.
-    rows_by_room: defaultdict[int, list[np.ndarray]] = defaultdict(list)
-    rooms = 0
-    num_rows = 0
+    starts = np.flatnonzero(np.diff(sorted_lengths, prepend=capacity + 1)).tolist()
+    ends = [*starts[1:], len(lengths)]
 
-    for position, end in zip(class_starts.tolist(), class_ends.tolist(), strict=True):
+    open_rows = OpenRows(capacity)
+    for position, end in zip(starts, ends, strict=True):
         length = int(sorted_lengths[position])
         while position < end:
-            # The least room that is sufficient, or that of new rows
-            sufficient = rooms >> length
-            room = capacity
-            if sufficient:
-                room = length + (sufficient & -sufficient).bit_length() - 1
-                candidates = rows_by_room[room].pop()
-            else:
-                num_new = -(-(end - position) // (capacity // length))  # rounded up
-                candidates = np.arange(num_rows, num_rows + num_new)
-                num_rows += num_new
-
-            # Fill rows one after the other; the last one may get fewer examples.
+            rows, room = open_rows.take(length, end - position)
+            # Fill the rows one after the other; the last one may get fewer examples.
             per_row = room // length
-            num_whole = min(len(candidates), (end - position) // per_row)
-            used = candidates[:num_whole]
-            count = num_whole * per_row
-            rows[order[position : position + count]] = np.repeat(used, per_row)
+            count = min(end - position, per_row * len(rows))
+            num_full, num_in_last = divmod(count, per_row)
+            num_used = num_full + (num_in_last > 0)
+            placed = np.repeat(rows[:num_used], per_row)[:count]
+            row_of_example[order[position : position + count]] = placed
             position += count
-            returned = [(room - per_row * length, used)]
-            unused = candidates[num_whole:]
-            if position < end and len(unused):
-                count = end - position
-                rows[order[position:end]] = unused[0]
-                returned.append((room - count * length, unused[:1]))
-                unused = unused[1:]
-                position = end
-            returned.append((room, unused))
-            for new_room, changed in returned:
-                if len(changed) and new_room:
-                    rows_by_room[new_room].append(changed)
-                    rooms |= 1 << new_room
-            if not rows_by_room[room]:
-                rooms &= ~(1 << room)
-    return rows
+            # Return what is left of them.
+            open_rows.put_back(rows[:num_full], room - per_row * length)
+            open_rows.put_back(rows[num_full:num_used], room - num_in_last * length)
+            open_rows.put_back(rows[num_used:], room)
+    return row_of_example

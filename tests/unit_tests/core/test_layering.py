@@ -107,7 +107,12 @@ def test_private_operators_are_called_in_one_module():
 FORBIDDEN = {
     "megatron.training": ["megatron.conversion", "megatron.planning"],
     "megatron.checkpointer": ["megatron.conversion"],
-    "pretrain_gpt": ["megatron.conversion", "megatron.planning", "megatron.training.restart"],
+    "pretrain_gpt": [
+        "megatron.conversion",
+        "megatron.planning",
+        "megatron.training.restart",
+        "megatron.training.sft",
+    ],
 }
 
 
