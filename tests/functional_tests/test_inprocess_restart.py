@@ -107,8 +107,11 @@ TRAINING = (
 )
 
 
-def kill_and_train_on(launcher, root, layout, kills, seed):
-    """Kill ranks at random moments of a run, and compare it with an undisturbed one."""
+def kill_and_train_on(launcher, root, layout, kills, seed, observation=""):
+    """Kill ranks at random moments of a run, and compare it with an undisturbed one.
+
+    `observation` are flags of the run that ranks are killed in.
+    """
     world_size, layout_flags = LAYOUTS[layout]
     iterations = 8 + 8 * kills
     flags = f"{TRAINING} {layout_flags} --train-iters {iterations} "
@@ -119,7 +122,7 @@ def kill_and_train_on(launcher, root, layout, kills, seed):
     rng = random.Random(seed)
     run = root / "run"
     job = launcher.start(
-        world_size, f"{flags} {disks} --inprocess-restart --save {run} --load {run}"
+        world_size, f"{flags} {disks} --inprocess-restart --save {run} --load {run} {observation}"
     )
     for number in range(kills):
         count = len(read_losses(job))
@@ -162,3 +165,12 @@ def test_losses_after_restarts_are_those_of_an_undisturbed_run(launcher, tmp_pat
 @pytest.mark.parametrize("layout", ["tp2_dp2", "tp2_pp2", "pp2_dp2"])
 def test_losses_after_many_restarts(launcher, tmp_path, layout):
     kill_and_train_on(launcher, tmp_path, layout, kills=20, seed=2)
+
+
+@pytest.mark.slow
+def test_losses_after_restarts_of_an_observed_run(launcher, tmp_path):
+    observation = (
+        "--log-straggler --hang-report-seconds 3 --gradient-check-interval 3 "
+        "--rerun-mode validate_results"
+    )
+    kill_and_train_on(launcher, tmp_path, "tp2_dp2", kills=3, seed=1, observation=observation)

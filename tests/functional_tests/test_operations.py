@@ -12,12 +12,9 @@ import pytest
 import torch
 
 from megatron.training.operations import straggler
-from megatron.training.operations.reexecution import (
-    REJECTED,
-    UNDETERMINED,
-    WrongResultError,
-    check_weights,
-)
+from megatron.training.operations.reexecution import WrongResultError
+from megatron.training.operations.replicas import check_weights
+from megatron.training.operations.rerun import REJECTED, UNDETERMINED
 from megatron.training.reporting.recorded_launches import read_record
 from megatron.training.training import pretrain
 from pretrain_gpt import datasets_provider, forward_step, model_provider

@@ -8,7 +8,8 @@ import torch
 
 from megatron.training import errors
 from megatron.training.errors import TrainingInterrupted, errors_explained_once
-from megatron.training.operations.reexecution import REJECTED, WrongResultError
+from megatron.training.operations.reexecution import WrongResultError
+from megatron.training.operations.rerun import REJECTED
 
 
 def end_with(error, capsys):
