@@ -232,7 +232,9 @@ CHAIN = [
 ]
 
 
-@pytest.mark.parametrize("model,saved,loaded", mark_slow(CHAIN, CHAIN[:2]))
+@pytest.mark.parametrize(
+    "model,saved,loaded", mark_slow(CHAIN, [CHAIN[0], (DEEPSEEK, "single", "tp2_etp1")])
+)
 def test_runs_with_experts_resume_at_another_layout(pool, tmp_path, archives, model, saved, loaded):
     """Weights and optimizer state are bitwise equal, and the losses continue."""
     start = f"--load {archives(model, 'initial')} --finetune --no-load-optim --no-load-rng"

@@ -131,15 +131,18 @@ def train(rank, world_size, kind, directory, steps, options):
 
 
 @pytest.mark.parametrize(
-    ("saved_by", "savers", "loaded_by", "loaders"),
+    ("saved_by", "savers", "loaded_by", "loaders", "async_save"),
     [
-        ("fsdp", 4, "fsdp", 2),
-        ("fsdp", 2, "plain", 1),
-        ("plain", 1, "fsdp", 4),
-        ("ddp", 2, "fsdp", 4),
+        ("fsdp", 4, "fsdp", 2, False),
+        ("fsdp", 2, "plain", 1, True),
+        ("plain", 1, "fsdp", 4, False),
+        ("ddp", 2, "fsdp", 4, True),
+        pytest.param("fsdp", 4, "fsdp", 2, True, marks=pytest.mark.slow),
+        pytest.param("fsdp", 2, "plain", 1, False, marks=pytest.mark.slow),
+        pytest.param("plain", 1, "fsdp", 4, True, marks=pytest.mark.slow),
+        pytest.param("ddp", 2, "fsdp", 4, False, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("async_save", [False, True])
 def test_resume_at_another_layout(saved_by, savers, loaded_by, loaders, async_save, pool, tmp_path):
     options = {"save_interval": 3, "async_save": async_save}
     saved = pool.run(train, savers, saved_by, tmp_path / "run", 3, options)[0]
