@@ -199,7 +199,9 @@ def _decode(message: bytes) -> _Task:
 def get_fork_context() -> ForkServerContext:
     """Return the context whose processes are forked from one that has only imported the program."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.support.training_harness"])
+    # The first step of an optimizer imports torch._dynamo.
+    modules = ["tests.support.training_harness", "torch._dynamo", "torch.distributed.fsdp"]
+    context.set_forkserver_preload(modules)
     return context
 
 
