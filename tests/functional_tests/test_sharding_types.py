@@ -234,12 +234,12 @@ BY_NUMBERS = {"gather_tokens": "which tokens an expert drops depends on the valu
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["tp2", "sp2", "dp2", "cp2_heads"])
+@pytest.mark.parametrize("layout", ["tp2", "sp2", "dp2"])
 def test_mutations_are_noticed_by_types_or_numbers(layout):
     """Print what notices each mutation (pytest -s).
 
-    With experts that are split over the ranks of an axis, sums of varying values are permitted, so
-    that types notice less; such models are left to the numbers.
+    Left to the numbers are exchanges whose types are declared (context parallelism), and experts
+    that are split over the ranks of the axis, with which sums of varying values are permitted.
     """
     unexpected = []
     checked = set()
