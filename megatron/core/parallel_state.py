@@ -75,13 +75,12 @@ class ExpertAxes:
     @property
     def token_ranks(self) -> int:
         """Number of ranks that share the tokens of a micro-batch."""
-        # Graphs of --compile do not contain generators.
-        return math.prod([axis.size for axis in self.tokens])
+        return math.prod(axis.size for axis in self.tokens)
 
     @property
     def all_ranks(self) -> int:
         """Number of ranks that share the tokens of a global batch."""
-        return math.prod([axis.size for axis in self.everyone])
+        return math.prod(axis.size for axis in self.everyone)
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from megatron.core.distributed.distributed_data_parallel import iterate_outermost_layers
 from megatron.core.module import MegatronModule
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import placement
 from megatron.core.transformer.attention import core as core_attention
 from megatron.core.transformer.attention.multi_head import Attention
@@ -23,58 +23,35 @@ _UNCOMPILED = (
     (placement, "exchange_heads_for_sequence"),
 )
 
-_NUMBER_MODULE = "megatron.core.tensor_parallel.opaque_linear:number_module"
+_NUMBER_LAYER = "megatron.core.tensor_parallel.opaque_linear:number_layer"
 _RUN_OPAQUE_LINEAR = "megatron.core.tensor_parallel.opaque_linear:run_opaque_linear"
-# Methods of local classes that are operators in graphs: class, method, and the function that calls
-# the operator
-_LINEAR_METHODS = (
-    ("megatron.core.tensor_parallel:ColumnParallelLinear", "project", _RUN_OPAQUE_LINEAR),
-    ("megatron.core.tensor_parallel:RowParallelLinear", "project", _RUN_OPAQUE_LINEAR),
-)
-_EXPERT_METHODS = (
-    (
-        "megatron.core.transformer.grouped_linear:GroupedLinear",
-        "project",
-        "megatron.core.transformer.moe.opaque_experts:run_opaque_product",
-    ),
-    (
-        "megatron.core.transformer.moe.router:TopKRouter",
-        "attach",
-        "megatron.core.transformer.moe.opaque_experts:attach_opaque_losses",
-    ),
-)
-# The methods that replace them
-_opaque_methods: list[Any] = []
+# Products of local layers, and the methods that replace them
+_LOCAL_PROJECTIONS = (ColumnParallelLinear.project, RowParallelLinear.project)
+_opaque_projections: list[Any] = []
 
 
 def compile_layers(chunk: MegatronModule, seq_length: int) -> None:
     """Compile norms, rotation, attention, activation and residual sums of every layer.
 
-    Layers of the same shape share one compilation. A local layer is one graph, in which the product
-    of a linear layer is an operator (`opaque_linear`, `opaque_experts`): a library call in any
-    case, which adds to gradient buffers and overlaps with collectives. An exchange of tokens with
-    experts on other ranks ends a graph. Modules, hooks and keys stay the same.
+    Layers of the same shape share one compilation. A dense local layer is one graph, in which the
+    product of a linear layer is an operator (`opaque_linear`): a library call in any case, which
+    adds to gradient buffers and overlaps with collectives. Modules, hooks and keys stay the same.
     Rotary tables of `seq_length` positions are computed before: in a graph, the first layer would
     differ from all others.
     """
     _prepare_rotary_tables(chunk, seq_length)
     for owner, name in _UNCOMPILED:
         _leave_uncompiled(owner, name)
-    number_module = resolve(_NUMBER_MODULE)
+    number_layer = resolve(_NUMBER_LAYER)
     for outermost in iterate_outermost_layers(chunk):
         # Those of multi-token prediction contain a transformer layer.
         layer = getattr(outermost, "transformer_layer", outermost)
-        methods = list(_LINEAR_METHODS)
-        if layer.has_experts:
-            methods += _EXPERT_METHODS
-        for class_name, method_name, function_name in methods:
-            owner = resolve(class_name)
-            for module in layer.modules():
-                if isinstance(module, owner):
-                    # Replace the method of the class: torch before 2.8 compiles again for every
-                    # module that has its own function.
-                    _make_opaque(owner, type(module), method_name, resolve(function_name))
-                    number_module(module)
+        for module in layer.modules():
+            if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+                # Replace the method of the class: torch before 2.8 compiles again for every module
+                # that has its own function.
+                _make_opaque(type(module))
+                number_layer(module)
         # `fallback_random`: dropout draws the same numbers as without compilation.
         compiled = torch.compile(layer.forward, options={"fallback_random": True})
         layer.forward = compiled  # type: ignore[method-assign]
@@ -99,25 +76,26 @@ def _leave_uncompiled(owner: Any, name: str) -> None:
         setattr(owner, name, torch.compiler.disable(function))
 
 
-def _make_opaque(owner: Any, module_type: Any, name: str, run: Callable[..., Any]) -> None:
-    """Let graphs contain calls of a method of `owner` as `run`."""
-    method = getattr(module_type, name)
-    if method in _opaque_methods:
+def _make_opaque(linear_type: Any) -> None:
+    """Let graphs contain the products of a class of linear layers, as operators."""
+    if linear_type.project in _opaque_projections:
         return
-    if method is not getattr(owner, name):
+    if linear_type.project not in _LOCAL_PROJECTIONS:
         # Products of other backends and of adapters
-        _leave_uncompiled(module_type, name)
+        _leave_uncompiled(linear_type, "project")
         return
-    uncompiled = torch.compiler.disable(method)
+    uncompiled = torch.compiler.disable(linear_type.project)
+    run_opaque_linear = resolve(_RUN_OPAQUE_LINEAR)
 
-    def call(module: Any, *args: Any) -> Any:
+    def project(layer: Any, x: torch.Tensor) -> torch.Tensor:
         # Frozen weights do not have a gradient buffer.
-        if torch.compiler.is_compiling() and hasattr(module.weight, "main_grad"):
-            return run(module, *args)
-        return uncompiled(module, *args)
+        if torch.compiler.is_compiling() and hasattr(layer.weight, "main_grad"):
+            output: torch.Tensor = run_opaque_linear(layer, x)
+            return output
+        return uncompiled(layer, x)  # type: ignore[no-any-return]
 
-    setattr(owner, name, call)
-    _opaque_methods.append(call)
+    linear_type.project = project
+    _opaque_projections.append(project)
 
 
 def check_compiler(device: torch.device) -> None:

@@ -19,15 +19,6 @@ RUNS = {
         1,
         LLAMA + "--recompute-granularity selective --recompute-modules core_attn mlp ",
     ),
-    "experts": (
-        1,
-        LLAMA + "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss "
-        "--moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.001 ",
-    ),
-    "experts on two ranks": (
-        2,
-        LLAMA + "--num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2 ",
-    ),
     "tensor parallel": (2, LLAMA + "--tensor-model-parallel-size 2 --sequence-parallel "),
     "pipeline": (
         2,
@@ -39,8 +30,8 @@ RUNS = {
 }
 
 
-# Runs whose exchanges in attention, or of the tokens of experts, are not traced
-BROKEN_GRAPHS = ("context parallel, ring", "context parallel, heads", "experts on two ranks")
+# Runs whose attention is not traced
+BROKEN_GRAPHS = ("context parallel, ring", "context parallel, heads")
 
 
 def outcome(rank, world_size, flags):

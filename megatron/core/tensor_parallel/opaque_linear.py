@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.fx.node import has_side_effect
 
-from megatron.core.module import MegatronModule
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -24,13 +23,13 @@ from megatron.core.tensor_parallel.layers import (
 Linear = ColumnParallelLinear | RowParallelLinear
 
 # By number. Operators get the number in a tensor, so that all layers share one graph.
-_modules: list[weakref.ref[MegatronModule]] = []
+_layers: list[weakref.ref[Linear]] = []
 
 
-def number_module(module: MegatronModule) -> None:
-    """Let operators find `module` by the tensor `opaque_number`."""
-    module.opaque_number = torch.tensor(len(_modules))  # type: ignore[assignment]
-    _modules.append(weakref.ref(module))
+def number_layer(layer: Linear) -> None:
+    """Let `run_opaque_linear` compute `layer`."""
+    layer.opaque_number = torch.tensor(len(_layers))  # type: ignore[assignment]
+    _layers.append(weakref.ref(layer))
 
 
 def run_opaque_linear(layer: Linear, x: Tensor) -> Tensor:
@@ -46,17 +45,16 @@ def run_opaque_linear(layer: Linear, x: Tensor) -> Tensor:
     return output
 
 
-def find_module(number: Tensor) -> Any:
-    """Return the module with this `opaque_number`."""
-    module = _modules[int(number)]()
-    assert module is not None
-    return module
+def _find_layer(number: Tensor) -> Linear:
+    layer = _layers[int(number)]()
+    assert layer is not None
+    return layer
 
 
 def _forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, number: Tensor, multiple: int, divisor: int
 ) -> Tensor:
-    return compute_linear(x, weight, bias, find_module(number).layout)
+    return compute_linear(x, weight, bias, _find_layer(number).layout)
 
 
 _linear = torch.library.custom_op(
@@ -79,7 +77,7 @@ def _allocate_output(
 def _backward(
     dy: Tensor, x: Tensor, weight: Tensor, number: Tensor, needs_db: bool
 ) -> tuple[Tensor, Tensor]:
-    layer: Linear = find_module(number)
+    layer = _find_layer(number)
     needs_gradient = (True, True, needs_db)
     gradients = compute_linear_gradients(
         dy.contiguous(), x, weight, layer.weight, layer.layout, needs_gradient

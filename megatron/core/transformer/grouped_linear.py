@@ -119,7 +119,7 @@ class _GroupedProduct(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx = compute_grouped_product(dy, weight, counts)
         if ctx.needs_input_grad[1]:
-            dw = compute_grouped_weight_grad(ctx.weight, dy, x, counts)
+            dw = _compute_weight_grad(ctx.weight, dy, x, counts)
         return dx, dw, None
 
 
@@ -149,9 +149,7 @@ def compute_grouped_product(x: Tensor, matrices: Tensor, counts: Tensor) -> Tens
     return y
 
 
-def compute_grouped_weight_grad(
-    weight: Tensor, dy: Tensor, x: Tensor, counts: Tensor
-) -> Tensor | None:
+def _compute_weight_grad(weight: Tensor, dy: Tensor, x: Tensor, counts: Tensor) -> Tensor | None:
     """Compute `dW[e] = dy[e]^T x[e]`.
 
     It is added to `main_grad` if the parameter has one (see `tensor_parallel.layers`); then the

@@ -165,47 +165,23 @@ class TopKRouter(MegatronModule):
         self, logits: Tensor, experts: Tensor, probs: Tensor, kept: Tensor | None, batch: int
     ) -> Tensor:
         """Return `probs` with the auxiliary losses attached."""
-        losses = self._compute_losses(logits, batch)
+        losses, coefficients = self._compute_losses(logits, batch)
         loads = self._count_loads(experts, kept)
-        return self.attach(probs, loads, losses)
-
-    def attach(self, probs: Tensor, loads: Tensor, losses: list[Tensor]) -> Tensor:
-        """Return `probs` with losses; graphs of --compile contain it as an operator."""
-        return _AttachLosses.apply(probs, self, loads, *losses)
-
-    def record_losses(
-        self, num_tokens: int, loads: Tensor, losses: Sequence[Tensor]
-    ) -> list[Tensor]:
-        """Record loads and losses in the backward pass, and return the gradients of the losses.
-
-        `num_tokens` are those of this rank.
-        """
-        self.record(_TOKENS_PER_EXPERT, loads)
         scale: float | Tensor = self.loss_scale
         if self.per_token_loss:
-            # Of the micro-batch, in any layout
-            scale = scale * (num_tokens * self.axes.token_ranks)
-        loss_grads = []
-        for (name, coefficient), loss in zip(self._get_coefficients(), losses, strict=True):
-            # Logs report the losses without their coefficients.
-            self.record(name, loss / coefficient)
-            loss_grads.append(torch.ones_like(loss) * scale)
-        return loss_grads
+            num_tokens = len(logits) * self.axes.token_ranks  # of the micro-batch, in any layout
+            scale = scale * num_tokens
+        report = _LossReport(self, coefficients, scale)
+        return _AttachLosses.apply(probs, report, loads, *losses)
 
-    def _get_coefficients(self) -> list[tuple[str, float]]:
-        """Return the name in logs and the coefficient of each loss, in their order."""
-        config = self.config
-        coefficients = []
-        for loss_type, coefficient in config.load_balancing.items():
-            coefficients.append((LOSS_NAMES[loss_type], coefficient))
-        if config.moe_z_loss_coeff:
-            coefficients.append((Z_LOSS, config.moe_z_loss_coeff))
-        return coefficients
+    def _compute_losses(self, logits: Tensor, batch: int) -> tuple[list[Tensor], dict[str, float]]:
+        """Return the auxiliary losses, multiplied by their coefficients, and the coefficients.
 
-    def _compute_losses(self, logits: Tensor, batch: int) -> list[Tensor]:
-        """Return the auxiliary losses, multiplied by their coefficients."""
+        The coefficients are in the order of the losses, by the names of the losses in logs.
+        """
         config = self.config
         losses: list[Tensor] = []
+        coefficients: dict[str, float] = {}
 
         # Load balancing. All kinds have the same probabilities, and the same choices, which are
         # top-k without groups, bias or capacity.
@@ -216,6 +192,7 @@ class TopKRouter(MegatronModule):
         for loss_type, coefficient in config.load_balancing.items():
             loss = self._compute_balancing_loss(loss_type, scores, counts, batch)
             losses.append(coefficient * loss)
+            coefficients[LOSS_NAMES[loss_type]] = coefficient
 
         # z-loss
         if config.moe_z_loss_coeff:
@@ -223,7 +200,8 @@ class TopKRouter(MegatronModule):
             # Each rank adds its part of the mean over the tokens of the micro-batch.
             z_loss = log_sums.square().mean() / self.axes.token_ranks
             losses.append(config.moe_z_loss_coeff * z_loss)
-        return losses
+            coefficients[Z_LOSS] = config.moe_z_loss_coeff
+        return losses, coefficients
 
     def _count_loads(self, experts: Tensor, kept: Tensor | None) -> Tensor:
         """Return the number of tokens that each expert processes, `[experts]`."""
@@ -475,21 +453,40 @@ def _sum_over_axes(counts: Tensor, *axes: Axis) -> Tensor:
     return counts
 
 
+@dataclass(frozen=True)
+class _LossReport:
+    """Destination of the values of attached losses, and their gradient."""
+
+    router: TopKRouter
+    coefficients: dict[str, float]
+    """By name in logs, in the order of the losses."""
+    scale: float | Tensor
+    """The gradient of each loss."""
+
+
 class _AttachLosses(torch.autograd.Function):
     """Identity on `probs`, whose backward pass records each loss and sets its gradient."""
 
     @staticmethod
     def forward(
-        ctx: Any, probs: Tensor, router: TopKRouter, loads: Tensor, *losses: Tensor
+        ctx: Any, probs: Tensor, report: _LossReport, loads: Tensor, *losses: Tensor
     ) -> Tensor:
-        ctx.router = router
+        ctx.report = report
         ctx.save_for_backward(loads, *losses)
         return probs.view_as(probs)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         loads, *losses = ctx.saved_tensors
-        loss_grads = ctx.router.record_losses(len(grad), loads, losses)
+        report: _LossReport = ctx.report
+        router = report.router
+        router.record(_TOKENS_PER_EXPERT, loads)
+        loss_grads = []
+        for (name, coefficient), loss in zip(report.coefficients.items(), losses, strict=True):
+            # Logs report the losses without their coefficients.
+            router.record(name, loss / coefficient)
+            loss_grad = torch.ones_like(loss) * report.scale
+            loss_grads.append(loss_grad)
         return grad, None, None, *loss_grads
 
 
