@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from megatron.core.transformer.layer_spec import LOCAL, LayerSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.wings import resolve
-
-_TRANSFORMER_ENGINE = "megatron.core.transformer.transformer_engine.layers:TRANSFORMER_ENGINE"
 
 
 def select_layer_spec(config: TransformerConfig) -> LayerSpec:
@@ -18,7 +15,7 @@ def select_layer_spec(config: TransformerConfig) -> LayerSpec:
         return LOCAL
     try:
         # Imported on demand: it is an optional dependency and takes seconds to import.
-        spec: LayerSpec = resolve(_TRANSFORMER_ENGINE)
+        from megatron.core.transformer.transformer_engine.layers import TRANSFORMER_ENGINE
     except (ImportError, OSError, RuntimeError) as error:
         # It is not installed, lacks a library, or was built for another version of torch.
         raise ValueError(
@@ -26,4 +23,4 @@ def select_layer_spec(config: TransformerConfig) -> LayerSpec:
             f"({error}). Install it with pip install --no-build-isolation '.[te]' (docs/gpu.md), "
             "or use --transformer-impl local"
         ) from error
-    return spec
+    return TRANSFORMER_ENGINE
