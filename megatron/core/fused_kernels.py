@@ -1,4 +1,4 @@
-"""Whether an operation has a Triton kernel (`core/triton_kernels.py`) for its tensors.
+"""Whether an operation has a Triton kernel (`core/triton_*.py`) for its tensors.
 
 Without Triton, on a CPU, in graphs of torch.compile and with --no-triton-kernels callers use
 operations of torch.
@@ -18,8 +18,8 @@ from megatron.core.wings import resolve
 
 _KERNELS = {
     "adamw": "megatron.core.triton_kernels:adamw",
-    "residual_norm": "megatron.core.triton_kernels:residual_norm",
-    "residual_norm_backward": "megatron.core.triton_kernels:residual_norm_backward",
+    "residual_norm": "megatron.core.triton_norms:residual_norm",
+    "residual_norm_backward": "megatron.core.triton_norms:residual_norm_backward",
     "rotate": "megatron.core.triton_kernels:rotate",
     "softmax": "megatron.core.triton_kernels:softmax",
     "softmax_gradient": "megatron.core.triton_kernels:softmax_gradient",
@@ -40,7 +40,7 @@ def enable_kernels(is_enabled: bool) -> None:
 
 
 def find_kernel(name: str, x: Tensor) -> Callable[..., Any] | None:
-    """Return the operator `name` of `core/triton_kernels.py`, or None if it does not support `x`.
+    """Return the operator `name` of a kernel, or None if it does not support `x`.
 
     An operator is not differentiable.
     """

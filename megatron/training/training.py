@@ -133,10 +133,8 @@ def pretrain(
         tokenizer = agree_on_vocabulary(config, tokenizer, checkpoint)
 
         # Build and load.
-        random_weights = checkpoint is None or may_leave_weights(config.checkpoint)
-        run = build_run(
-            config, ps, device, model_provider, forward_step, random_weights=random_weights
-        )
+        random = checkpoint is None or may_leave_weights(config.checkpoint)
+        run = build_run(config, ps, device, model_provider, forward_step, random_weights=random)
         run.started = started
         run.clock = clock
         run.on_iteration = on_iteration

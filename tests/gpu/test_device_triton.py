@@ -8,6 +8,7 @@ from tests.support.fake_cuda import is_fake_cuda
 pytest.importorskip("triton", reason="Triton is not in the environment: pip install triton")
 
 from megatron.core import triton_kernels as kernels  # noqa: E402
+from megatron.core import triton_norms as norms  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -111,16 +112,16 @@ def test_residual_norm(rows, size, dtype, norm):
     bias = torch.randn(size).to(dtype) if norm == "layer" else None
     device_bias = None if bias is None else bias.cuda()
     options = (1e-5, norm == "rms", True)
-    expected = kernels.compute_residual_norm(x, branch, weight, bias, *options)
-    actual = kernels.residual_norm(x.cuda(), branch.cuda(), weight.cuda(), device_bias, *options)
+    expected = norms.compute_residual_norm(x, branch, weight, bias, *options)
+    actual = norms.residual_norm(x.cuda(), branch.cuda(), weight.cuda(), device_bias, *options)
     for one, other in zip(actual, expected, strict=True):
         assert_close(one, other)
     total, _, mean, scale = expected
-    dx, dparams = kernels.compute_residual_norm_backward(
+    dx, dparams = norms.compute_residual_norm_backward(
         dy, dtotal, total, weight, mean, scale, bias is not None, True
     )
     saved = [tensor.cuda() for tensor in (dy, dtotal, total, weight, mean, scale)]
-    device_dx, device_dparams = kernels.residual_norm_backward(*saved, bias is not None, True)
+    device_dx, device_dparams = norms.residual_norm_backward(*saved, bias is not None, True)
     # Elements are sums of terms that partly cancel: tolerance relative to the largest.
     tolerance = TOLERANCES[dtype]
     torch.testing.assert_close(

@@ -4,8 +4,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megatron.core import triton_kernels as kernels
+from megatron.core import triton_kernels, triton_norms
 
+KERNELS = {
+    name: kernel
+    for module in (triton_kernels, triton_norms)
+    for name, kernel in vars(module).items()
+    if name.endswith("_kernel")
+}
 CAPABILITIES = (80, 90, 100)
 
 # Kernel -> types of its arguments
@@ -69,7 +75,7 @@ CONSTANTS = {
 def compile_kernels() -> int:
     count = 0
     for name, signature in SIGNATURES.items():
-        kernel = getattr(kernels, name)
+        kernel = KERNELS[name]
         for half in ("bf16", "fp16", "fp32"):
             types = {}
             for argument in signature.replace("HALF", half).split(", "):
@@ -88,6 +94,5 @@ def compile_kernels() -> int:
 
 
 if __name__ == "__main__":
-    kernels_of_module = [name for name in vars(kernels) if name.endswith("_kernel")]
-    assert sorted(SIGNATURES) == sorted(kernels_of_module), "a kernel is missing here"
+    assert SIGNATURES.keys() == KERNELS.keys(), "a kernel is missing here"
     print(compile_kernels())

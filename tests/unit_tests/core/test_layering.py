@@ -24,6 +24,7 @@ LAYERS = [
         "megatron.core.safe_files",
         "megatron.core.terminal",
         "megatron.core.triton_kernels",
+        "megatron.core.triton_norms",
         "megatron.core.wings",
     },
     {"megatron.core.dist_checkpointing", "megatron.core.imports"},

@@ -16,6 +16,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("TRITON_INTERPRET=1 is not set: there is a GPU", allow_module_level=True)
 
 from megatron.core import triton_kernels as kernels  # noqa: E402
+from megatron.core import triton_norms as norms  # noqa: E402
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Rounding to each dtype once. The interpreter truncates bf16 instead of rounding it.
@@ -276,13 +277,13 @@ def test_residual_norm_equals_autograd(shape, branch, dtype, norm):
     torch.autograd.backward((wide, expected), (dtotal.double(), dy.double()))
 
     # Statistics of the rounded sum: the interpreter truncates its own.
-    _, _, *statistics = kernels.compute_residual_norm(
+    _, _, *statistics = norms.compute_residual_norm(
         summed, None, weight, bias, 1e-5, rms, zero_centered
     )
     saved = (summed, weight, *statistics, bias is not None, zero_centered)
     for run, run_backward in (
-        (kernels.run_residual_norm, kernels.run_residual_norm_backward),
-        (kernels.residual_norm, kernels.residual_norm_backward),
+        (norms.run_residual_norm, norms.run_residual_norm_backward),
+        (norms.residual_norm, norms.residual_norm_backward),
     ):
         total, y, mean, scale = run(x, branch, weight, bias, 1e-5, rms, zero_centered)
         assert total.shape == (shape if branch is not None else (0,))
@@ -302,21 +303,21 @@ def test_residual_norm_equals_autograd(shape, branch, dtype, norm):
 
 def test_norms_of_any_size_have_a_power_of_2_of_warps():
     """The interpreter ignores the number, which Triton's launcher checks."""
-    counts = {size: kernels._count_norm_warps(size) for size in (1, 1001, 2048, 3072, 5120, 16384)}
+    counts = {size: norms._count_norm_warps(size) for size in (1, 1001, 2048, 3072, 5120, 16384)}
     assert counts == {1: 1, 1001: 4, 2048: 8, 3072: 16, 5120: 16, 16384: 16}
 
 
 def test_residual_norm_of_strided_tensors():
     x, branch, dy = (torch.randn(6, 40, 3).transpose(1, 2) for _ in range(3))
     options = (1e-5, False, False)
-    actual = kernels.run_residual_norm(x, branch, None, None, *options)
-    expected = kernels.compute_residual_norm(x, branch, None, None, *options)
+    actual = norms.run_residual_norm(x, branch, None, None, *options)
+    expected = norms.compute_residual_norm(x, branch, None, None, *options)
     for one, other in zip(actual, expected, strict=True):
         assert_close(one, other)
     _, _, mean, scale = expected
     saved = (x, None, mean, scale, False, False)
-    dx, _ = kernels.run_residual_norm_backward(dy, branch, *saved)
-    assert_close(dx, kernels.compute_residual_norm_backward(dy, branch, *saved)[0])
+    dx, _ = norms.run_residual_norm_backward(dy, branch, *saved)
+    assert_close(dx, norms.compute_residual_norm_backward(dy, branch, *saved)[0])
 
 
 def test_kernels_compile_for_gpus(tmp_path):
