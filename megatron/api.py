@@ -61,7 +61,7 @@ def open_checkpoint(
 
     `path` is a run's --save directory, one iteration, a model directory, or a URL in object
     storage. The result has `args`, `training` (iteration and samples; None for a model alone), and
-    named global tensors: `tensors` (shape and dtype by key) and `read(key, offset, shape)`.
+    `tensors`, the global tensors by key: shape, dtype and `read(offset, extent)`.
     """
     return opening.open_checkpoint(path_of(path), format, iteration, options)
 

@@ -108,8 +108,8 @@ def run_block(function, directory, monkeypatch):
 def test_documented_open_checkpoint(run_directory, monkeypatch, capsys):
     names = run_block("open_checkpoint", run_directory, monkeypatch)
     assert capsys.readouterr().out == f"8 {LLAMA_ARGS['num_layers']}\n"
-    expected = random_source(LLAMA_ARGS, seed=8).read(names["key"], (0, 0), names["rows"].shape)
-    assert torch.equal(names["rows"], expected)
+    tensor = random_source(LLAMA_ARGS, seed=8).tensors[names["key"]]
+    assert torch.equal(names["rows"], tensor.read((0, 0), names["rows"].shape))
 
 
 def test_documented_convert(run_directory, monkeypatch):
@@ -123,7 +123,7 @@ def test_documented_merge(run_directory, monkeypatch):
     run_block("merge", run_directory, monkeypatch)
     key = "decoder.final_layernorm.weight"
     merged, first, second = (
-        open_checkpoint(run_directory / name).read(key, (0,), (4,))
+        open_checkpoint(run_directory / name).tensors[key].read((0,), (4,))
         for name in ("merged", "run/iter_0000007", "run/iter_0000008")
     )
     assert torch.allclose(merged, 0.25 * first + 0.75 * second)
