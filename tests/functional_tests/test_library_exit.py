@@ -11,6 +11,7 @@ import torch
 
 from megatron.checkpointer import Checkpointer
 from tests import ROOT
+from tests.support.processes import heed_interrupts
 
 # Every parameter has the number of finished steps as value. 16 MB per save, with momentum 32 MB.
 PROGRAM = """
@@ -58,6 +59,7 @@ def start_program(directory: Path, ending: str, steps: int) -> subprocess.Popen[
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=heed_interrupts,
     )
 
 
