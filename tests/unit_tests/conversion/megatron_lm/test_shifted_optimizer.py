@@ -52,12 +52,12 @@ def shift(case, directory, dp_size, unpadded):
                 flat = torch.zeros(parameter.numel)  # zeros where the buffer has ended
                 stored = tensors[state][cut : cut + parameter.numel]
                 flat[: len(stored)] = stored
-                for box in parameter.boxes:
-                    place = [slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True)]
-                    stop = box.start + math.prod(box.shape)
-                    shifted[key][tuple(place)] = flat[box.start : stop].view(box.shape)
-                    found = known[start + box.start : start + stop]
-                    is_stored[key][tuple(place)] = found.view(box.shape)
+                for (offset, shape), first in parameter.locate_boxes():
+                    place = [slice(o, o + n) for o, n in zip(offset, shape, strict=True)]
+                    stop = first + math.prod(shape)
+                    shifted[key][tuple(place)] = flat[first:stop].view(shape)
+                    found = known[start + first : start + stop]
+                    is_stored[key][tuple(place)] = found.view(shape)
     args = source.args | {"data_parallel_size": dp_size}
     write_torch_dist(MemorySource(args, shifted, source.training), directory / "iter_0000005")
     (directory / "latest_checkpointed_iteration.txt").write_text("5")
