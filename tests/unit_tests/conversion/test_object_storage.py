@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron.conversion.convert import convert
-from megatron.conversion.huggingface import directory
+from megatron.conversion.huggingface import directory_writer
 from megatron.conversion.huggingface.safetensors_files import SafetensorsWriter
 from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import EditOptions, ReadOptions, WriteOptions
@@ -137,15 +137,15 @@ def test_failed_export_leaves_no_objects(converted, monkeypatch):
 def test_writer_that_lost_its_target_changes_nothing(converted, monkeypatch):
     """Another program removes the claim of a writer that seems to have ended, and writes itself."""
     target = path_of("s3://bucket/contested")
-    check = directory.check_weight_files
+    check = directory_writer.check_weight_files
 
     def take_over(*args):
         check(*args)
-        monkeypatch.setattr(directory, "check_weight_files", check)
-        directory.remove_model(target)
+        monkeypatch.setattr(directory_writer, "check_weight_files", check)
+        directory_writer.remove_model(target)
         convert(converted, target, "hf", options=WriteOptions(dtype="fp16"))
 
-    monkeypatch.setattr(directory, "check_weight_files", take_over)
+    monkeypatch.setattr(directory_writer, "check_weight_files", take_over)
     with pytest.raises(CheckpointError, match="another program has taken it over"):
         convert(converted, target, "hf")
     assert (target / "config.json").is_file() and not (target / ".claim").exists()
@@ -159,7 +159,7 @@ def test_target_in_use_is_refused(converted, monkeypatch):
     def claim_first(path):
         path.store.put((path / ".claim").key, b"node3 4711 0123")
 
-    monkeypatch.setattr(directory, "make_empty_directory", claim_first)
+    monkeypatch.setattr(directory_writer, "make_empty_directory", claim_first)
     with pytest.raises(ValueError, match="busy is being written by node3 4711"):
         convert(converted, target, "hf")
     assert [path.name for path in target.iterdir()] == [".claim"]
