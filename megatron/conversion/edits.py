@@ -134,9 +134,8 @@ class SelectedLayers(SourceView):
                 f"like layer {config.num_layers - 1}: select it last"
             )
         # List the tensors in the order of the new layers.
-        layer_tensors: dict[
-            int, list[tuple[str, str]]
-        ] = {}  # layer -> (prefix, name) of its tensors
+        # Layer -> (prefix, name) of its tensors
+        layer_tensors: dict[int, list[tuple[str, str]]] = {}
         self.tensors = {}
         for key, tensor in source.tensors.items():
             match = _LAYER.fullmatch(key)

@@ -646,7 +646,7 @@ ARIA_TEXT = Family(
     rows.ARIA_ROWS,
     (
         *LLAMA_RULES,
-        SILU,  # in the experts, whatever the field is
+        SILU,  # of the experts, for every value of the field
         heads(),
         NO_BIAS,
         _NO_ATTENTION_BIAS,

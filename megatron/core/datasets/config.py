@@ -210,7 +210,7 @@ class GPTDatasetConfig(FlagSection):
     sft_too_long: str = flag(
         "truncate", choices=("truncate", "drop", "error"), requires={"sft": True}
     )
-    """What to do with examples of more than --seq-length + 1 tokens."""
+    """Handling of examples of more than --seq-length + 1 tokens."""
 
     # These fields are not flags; callers may change them.
     # Read seq_length + 1 tokens per sample, so that each position has a label; otherwise the last

@@ -24,6 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.wings import resolve
 
 _IMPORT_APEX_NORMS = "megatron.core.apex:import_apex_norms"
+_ADD_AND_NORMALIZE = "megatron.core.transformer.residual_norm:add_and_normalize"
 
 
 class Norm(MegatronModule):
@@ -210,8 +211,10 @@ class Normalization:
             return None
         if find_kernel("residual_norm", hidden) is None:
             return None
-        total, normed = _ResidualNorm.apply(hidden, branch, weight, bias, self)
-        return total, normed
+        result: tuple[Tensor, Tensor] = resolve(_ADD_AND_NORMALIZE)(
+            hidden, branch, weight, bias, self.epsilon, self.rms, self.zero_centered
+        )
+        return result
 
     def _run_apex(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         normed: Tensor
@@ -297,49 +300,3 @@ class _RMSNorm(torch.autograd.Function):
             scaled = (dy * weight).float()
         dx = scaled.sub_(normalized.mul_(mean)).mul_(scale)
         return dx.to(x.dtype), dw, None
-
-
-class _ResidualNorm(torch.autograd.Function):
-    """`t = x + branch` and `norm(t)`; keeps t and the mean and scale of each row."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        branch: Tensor | None,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        norm: Normalization,
-    ) -> tuple[Tensor, Tensor]:
-        kernel = find_kernel("residual_norm", x)
-        assert kernel is not None
-        total, normed, mean, scale = kernel(
-            x, branch, weight, bias, norm.epsilon, norm.rms, norm.zero_centered
-        )
-        if branch is None:
-            total = x
-        ctx.save_for_backward(total, weight, mean, scale)
-        ctx.has_branch = branch is not None
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.zero_centered = norm.zero_centered
-        ctx.set_materialize_grads(False)
-        return total, normed
-
-    @staticmethod
-    def backward(  # type: ignore[override]
-        ctx: Any, dtotal: Tensor | None, dy: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        total, weight, mean, scale = ctx.saved_tensors
-        if dy is None:
-            return dtotal, dtotal if ctx.has_branch else None, None, None, None
-        kernel = find_kernel("residual_norm_backward", total)
-        assert kernel is not None
-        has_bias = ctx.bias_dtype is not None
-        dx, dparams = kernel(dy, dtotal, total, weight, mean, scale, has_bias, ctx.zero_centered)
-        dweight = None
-        if weight is not None:
-            dweight = dparams[0].to(weight.dtype)
-        dbias = None
-        if has_bias:
-            dbias = dparams[-1].to(ctx.bias_dtype)
-        return dx, dx if ctx.has_branch else None, dweight, dbias, None

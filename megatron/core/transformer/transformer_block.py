@@ -140,9 +140,9 @@ class TransformerLayer(MegatronModule):
         `normed` is the norm of `hidden_states` if it has been computed.
         """
         norm = self.input_layernorm
-        if normed is not None and norm is None:
-            return self.self_attention(normed, documents, is_normalized=True)
         if normed is not None:
+            if norm is None:
+                return self.self_attention(normed, documents, is_normalized=True)
             return self.self_attention(normed, documents)
         if norm is None:
             return self.self_attention(hidden_states, documents)
@@ -157,9 +157,9 @@ class TransformerLayer(MegatronModule):
         `normed` is the norm of `hidden_states` if it has been computed.
         """
         norm = self.pre_mlp_layernorm
-        if normed is not None and norm is None:
-            return self.mlp(normed, is_normalized=True)
         if normed is not None:
+            if norm is None:
+                return self.mlp(normed, is_normalized=True)
             return self._run_mlp(normed)
         if norm is None:
             return self._run_mlp(hidden_states)

@@ -11,13 +11,13 @@ Configuration JSON".
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 from collections.abc import Callable, Mapping
 from decimal import Decimal, InvalidOperation
 from typing import Any, NamedTuple
 
+from megatron.core.safe_files.reading import read_json
 from megatron.training.config.megatron_options import CommandLine
 
 Words = dict[str, list[str]]
@@ -316,9 +316,8 @@ _FEATURES = (
 def _read_config(words: list[str], command_line: CommandLine) -> list[str]:
     """Return the flags for the fields of DeepSpeed's configuration file."""
     try:
-        with open(words[0], encoding="utf-8") as file:
-            fields = json.load(file)
-    except (OSError, ValueError) as error:
+        fields = read_json(words[0])
+    except OSError as error:
         raise ValueError(f"cannot be read: {error}") from None
     if not isinstance(fields, dict):
         raise ValueError("is not a JSON object")
@@ -350,6 +349,8 @@ def _read_config(words: list[str], command_line: CommandLine) -> list[str]:
     return flags
 
 
+_MAX_SCALE_POWER = 127  # of the largest fp32 number
+
 FieldTranslation = Callable[[Any, CommandLine, list[str]], list[str]]
 """(value, command line, problems to append to) -> flags."""
 
@@ -377,7 +378,11 @@ def _use_zero(value: Any, command_line: CommandLine, problems: list[str]) -> lis
         problems.append(f"zero_optimization: {value!r} is not an object")
         return []
     for name in ("offload_optimizer", "offload_param"):
-        device = (value.get(name) or {}).get("device", "none")
+        target = value.get(name) or {}
+        if not isinstance(target, dict):
+            problems.append(f"zero_optimization.{name}: {target!r} is not an object")
+            continue
+        device = target.get("device", "none")
         if device != "none":
             command_line.unsaved_memory.append(f"zero_optimization.{name} (to {device})")
     return _use_zero_stage([str(value.get("stage", 0))], command_line)
@@ -411,8 +416,15 @@ def _use_precision(name: str) -> FieldTranslation:
             command_line.notes.append(
                 f"--loss-scale {scale}: not used; {name}.loss_scale of the file is dynamic"
             )
-        if "initial_scale_power" in value:
-            flags += ["--initial-loss-scale", str(2 ** value["initial_scale_power"])]
+        power = value.get("initial_scale_power")
+        if power is not None:
+            if not isinstance(power, int) or not 0 <= power <= _MAX_SCALE_POWER:
+                problems.append(
+                    f"{name}.initial_scale_power: {power!r} is not an integer from 0 to "
+                    f"{_MAX_SCALE_POWER}"
+                )
+                return []
+            flags += ["--initial-loss-scale", str(2**power)]
         for field in ("loss_scale_window", "hysteresis", "min_loss_scale"):
             if field in value:
                 flags += [f"--{field.replace('_', '-')}", str(value[field])]

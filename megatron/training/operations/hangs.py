@@ -191,8 +191,8 @@ def format_stacks(training_thread: int) -> str:
 def find_missing(before: Mapping[int, Status], now: Mapping[int, Status]) -> dict[int, str]:
     """Return the ranks that the others wait for, with the reason.
 
-    `before` and `now` are the published progress at two times, in between of which every rank that
-    responds has published it.
+    `before` and `now` are the published progress at two times, between which every rank that
+    responds has published again.
     """
     # A stopped or lost process, or a Python interpreter that another thread blocks
     missing = {}

@@ -59,7 +59,7 @@ class PhaseTimers(Timers):
     def __init__(
         self, timers: Timers, device: torch.device, is_training: Callable[[], bool]
     ) -> None:
-        vars(self).update(vars(timers))
+        vars(self).update(vars(timers))  # continue the measurements of `timers`
         self._is_training = is_training
         self._on_device = device.type == "cuda"
         self._totals: defaultdict[str, float] = defaultdict(float)

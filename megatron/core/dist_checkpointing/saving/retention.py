@@ -132,7 +132,7 @@ class Retention:
 
     @property
     def is_removing(self) -> bool:
-        """Whether files of superseded checkpoints are being removed in the background."""
+        """Return whether files of superseded checkpoints are being removed in the background."""
         return not all(removal.done() for removal in list(self._removals))
 
     def close(self) -> None:
