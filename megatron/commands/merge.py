@@ -98,8 +98,10 @@ def run(
     for path, weight in zip(paths, weights, strict=True):
         note(f"{weight:.6g} x {path}")
 
-    # Merge them. Only paths that a search has found are known to have existed.
-    existing = [] if args.average_last is None else paths
+    # Merge them. A path of the command line may never have existed.
+    existing = paths
+    if args.average_last is None:
+        existing = [path for path in paths if path.exists()]
     label = args.saver or "merged"
     with explain_removals(existing), ProgressBar(f"-> {label}") as progress:
         report = merge(

@@ -276,8 +276,15 @@ def test_copies_under_other_names_are_not_merged(pool, tmp_path):
         find_last_checkpoints(run, 4)
 
 
-@pytest.mark.parametrize(("module", "step"), [(commands, "choose_inputs"), (api, "MergedSource")])
-def test_input_that_its_run_removes_is_named(tmp_path, monkeypatch, module, step):
+@pytest.mark.parametrize(
+    ("module", "step", "inputs"),
+    [
+        (commands, "choose_inputs", ["run", "--average-last", "3"]),
+        (api, "MergedSource", ["run", "--average-last", "3"]),
+        (api, "MergedSource", ["run/iter_0000001:0.5", "run/iter_0000002:0.5"]),
+    ],
+)
+def test_input_that_its_run_removes_is_named(tmp_path, monkeypatch, module, step, inputs):
     """It is removed before it is opened, or before it is read."""
     make_run(tmp_path / "run", [1, 2, 3])
     original = getattr(module, step)
@@ -288,8 +295,8 @@ def test_input_that_its_run_removes_is_named(tmp_path, monkeypatch, module, step
         return result
 
     monkeypatch.setattr(module, step, remove_first)
-    words = ["--input", tmp_path / "run", "--average-last", "3", "--output", tmp_path / "out"]
-    result = run_merge(*words)
+    monkeypatch.chdir(tmp_path)
+    result = run_merge("--input", *inputs, "--output", tmp_path / "out")
     assert result.returncode == 1
     assert "iter_0000001 was removed during the merge, perhaps by the run" in result.stderr
     assert not (tmp_path / "out").exists()
