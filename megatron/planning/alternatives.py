@@ -45,7 +45,7 @@ def parse_planned_flags(argv: Sequence[str]) -> FlagValues:
     if stored_args is not None:
         flag_values, _ = use_stored_args(flag_values, stored_args)
     flag_values = {"lr": 1.0, "min_lr": 0.0} | flag_values
-    if "train_samples" not in flag_values:
+    if "train_samples" not in flag_values and "sft_epochs" not in flag_values:
         flag_values.setdefault("train_iters", 1)
     return flag_values
 

@@ -232,6 +232,9 @@ def _describe_length(config: Config) -> str:
     """Describe the length of the run, which is given in samples or in iterations."""
     training = config.training
     seq_length = config.data.seq_length
+    # A launch replaces the epochs by samples, a dry run does not read the data.
+    if training.train_samples is None and training.sft_epochs is not None:
+        return f"{training.sft_epochs} epochs of the training data"
     if training.train_samples is not None:
         tokens = training.train_samples * seq_length
         return f"{training.train_samples} samples = {format_count(tokens)} tokens"

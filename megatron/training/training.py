@@ -92,6 +92,7 @@ REPORT_GOODPUT = "megatron.training.reporting.goodput_line:report_goodput"
 STEP_PROFILER = "megatron.training.reporting.profiling:StepProfiler"
 WATCHED = "megatron.training.operations.watch:watched"
 START_SUMMARY = "megatron.planning.summary:summarize_start"
+_COUNT_EPOCHS = "megatron.training.sft.dataset:set_length_in_samples"
 _CHECK_EXPORT = "megatron.training.checkpoint.export:check_hf_target"
 _PLAN_EXPORTS = "megatron.training.checkpoint.export:plan_hf_exports"
 _CHECK_EARLIER_EXPORTS = "megatron.training.checkpoint.export:check_earlier_exports"
@@ -131,6 +132,8 @@ def pretrain(
         directory.prepare()
         checkpoint = directory.choose()
         tokenizer = agree_on_vocabulary(config, tokenizer, checkpoint)
+        if config.training.sft_epochs is not None:
+            resolve(_COUNT_EPOCHS)(config, tokenizer)
 
         # Build and load.
         random = checkpoint is None or may_leave_weights(config.checkpoint)

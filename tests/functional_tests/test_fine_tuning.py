@@ -72,6 +72,19 @@ def test_the_command_of_a_run_continues_it_with_the_same_samples(pool, work, tmp
     assert get_losses(other) == pytest.approx(expected.losses[3:], abs=1e-5)
 
 
+def test_epochs_are_the_length_of_a_run(pool, work, tmp_path):
+    """--sft-epochs is --train-samples of that many passes, also when the run is resumed."""
+    data = make_flags(work / "tokenizer", work, "conversations.jsonl", PACKED)
+    data = data.replace("--train-iters 6", "").replace("--split 1,0,0", "--split 8,4,0")
+    by_epochs = f"{data} --sft-epochs 3 --save {tmp_path} --exit-interval 2"
+    first = pool.run(train, 1, by_epochs, "")[0]
+    expected = pool.run(train, 1, f"{data} --train-samples 24", "")[0].measured  # of 8 sequences
+    second = pool.run(train, 2, by_epochs.replace("--exit-interval 2", ""), "")
+    assert second[0].consumed_train_samples == 24
+    losses = first.measured.losses + get_losses(second)
+    assert losses == pytest.approx(expected.losses, abs=1e-5)
+
+
 def test_the_example_trains_and_exports(pool, work, tmp_path):
     """The export contains the chat template and the defaults of generation."""
     model = tmp_path / "base"

@@ -211,6 +211,10 @@ class GPTDatasetConfig(FlagSection):
         "truncate", choices=("truncate", "drop", "error"), requires={"sft": True}
     )
     """Handling of examples of more than --seq-length + 1 tokens."""
+    sft_exclude: list[str] | None = flag(None, requires={"sft": True})
+    """Text that does not count for the loss, as pairs of strings that it begins and ends with, e.g.
+    "<think>" "</think>" "<tool_call>" "</tool_call>". Both strings are excluded, too.
+    """
 
     # These fields are not flags; callers may change them.
     # Read seq_length + 1 tokens per sample, so that each position has a label; otherwise the last

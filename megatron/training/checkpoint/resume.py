@@ -57,6 +57,7 @@ _DATA_FLAGS = (
     "sft",
     "sft_train_on",
     "sft_too_long",
+    "sft_exclude",
 )
 _MAX_VALUE = 300  # characters of a value in a warning: a blend may have thousands of members
 # Flags that change the training of a run, besides its model, data and schedule. Learning rate,

@@ -50,6 +50,13 @@ class TrainingConfig(FlagSection):
     """Number of optimizer steps. Mutually exclusive with --train-samples."""
     train_samples: int | None = flag(None, positive=True, excludes={"train_iters": True})
     """Number of training samples. Mutually exclusive with --train-iters."""
+    sft_epochs: int | None = flag(
+        None,
+        positive=True,
+        requires={"sft": True},
+        excludes={"train_iters": True, "train_samples": True},
+    )
+    """Number of passes over the training data of --sft. Replaces --train-samples."""
     seed: int = flag(1234)
     """Random seed for initial weights (together with the parameter's name), data order and dropout.
     """

@@ -62,7 +62,8 @@ RULES = (
 
 def _check_length(config: Config, world_size: int) -> Iterator[str]:
     training = config.training
-    if training.train_iters is None and training.train_samples is None:
+    lengths = (training.train_iters, training.train_samples, training.sft_epochs)
+    if lengths == (None, None, None):
         yield "--train-iters or --train-samples must be given: the length of the run"
 
 

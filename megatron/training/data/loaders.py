@@ -15,6 +15,7 @@ import socket
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -32,6 +33,8 @@ from megatron.training.data.tokenizer import Tokenizer
 from megatron.training.run import Batch, Datasets, DatasetsProvider, Run
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _DIGESTED_BLOCKS = 256  # of token files: at 5 ms each, 1.3 s at the start of a launch
 _PATH_FLAGS = ("data_path", "train_data_path", "data_args_path", "per_split_data_args_path")
@@ -88,9 +91,7 @@ def build_data(run: Run, tokenizer: Tokenizer, provider: DatasetsProvider) -> Da
     return Data(*splits)
 
 
-def build_on_one_rank_per_node_first(
-    build: Callable[[bool], Datasets], needs_data: bool
-) -> Datasets | None:
+def build_on_one_rank_per_node_first(build: Callable[[bool], T], needs_data: bool) -> T | None:
     """Call `build(True)` on one rank of each node, to build and verify index caches, and then
     `build(False)` on the other ranks, to map them.
 

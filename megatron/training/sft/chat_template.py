@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,12 +33,19 @@ class EncodedExamples:
 class ExampleEncoder:
     """Function from a chunk of records to tokens and loss masks; runs in worker processes.
 
-    `tokenizer` is one of transformers, `train_on` the value of --sft-train-on.
+    `tokenizer` is one of transformers, `train_on` the value of --sft-train-on, and `exclude` that
+    of --sft-exclude.
     """
 
-    def __init__(self, tokenizer: Any, train_on: str) -> None:
+    def __init__(self, tokenizer: Any, train_on: str, exclude: Sequence[str] = ()) -> None:
         self.tokenizer = tokenizer
         self.train_on = train_on
+        if len(exclude) % 2:
+            raise ValueError(
+                f"--sft-exclude has {len(exclude)} strings: give pairs, the text that an excluded "
+                "range begins with and the text that it ends with"
+            )
+        self.exclude = tuple(zip(exclude[::2], exclude[1::2], strict=True))
         if not tokenizer.is_fast:
             raise ValueError(
                 f"--sft: {type(tokenizer).__name__} does not report the characters of a token, "
@@ -76,22 +84,36 @@ class ExampleEncoder:
             is_trained[:] = True
         elif self.train_on == "last":
             _keep_last_run(is_trained)
+        if self.exclude:
+            self._exclude(example, is_trained)
         is_trained[:1] = False  # no position predicts the first token
         if not is_trained.any():
             raise ValueError(
                 f"no token is trained on with --sft-train-on {self.train_on}: the example needs an "
-                "assistant message or a completion that is not empty; add one, or remove the "
-                "example"
+                "assistant message or a completion that is not empty and not excluded; add one, "
+                "or remove the example"
             )
         return ids, is_trained
 
+    def _exclude(self, example: Conversation | TextPair, is_trained: np.ndarray) -> None:
+        """Clear the tokens of all text that --sft-exclude specifies."""
+        if isinstance(example, TextPair):
+            text = self._join(example)
+        else:
+            text = self._apply_template(example, example.messages)
+        _, offsets = self._tokenize(text, add_special_tokens=isinstance(example, TextPair))
+        for start, end in _find_excluded(text, self.exclude):
+            is_trained[(offsets[:, 1] > start) & (offsets[:, 0] < end)] = False
+
+    def _join(self, pair: TextPair) -> str:
+        """Return the text of both, which ends with EOS."""
+        text = pair.prompt + pair.completion
+        eos: str = self.tokenizer.eos_token
+        return text if text.endswith(eos) else text + eos
+
     def _encode_text(self, pair: TextPair) -> tuple[np.ndarray, np.ndarray]:
         """Encode plain text, which ends with EOS; the completion is trained on."""
-        text = pair.prompt + pair.completion
-        eos = self.tokenizer.eos_token
-        if not text.endswith(eos):
-            text += eos
-        ids, offsets = self._tokenize(text, add_special_tokens=True)
+        ids, offsets = self._tokenize(self._join(pair), add_special_tokens=True)
         return ids, _mark_suffix(offsets, len(pair.prompt))
 
     def _encode_marked(self, conversation: Conversation) -> tuple[np.ndarray, np.ndarray]:
@@ -178,6 +200,19 @@ class ExampleEncoder:
         )
         ids = np.array(encoded["input_ids"], dtype=np.int32)
         return ids, np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
+
+
+def _find_excluded(text: str, pairs: Iterable[tuple[str, str]]) -> Iterator[Span]:
+    """Yield the characters of each shortest range that begins and ends with the texts of a pair."""
+    for first, last in pairs:
+        previous_end = 0
+        end = text.find(last)
+        while end >= 0:
+            start = text.rfind(first, previous_end, end)
+            previous_end = end + len(last)
+            if start >= 0:
+                yield start, previous_end
+            end = text.find(last, previous_end)
 
 
 def _mark_suffix(offsets: np.ndarray, start: int) -> np.ndarray:

@@ -47,6 +47,7 @@ class SFTCorpus:
                 "files": [_compute_file_digest(path) for path in self.files],
                 "tokenizer": _compute_tokenizer_digest(encoder),
                 "train_on": encoder.train_on,
+                "exclude": encoder.exclude,
             }
         )
         self.cache_directory = find_cache_directory(config, self.files[0])

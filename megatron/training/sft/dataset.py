@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from dataclasses import replace
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from megatron.core.datasets.blend import BlendedDataset
 from megatron.core.datasets.config import SPLITS, Blend, Fractions, Split, compute_sequence_range
 from megatron.core.datasets.index_cache import Arrays, compute_digest, load_or_build
 from megatron.training.config.run_config import Config
+from megatron.training.data.loaders import build_on_one_rank_per_node_first
 from megatron.training.data.tokenizer import Tokenizer
 from megatron.training.data.tokenizer_libraries import load_huggingface
 from megatron.training.run import Datasets
@@ -22,6 +24,9 @@ from megatron.training.sft.packing import pack_best_fit
 logger = logging.getLogger(__name__)
 
 PREVIEW_TOKENS = 400
+NO_TRAINING_DATA = (
+    "there is no training data: --split gives it no share, or --train-data-path is missing"
+)
 
 
 @functools.lru_cache(maxsize=4)
@@ -196,6 +201,43 @@ def format_preview(dataset: SFTDataset, tokenizer: Tokenizer) -> str:
     )
 
 
+def set_length_in_samples(config: Config, tokenizer: Tokenizer) -> None:
+    """Set --train-samples to the samples of --sft-epochs epochs. Collective."""
+    epochs = config.training.sft_epochs
+    assert epochs is not None
+
+    def count_rows(verify: bool) -> int:
+        data = replace(config.data, verify_index_cache=verify)
+        sources = data.sources()
+        if "train" not in sources:
+            raise ValueError(NO_TRAINING_DATA)
+        blend, fractions = sources["train"]
+        if blend.weights is not None:
+            raise ValueError(
+                f"--sft-epochs {epochs} and the weights of the training data are mutually "
+                "exclusive, as an epoch of a weighted blend is undefined: remove the weights, or "
+                "give the length with --train-samples"
+            )
+        encoder = _make_encoder(data, tokenizer)
+        corpus = SFTCorpus(blend.prefixes, data, encoder)
+        examples = compute_sequence_range(fractions, len(corpus))
+        return SFTDataset(corpus, examples, "train", None, data, _find_padding(tokenizer)).num_rows
+
+    num_rows = build_on_one_rank_per_node_first(count_rows, needs_data=True)
+    assert num_rows is not None
+    config.training.train_samples = epochs * num_rows
+
+
+def _make_encoder(data: GPTDatasetConfig, tokenizer: Tokenizer) -> ExampleEncoder:
+    huggingface = load_huggingface(tokenizer.config)
+    return ExampleEncoder(huggingface, data.sft_train_on, data.sft_exclude or ())
+
+
+def _find_padding(tokenizer: Tokenizer) -> int:
+    """Return the token that fills rows."""
+    return tokenizer.eod if tokenizer.pad is None else tokenizer.pad
+
+
 def build_sft_datasets(
     config: Config, num_samples: tuple[int, int, int], tokenizer: Tokenizer
 ) -> Datasets:
@@ -204,8 +246,8 @@ def build_sft_datasets(
     The first rank of a node tokenizes the data, the others map its cache.
     """
     data = config.data
-    encoder = ExampleEncoder(load_huggingface(tokenizer.config), data.sft_train_on)
-    padding = tokenizer.eod if tokenizer.pad is None else tokenizer.pad
+    encoder = _make_encoder(data, tokenizer)
+    padding = _find_padding(tokenizer)
     corpora: dict[tuple[str, ...], SFTCorpus] = {}
 
     def build_member(
@@ -247,9 +289,7 @@ def build_sft_datasets(
         datasets.append(dataset)
     train, valid, test = datasets
     if train is None and num_samples[0] != 0:
-        raise ValueError(
-            "there is no training data: --split gives it no share, or --train-data-path is missing"
-        )
+        raise ValueError(NO_TRAINING_DATA)
     if train is not None:
         first = train.members[0] if isinstance(train, BlendedDataset) else train
         assert isinstance(first, SFTDataset)

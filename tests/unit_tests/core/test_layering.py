@@ -195,7 +195,7 @@ def test_core_is_small():
         nodes += sum(1 for _ in ast.walk(ast.parse(path.read_text())))
     assert "megatron.training.training" in core
     assert len(core) <= 151
-    assert nodes <= 192_500
+    assert nodes <= 192_600
 
 
 def find_cycle(graph: dict[str, set[str]]) -> list[str] | None:

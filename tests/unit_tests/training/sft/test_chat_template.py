@@ -1,6 +1,7 @@
 """Tokens and loss masks of examples, compared with transformers and with TRL."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -59,6 +60,30 @@ def test_tokens_and_masks_are_those_of_trl(load, name):
         assert ids[:length].tolist() == expected["input_ids"]
         labels = np.where(is_trained, ids, -100)
         assert labels[:length].tolist() == expected["labels"]
+
+
+@pytest.mark.parametrize("template", ["markers", "plain"])
+@pytest.mark.parametrize("train_on", ["assistant", "last", "all"])
+def test_excluded_text_is_not_trained_on(load, template, train_on):
+    """Only tokens of the excluded text change; text without its end is trained on."""
+    thinking = "<think>hm</think> b <call>f()</call><call>g()</call>!"
+    record = {"messages": [
+        {"role": "user", "content": "a"}, {"role": "assistant", "content": thinking},
+        {"role": "user", "content": "c"}, {"role": "assistant", "content": "d <think>cut"},
+    ]}  # fmt: skip
+    tokenizer = load(template)
+    pairs = ["<think>", "</think>", "<call>", "</call>"]
+    expected = []
+    for text in trained_texts(ExampleEncoder(tokenizer, train_on), record):
+        text = re.sub("<think>[^>]*</think>|(<call>.*?</call>)+", "|", text)
+        expected += [run for run in text.split("|") if run]
+    assert trained_texts(ExampleEncoder(tokenizer, train_on, pairs), record) == expected
+    assert "d <think>cut" in "".join(expected)
+
+
+def test_excluded_text_of_a_completion(load):
+    encoder = ExampleEncoder(load(None), "assistant", ["(", ")"])
+    assert trained_texts(encoder, {"prompt": "(a)", "completion": " x(y)z"}) == [" x", "z</s>"]
 
 
 def test_prefix_differences_train_on_marked_text_and_the_end_of_its_turn(load):
