@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from tests.fuzz.harness import MEMORY, SECONDS, find_failures, print_usage, run_main
 from tests.fuzz.hostile_object_server import HostileServer
@@ -28,13 +30,40 @@ pytest.importorskip("obstore")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostileServer]:
     root = tmp_path_factory.mktemp("store")
     build_converted("torch_dist")(root / "run")
+    write_foreign_model(root)
     with HostileServer(root) as hostile:
         yield hostile
 
 
+def write_foreign_model(root: Path) -> None:
+    """Write the model of `root / "run"` with a tensor that it does not have to `root / "foreign"`."""
+    folder = root / "foreign"
+    argv = ["convert", "--saver", "hf", "--load-dir", str(root / "run"), "--save-dir", str(folder)]
+    assert run_main(argv, CONVERT.main) == 0
+    weights = load_file(folder / "model.safetensors")
+    tower = torch.arange(1 << 16).float()
+    save_file(weights | {"tower.weight": tower}, folder / "model.safetensors", {"format": "pt"})
+
+
+def locate(number: int, name: str) -> str:
+    """Return the address of a directory. Bucket 0 is honest."""
+    return f"s3://{'honest' if number == 0 else f'case-{number}'}/{name}"
+
+
+def copy_foreign_tensors(root: Path, number: int, out: Path) -> int:
+    """Export the local model, with the foreign tensors of the one in the store."""
+    argv = ["convert", "--saver", "hf", "--load-dir", str(root / "run"), "--workers", "1"]
+    argv += ["--save-dir", str(out / "to"), "--keep-foreign", locate(number, "foreign")]
+    status = run_main(argv, CONVERT.main)
+    if status == 0:
+        exported = load_file(out / "to/model.safetensors")
+        assert exported["tower.weight"].shape == (1 << 16,)
+    return status
+
+
 def read_from_store(number: int, out: Path) -> int:
-    """Do one of the things that are done with a checkpoint. Bucket 0 is honest."""
-    source = f"s3://{'honest' if number == 0 else f'case-{number}'}/run"
+    """Do one of the things that are done with a checkpoint."""
+    source = locate(number, "run")
     rng = random.Random(number)
     kind = 3 if number == 0 else rng.randrange(5)
     if kind < 3:
@@ -44,7 +73,9 @@ def read_from_store(number: int, out: Path) -> int:
     return run_main([*argv, "--workers", "1"], CONVERT.main)
 
 
-def run_case(number: int, work: Path, report: Callable[[str], None]) -> None:
+def run_case(
+    number: int, work: Path, report: Callable[[str], None], read: Callable[[int, Path], int]
+) -> None:
     out = work / "out"
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir()
@@ -53,7 +84,7 @@ def run_case(number: int, work: Path, report: Callable[[str], None]) -> None:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
     try:
-        status = read_from_store(number, out)
+        status = read(number, out)
         if number == 0 and status:
             report("the honest bucket cannot be read")
     except BaseException as error:
@@ -68,7 +99,13 @@ def run_case(number: int, work: Path, report: Callable[[str], None]) -> None:
         report(f"{number}: left behind: {unexpected}")
 
 
-def run_cases(numbers: range, url: str, work: Path, report: Callable[[str], None]) -> None:
+def run_cases(
+    numbers: range,
+    url: str,
+    work: Path,
+    read: Callable[[int, Path], int],
+    report: Callable[[str], None],
+) -> None:
     os.environ.update(
         AWS_ENDPOINT_URL=url,
         AWS_ACCESS_KEY_ID="test",
@@ -76,14 +113,22 @@ def run_cases(numbers: range, url: str, work: Path, report: Callable[[str], None
         AWS_REGION="us-east-1",
     )
     for number in numbers:
-        run_case(number, work, report)
+        run_case(number, work, report, read)
 
 
-def check_cases(numbers: range, server: HostileServer, tmp_path: Path) -> None:
+def check_cases(
+    numbers: range,
+    server: HostileServer,
+    tmp_path: Path,
+    read: Callable[[int, Path], int] = read_from_store,
+) -> None:
     work = tmp_path / "work"
     # Spawned: after a fork, the client of object storage would wait for threads of this process.
     failures = find_failures(
-        work, partial(run_cases, numbers, server.url, work), ADDRESS_SPACE, start_method="spawn"
+        work,
+        partial(run_cases, numbers, server.url, work, read),
+        ADDRESS_SPACE,
+        start_method="spawn",
     )
     print_usage("object storage", len(numbers), failures)
     assert not failures, f"{len(failures)} of {len(numbers)}:\n" + "\n".join(failures[:5])
@@ -91,6 +136,15 @@ def check_cases(numbers: range, server: HostileServer, tmp_path: Path) -> None:
 
 def test_hostile_stores_give_clean_errors(server: HostileServer, tmp_path: Path) -> None:
     check_cases(range(20), server, tmp_path)
+
+
+def test_hostile_stores_of_foreign_tensors(server: HostileServer, tmp_path: Path) -> None:
+    check_cases(range(10), server, tmp_path, partial(copy_foreign_tensors, server.root))
+
+
+@pytest.mark.slow
+def test_hostile_stores_of_foreign_tensors_long(server: HostileServer, tmp_path: Path) -> None:
+    check_cases(range(10, 410), server, tmp_path, partial(copy_foreign_tensors, server.root))
 
 
 @pytest.mark.slow
