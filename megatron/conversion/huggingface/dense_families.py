@@ -61,7 +61,14 @@ LLAMA = Family(
     "llama",
     "LlamaForCausalLM",
     rows.LLAMA_ROWS,
-    (*LLAMA_RULES, heads(), biases(attention_bias=ATTENTION, mlp_bias=MLP), FULL_ATTENTION),
+    (
+        *LLAMA_RULES,
+        heads(),
+        biases(attention_bias=ATTENTION, mlp_bias=MLP),
+        FULL_ATTENTION,
+        fixed("rope_interleaved", False),
+    ),
+    harmless="is_llama_config",  # nanotron's converter writes both, e.g. for SmolLM2-135M
 )
 INTERNLM3 = Family(
     "internlm3",
