@@ -32,7 +32,7 @@ with program_imports():
     )
     from megatron.training.config.run_config import Config
     from megatron.training.data.tokenizer import Tokenizer
-    from megatron.training.errors import errors_explained_once
+    from megatron.training.fatal_errors import errors_explained_once
     from megatron.training.rendezvous import environment_world_size
     from megatron.training.reporting.run_record import failed_launch_recorded
     from megatron.training.run import Batch, Datasets, Loss

@@ -40,7 +40,7 @@ from megatron.core.dist_checkpointing import Lineage, Segment, take_generation  
 from megatron.core.dist_checkpointing.choice import choose  # noqa: E402
 from megatron.core.dist_checkpointing.format.checksums import compute_checksums  # noqa: E402
 from megatron.core.dist_checkpointing.local_checkpoints import LocalInventory  # noqa: E402
-from megatron.core.dist_checkpointing.ownership import Job  # noqa: E402
+from megatron.core.dist_checkpointing.ownership.takeover import Job  # noqa: E402
 from megatron.core.dist_checkpointing.saving.object_commit import encode_commit  # noqa: E402
 from megatron.core.object_path import path_of
 from megatron.training.checkpoint.launch import TrainingDirectory  # noqa: E402

@@ -16,7 +16,7 @@ import torch
 from megatron.conversion import convert as conversion
 from megatron.conversion import opening
 from megatron.conversion.convert import ConversionReport
-from megatron.conversion.merge import MergedSource
+from megatron.conversion.editing.merged_source import MergedSource
 from megatron.conversion.model_space.views import AveragedWeights, get_dtype
 from megatron.conversion.options import EditOptions, ReadOptions, WriteOptions
 from megatron.core.dist_checkpointing.saving.commit import Progress, no_progress

@@ -134,7 +134,7 @@ def main(argv: Sequence[str]) -> int:
 
     # Imported after parsing, because importing torch takes seconds.
     with program_imports():
-        from megatron.commands.plan_run import run
+        from megatron.commands.run_planning import run
         from pretrain_gpt import model_provider
 
     return run(options, flags, model_provider)

@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> None:
 
         # Imported after parsing, because importing torch takes seconds.
         with program_imports():
-            from megatron.commands.preprocess_data import preprocess
+            from megatron.commands.preprocessing import preprocess
 
         preprocess(config, tokenizer_config)
     except (ValueError, OSError) as error:

@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
 
     # Imported after parsing, because importing torch takes seconds.
     with program_imports():
-        from megatron.commands.report import run
+        from megatron.commands.reporting import run
 
     run(args)
     return 0

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from megatron.checkpointer.lightning import (
-    CheckpointerCallback,
+    LightningCheckpointerCallback,
     LightningModule,
     Trainer,
 )
@@ -66,7 +66,7 @@ class AutoEncoder(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
 
-def build_trainer(steps: int, callback: CheckpointerCallback, **options: Any) -> Trainer:
+def build_trainer(steps: int, callback: LightningCheckpointerCallback, **options: Any) -> Trainer:
     return Trainer(
         max_steps=steps,
         accumulate_grad_batches=2,
@@ -86,7 +86,9 @@ def main() -> None:
     args = parser.parse_args()
 
     torch.manual_seed(0)
-    callback = CheckpointerCallback(args.checkpoints, save_interval=args.save_interval, keep_last=2)
+    callback = LightningCheckpointerCallback(
+        args.checkpoints, save_interval=args.save_interval, keep_last=2
+    )
     build_trainer(args.steps, callback).fit(AutoEncoder(), Loader())
 
 

@@ -26,7 +26,7 @@ from megatron.core.dist_checkpointing.files import is_complete
 from megatron.core.dist_checkpointing.format.verified_file import load_common
 from megatron.core.dist_checkpointing.loading.reader import Reader
 from megatron.core.dist_checkpointing.local_checkpoints import LocalInventory
-from megatron.core.dist_checkpointing.ownership import Job
+from megatron.core.dist_checkpointing.ownership.takeover import Job
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.dist_checkpointing.policy import (
     CheckpointOptions,

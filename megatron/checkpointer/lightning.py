@@ -26,10 +26,10 @@ else:
         from pytorch_lightning import Callback, LightningModule, Trainer
 
 
-class CheckpointerCallback(Callback):
+class LightningCheckpointerCallback(Callback):
     """Saves and resumes a Lightning Trainer instead of Lightning's own checkpoints.
 
-        callback = CheckpointerCallback("run", save_interval=1000, keep_last=3)
+        callback = LightningCheckpointerCallback("run", save_interval=1000, keep_last=3)
         Trainer(callbacks=[callback], enable_checkpointing=False).fit(module, data)
 
     `fit` continues the run in `directory`, if there is one: module, optimizers, schedulers,

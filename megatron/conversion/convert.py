@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from megatron.conversion.deepspeed.universal_writer import write_universal
-from megatron.conversion.edits import apply_edits
+from megatron.conversion.editing.edits import apply_edits
 from megatron.conversion.huggingface.directory_writer import list_foreign_fields, write_huggingface
 from megatron.conversion.megatron_lm.hybrid import HybridLayers
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy

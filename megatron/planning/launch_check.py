@@ -24,13 +24,13 @@ from megatron.core.dist_checkpointing.local_checkpoints import (
     LocalInventory,
     find_local_checkpoints,
 )
-from megatron.core.dist_checkpointing.ownership import identify_job
+from megatron.core.dist_checkpointing.ownership.takeover import identify_job
 from megatron.core.dist_checkpointing.tiers.local_tier import LocalTier, Replication
 from megatron.core.flags import InvalidFlagsError
 from megatron.core.object_path import ObjectPath, path_of
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.terminal import format_size
-from megatron.core.transformer.backends import select_layer_spec
+from megatron.core.transformer.layer_spec import select_layer_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.planning.run_plan import RunPlan
 from megatron.training.checkpoint.launch import check_random_weights, describe_launch

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from megatron.core.datasets import Dataset
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
-from megatron.core.dist_checkpointing.saving.pending_export import ExportTarget
 from megatron.core.dist_checkpointing.saving.run_saver import RunSaver
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models import make_chunk_specs
@@ -23,7 +22,7 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerParamScheduler
 from megatron.core.parallel_state import ParallelState
 from megatron.core.pipeline_parallel import run_schedule
 from megatron.core.tensor_parallel import TensorParallelRng
-from megatron.core.transformer.backends import select_layer_spec
+from megatron.core.transformer.layer_spec import select_layer_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.wings import resolve
 from megatron.training.checkpoint.save_options import SaveLog, make_saver
@@ -34,6 +33,9 @@ from megatron.training.initialize import seed_everything
 from megatron.training.reporting.intervals import reduce_losses
 from megatron.training.reporting.measurements import Timers, compute_flops_per_token
 from megatron.training.reporting.writers import Writer
+
+if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.saving.pending_export import ExportTarget
 
 # Imported for --compile
 _CHECK_COMPILER = "megatron.training.compilation:check_compiler"

@@ -17,13 +17,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron.core.datasets.index_cache import require_compiled_helpers
 from megatron.core.dist_checkpointing.policy import ChosenCheckpoint, is_multiple
-from megatron.core.dist_checkpointing.saving.pending_export import ExportTarget
 from megatron.core.dist_checkpointing.saving.run_saver import RunSaver, SaveFailedError
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.durable_files import encode_json, write_json
@@ -48,7 +47,6 @@ from megatron.training.checkpoint.resume import load_checkpoint, may_leave_weigh
 from megatron.training.config.run_config import Config, ModelProvider
 from megatron.training.data.loaders import Data, Split, build_data
 from megatron.training.data.tokenizer import Tokenizer, build_tokenizer
-from megatron.training.errors import TrainingInterrupted, lost_ranks_explained
 from megatron.training.exit import (
     NanCheck,
     NotFiniteError,
@@ -56,6 +54,7 @@ from megatron.training.exit import (
     make_save_policy,
     record_exit_signals,
 )
+from megatron.training.fatal_errors import TrainingInterrupted, lost_ranks_explained
 from megatron.training.initialize import initialize
 from megatron.training.rendezvous import environment_rank
 from megatron.training.reporting.console import (
@@ -85,6 +84,9 @@ from megatron.training.run import (
     evaluate,
     measure_experts,
 )
+
+if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.saving.pending_export import ExportTarget
 
 logger = logging.getLogger(__name__)
 

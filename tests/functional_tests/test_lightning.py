@@ -1,4 +1,4 @@
-"""`CheckpointerCallback` of Lightning: an interrupted and resumed run ends with the same bits."""
+"""`LightningCheckpointerCallback` of Lightning: an interrupted and resumed run ends with the same bits."""
 
 import importlib.util
 import os
@@ -15,7 +15,7 @@ from lightning.pytorch import Callback  # noqa: E402
 from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
 
 from megatron.checkpointer.lightning import (  # noqa: E402
-    CheckpointerCallback,
+    LightningCheckpointerCallback,
 )
 from megatron.core.dist_checkpointing import CheckpointDirectory  # noqa: E402
 from tests import ROOT  # noqa: E402
@@ -64,7 +64,7 @@ def train(rank, world_size, directory, interval, step=None):
     example = load_example()
     torch.manual_seed(0)
     interrupt = Interrupt(step, directory)
-    callback = CheckpointerCallback(directory, save_interval=interval)
+    callback = LightningCheckpointerCallback(directory, save_interval=interval)
     launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "NODE_RANK": 0}
     launched |= {"LOCAL_WORLD_SIZE": world_size, "GROUP_RANK": 0, "MASTER_PORT": 1}
     launched |= {"MASTER_ADDR": "localhost", "TORCHELASTIC_RUN_ID": "test"}
@@ -121,7 +121,9 @@ def test_example_resumes(tmp_path, monkeypatch):
 
 def test_trainer_that_saves_itself_is_refused(tmp_path):
     example = load_example()
-    trainer = example.build_trainer(2, CheckpointerCallback(tmp_path / "run"), accelerator="cpu")
+    trainer = example.build_trainer(
+        2, LightningCheckpointerCallback(tmp_path / "run"), accelerator="cpu"
+    )
     trainer.callbacks.append(ModelCheckpoint())
     with pytest.raises(ValueError, match="ModelCheckpoint .*enable_checkpointing=False"):
         trainer.fit(example.AutoEncoder(), example.Loader())

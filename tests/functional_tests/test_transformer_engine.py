@@ -15,7 +15,7 @@ from megatron.conversion.opening import open_checkpoint
 from megatron.core.dist_checkpointing import read_metadata
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel import TensorParallelRng
-from megatron.core.transformer.backends import select_layer_spec
+from megatron.core.transformer.layer_spec import select_layer_spec
 from megatron.core.transformer.placement import Placement
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -372,7 +372,7 @@ def test_fp8_weights_are_saved_from_main_parameters(pool, tmp_path, more):
 def test_missing_transformer_engine_is_reported_with_installation(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
     monkeypatch.delitem(
-        sys.modules, "megatron.core.transformer.transformer_engine.layers", raising=False
+        sys.modules, "megatron.core.transformer.transformer_engine.building_blocks", raising=False
     )
     config = TransformerConfig(
         num_layers=1, hidden_size=32, num_attention_heads=4, transformer_impl="transformer_engine"

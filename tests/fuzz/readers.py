@@ -34,7 +34,7 @@ from megatron.core.dist_checkpointing.format.checksums import (
     encode_checksum_records,
     seal_checksums,
 )
-from megatron.core.dist_checkpointing.lineage import (
+from megatron.core.dist_checkpointing.ownership.lineage import (
     Lineage,
     Origin,
     Segment,

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from megatron.conversion.convert import convert
-from megatron.conversion.edits import apply_edits
+from megatron.conversion.editing.edits import apply_edits
 from megatron.conversion.huggingface.directory_writer import write_huggingface
 from megatron.conversion.model_space.pieces import is_bitwise_equal
 from megatron.conversion.opening import open_checkpoint

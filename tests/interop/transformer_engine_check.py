@@ -39,7 +39,7 @@ from megatron.core.models import GPTModel  # noqa: E402
 from megatron.core.module import param_info  # noqa: E402
 from megatron.core.parallel_state import Axis, ExpertAxes  # noqa: E402
 from megatron.core.tensor_parallel import TensorParallelRng  # noqa: E402
-from megatron.core.transformer.backends import select_layer_spec  # noqa: E402
+from megatron.core.transformer.layer_spec import select_layer_spec  # noqa: E402
 from megatron.core.transformer.placement import ContextParallel, Placement  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
@@ -242,7 +242,9 @@ def recorded(te: types.ModuleType, calls: set[tuple[str, str, tuple[str, ...], i
 
     for name, forward in kept.items():
         getattr(te, name).forward = stand_in(name, forward)
-    adapter: Any = importlib.import_module("megatron.core.transformer.transformer_engine.layers")
+    adapter: Any = importlib.import_module(
+        "megatron.core.transformer.transformer_engine.building_blocks"
+    )
     rope = adapter.apply_rotary_pos_emb
     loss = te.parallel_cross_entropy
     # Of older releases the loss is the `apply` of a function, whose `forward` says what it takes
@@ -300,7 +302,9 @@ def check_calls(te: types.ModuleType) -> int:
 
 def check_functions(te: types.ModuleType) -> None:
     """Check the calls of functions outside of modules."""
-    adapter = importlib.import_module("megatron.core.transformer.transformer_engine.layers")
+    adapter = importlib.import_module(
+        "megatron.core.transformer.transformer_engine.building_blocks"
+    )
     for options in RECIPES:
         config = TransformerConfig(
             2, 64, 4, bf16=True, transformer_impl="transformer_engine", **options
@@ -409,7 +413,9 @@ def check_overlap(te: types.ModuleType) -> int:
 
 
 def check_context_parallel(te: types.ModuleType) -> None:
-    adapter = importlib.import_module("megatron.core.transformer.transformer_engine.layers")
+    adapter = importlib.import_module(
+        "megatron.core.transformer.transformer_engine.building_blocks"
+    )
     config = TransformerConfig(
         2, 64, 4, bf16=True, transformer_impl="transformer_engine", attention_dropout=0.0
     )

@@ -42,7 +42,7 @@ def main() -> None:
 
         # Imported after parsing, because importing torch takes seconds.
         with program_imports():
-            from megatron.commands.convert import run
+            from megatron.commands.conversion import run
 
         notes: list[str] = []
         outcome = run(options, read_options, write_options, notes.append)

@@ -155,7 +155,7 @@ def main(argv: list[str]) -> int:
 
     # Imported after parsing, because importing torch takes seconds.
     with program_imports():
-        from megatron.commands.inspect_checkpoint import run
+        from megatron.commands.inspection.dispatch import run
 
     try:
         return run(args)

@@ -53,7 +53,7 @@ def main() -> None:
 
         # Imported after parsing, because importing torch takes seconds.
         with program_imports():
-            from megatron.commands.merge import run
+            from megatron.commands.merging import run
 
         notes: list[str] = []
         outcome = run(options, read_options, write_options, notes.append)

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.commands.inspection.contents import collect_contents, compute_file_shares
+from megatron.commands.inspection.checkpoint_contents import collect_contents, compute_file_shares
 from megatron.commands.inspection.view import format_shape
 from megatron.conversion.model_space.foreign import describe_foreign_mixers
 from megatron.conversion.opening import require_checkpoint

@@ -14,6 +14,10 @@ import torch
 from megatron.conversion.huggingface.adapters import refuse_adapted_modules, refuse_adapter
 from megatron.conversion.huggingface.families import find_family
 from megatron.conversion.huggingface.family import Family
+from megatron.conversion.huggingface.model_tokenizer import (
+    read_tokenizer_arguments,
+    select_stated_ids,
+)
 from megatron.conversion.huggingface.other_layouts import read_params, use_transformers_layout
 from megatron.conversion.huggingface.quantized_weights import (
     dequantize,
@@ -26,10 +30,6 @@ from megatron.conversion.huggingface.sidecar import (
     open_sidecar,
 )
 from megatron.conversion.huggingface.stored_weights import StoredWeights
-from megatron.conversion.huggingface.tokenizer import (
-    read_tokenizer_arguments,
-    select_stated_ids,
-)
 from megatron.conversion.huggingface.weight_files import (
     open_weights,
 )

@@ -23,6 +23,12 @@ from megatron.conversion.huggingface.directory import (
 )
 from megatron.conversion.huggingface.families import choose_family
 from megatron.conversion.huggingface.family import Family, has_foreign_mixers
+from megatron.conversion.huggingface.model_tokenizer import (
+    copy_processor,
+    export_tokenizer,
+    select_stated_ids,
+    write_generation_config,
+)
 from megatron.conversion.huggingface.quantized_weights import (
     BLOCK_SIZE,
     SCALES,
@@ -39,12 +45,6 @@ from megatron.conversion.huggingface.stored_parameters import (
     copied_parameters,
     store_parameters,
     stored_parameters,
-)
-from megatron.conversion.huggingface.tokenizer import (
-    copy_processor,
-    export_tokenizer,
-    select_stated_ids,
-    write_generation_config,
 )
 from megatron.conversion.huggingface.weight_files import (
     check_weight_files,

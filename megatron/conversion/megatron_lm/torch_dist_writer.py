@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import re
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,9 +24,7 @@ from megatron.conversion.megatron_lm.torch_dist import (
     split_stored_key,
 )
 from megatron.conversion.model_space.lazy_tensors import stack
-from megatron.conversion.model_space.model import (
-    model_config,
-)
+from megatron.conversion.model_space.model import model_config, split_layer_key
 from megatron.conversion.model_space.views import SourceView
 from megatron.core.dist_checkpointing import (
     ShardedObject,
@@ -54,7 +51,6 @@ from megatron.core.run_checkpoint.keys import (
 from megatron.core.run_checkpoint.source import Source
 
 _HEAD_STATE = "output_layer._extra_state/shard_0_1"  # HybridModel requests it, GPTModel does not
-_LAYER = re.compile(r"((?:optimizer\.state\.\w+\.|ema\.)?decoder\.layers\.)(\d+)\.(.+)")
 
 
 class StackedLayers(SourceView):
@@ -69,12 +65,12 @@ class StackedLayers(SourceView):
         # Group the tensors of layers: stacked key -> number of the layer -> its tensor.
         layers_of_key: dict[str, dict[int, LazyTensor]] = defaultdict(dict)
         for key, tensor in source.tensors.items():
-            match = _LAYER.fullmatch(key)
-            if match is None:
+            layer_key = split_layer_key(key)
+            if layer_key is None:
                 self.tensors[key] = tensor
             else:
-                prefix, layer, name = match.groups()
-                layers_of_key[prefix + name][int(layer)] = tensor
+                prefix, layer, name = layer_key
+                layers_of_key[prefix + name][layer] = tensor
 
         # Stack them. All layers must have the tensor, with the same shape and dtype.
         for key, layers in layers_of_key.items():
@@ -91,10 +87,10 @@ def make_stacked_key(key: str, num_layers: int) -> str:
     The end of an object's key is its index in a grid and the size of the grid, e.g., shard_3_8 for
     expert 3 of 8. Stacking adds an axis of layers: shard_5.3_24.8 for layer 5 of 24.
     """
-    match = _LAYER.fullmatch(key)
-    if match is None:
+    layer_key = split_layer_key(key)
+    if layer_key is None:
         return key
-    prefix, layer, name = match.groups()
+    prefix, layer, name = layer_key
     module, _, grid = (prefix + name).rpartition("/shard_")
     if grid == "0_1":  # one object per layer
         return f"{module}/shard_{layer}_{num_layers}"

@@ -45,6 +45,8 @@ from megatron.core.transformer.transformer_config import (
 )
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+# The number of a layer in the key of its parameter, or of the state of one.
+_LAYER_KEY = re.compile(r"((?:optimizer\.state\.\w+\.|ema\.)?decoder\.layers\.)(\d+)\.(.+)")
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 
 
@@ -244,6 +246,18 @@ def model_parameters(config: TransformerConfig) -> list[ParamSpec]:
         if key is not None:
             native.append(dataclasses.replace(parameter, name=key))
     return native
+
+
+def split_layer_key(key: str) -> tuple[str, int, str] | None:
+    """Return (prefix, layer, name) of the key `{prefix}{layer}.{name}`; None outside layers.
+
+    The prefix of a parameter is "decoder.layers."; its optimizer state and average precede that.
+    """
+    match = _LAYER_KEY.fullmatch(key)
+    if match is None:
+        return None
+    prefix, layer, name = match.groups()
+    return prefix, int(layer), name
 
 
 # The norm before attention, which is part of its first projection, and its name without one.

@@ -4,14 +4,12 @@ from megatron.core.datasets.builder import build_datasets
 from megatron.core.datasets.config import GPTDatasetConfig
 from megatron.core.datasets.gpt_dataset import Dataset, GPTDataset, Sample
 from megatron.core.datasets.indexed_dataset import IndexedDataset, token_dtype
-from megatron.core.datasets.mock import MockGPTDataset
 
 __all__ = [
     "Dataset",
     "GPTDataset",
     "GPTDatasetConfig",
     "IndexedDataset",
-    "MockGPTDataset",
     "Sample",
     "build_datasets",
     "token_dtype",

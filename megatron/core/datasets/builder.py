@@ -19,10 +19,10 @@ from megatron.core.datasets.config import (
 )
 from megatron.core.datasets.gpt_dataset import Dataset, GPTDataset, Reorder, find_cache_directory
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.mock import MockGPTDataset
 from megatron.core.progress import ProgressBar
 from megatron.core.wings import resolve
 
+_MOCK_DATASET = "megatron.core.datasets.mock:MockGPTDataset"
 _BLENDED_DATASET = "megatron.core.datasets.blend:BlendedDataset"
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,8 @@ def _build_mock(
         return None
     if num_samples is None:
         raise ValueError("--mock-data has no end: request a number of samples")
-    return MockGPTDataset(split, num_samples, config, eod, vocab_size)
+    dataset: Dataset = resolve(_MOCK_DATASET)(split, num_samples, config, eod, vocab_size)
+    return dataset
 
 
 class _Builder:

@@ -19,13 +19,6 @@ from megatron.core.dist_checkpointing.files import (
 )
 from megatron.core.dist_checkpointing.format.metadata_codec import read_metadata
 from megatron.core.dist_checkpointing.format.verified_file import load_common
-from megatron.core.dist_checkpointing.generation import Generation, SupersededError, take_generation
-from megatron.core.dist_checkpointing.lineage import (
-    Lineage,
-    Segment,
-    iteration_in_name,
-    read_lineage,
-)
 from megatron.core.dist_checkpointing.loading.load import LoadReport, fill, load
 from megatron.core.dist_checkpointing.loading.reader import Reader, Request
 from megatron.core.dist_checkpointing.mapping import (
@@ -35,6 +28,17 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedStateDict,
     ShardedTensor,
     split_flat_range,
+)
+from megatron.core.dist_checkpointing.ownership.fencing import (
+    Generation,
+    SupersededError,
+    take_generation,
+)
+from megatron.core.dist_checkpointing.ownership.lineage import (
+    Lineage,
+    Segment,
+    iteration_in_name,
+    read_lineage,
 )
 from megatron.core.dist_checkpointing.saving.run_saver import SaveFailedError
 from megatron.core.dist_checkpointing.saving.save_thread import SaveHandle, SaveReport

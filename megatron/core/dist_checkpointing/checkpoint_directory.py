@@ -13,8 +13,8 @@ from megatron.core.dist_checkpointing.choice import Candidate
 from megatron.core.dist_checkpointing.files import METADATA_JSON, read_commit, read_tracker
 from megatron.core.dist_checkpointing.format import checksums
 from megatron.core.dist_checkpointing.format.metadata_codec import read_metadata
-from megatron.core.dist_checkpointing.generation import find_interrupted_commit
-from megatron.core.dist_checkpointing.lineage import (
+from megatron.core.dist_checkpointing.ownership.fencing import find_interrupted_commit
+from megatron.core.dist_checkpointing.ownership.lineage import (
     Lineage,
     find_lineage_problem,
     on_branch,

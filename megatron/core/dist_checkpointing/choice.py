@@ -24,7 +24,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from megatron.core.dist_checkpointing.lineage import Lineage, Origin
+from megatron.core.dist_checkpointing.ownership.lineage import Lineage, Origin
 from megatron.core.safe_files.errors import CheckpointError
 
 _MAX_NAMES = 5  # checkpoints in a message

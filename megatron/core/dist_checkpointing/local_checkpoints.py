@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from megatron.core.dist_checkpointing.choice import Candidate
-from megatron.core.dist_checkpointing.generation import Generation, GenerationId
-from megatron.core.dist_checkpointing.lineage import Lineage
+from megatron.core.dist_checkpointing.ownership.fencing import Generation, GenerationId
+from megatron.core.dist_checkpointing.ownership.lineage import Lineage
 from megatron.core.dist_checkpointing.saving.commit import PendingCheckpoint
 from megatron.core.dist_checkpointing.saving.save_thread import SaveHandle, SaveThread
 from megatron.core.dist_checkpointing.saving.saver import MakeExport

@@ -27,8 +27,6 @@ import torch
 from megatron.core.deferred import start_max_reduce
 from megatron.core.dist_checkpointing.choice import Candidate, Choice, Inventory, Launch, choose
 from megatron.core.dist_checkpointing.files import run_name
-from megatron.core.dist_checkpointing.generation import Generation
-from megatron.core.dist_checkpointing.lineage import Lineage, identify_checkpoint, read_lineage
 from megatron.core.dist_checkpointing.local_checkpoints import (
     LocalCheckpointInfo,
     LocalInventory,
@@ -38,7 +36,13 @@ from megatron.core.dist_checkpointing.local_checkpoints import (
     find_local_checkpoints,
     open_local_checkpoint,
 )
-from megatron.core.dist_checkpointing.ownership import (
+from megatron.core.dist_checkpointing.ownership.fencing import Generation
+from megatron.core.dist_checkpointing.ownership.lineage import (
+    Lineage,
+    identify_checkpoint,
+    read_lineage,
+)
+from megatron.core.dist_checkpointing.ownership.takeover import (
     Job,
     identify_job,
     prepare_directory,

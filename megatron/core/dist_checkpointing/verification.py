@@ -24,7 +24,7 @@ from megatron.core.dist_checkpointing.files import (
 )
 from megatron.core.dist_checkpointing.format import checksums
 from megatron.core.dist_checkpointing.format.metadata_codec import read_metadata
-from megatron.core.dist_checkpointing.lineage import LINEAGE, find_lineage_problem
+from megatron.core.dist_checkpointing.ownership.lineage import LINEAGE, find_lineage_problem
 from megatron.core.durable_files import write_json
 from megatron.core.object_path import path_of
 from megatron.core.safe_files import schema

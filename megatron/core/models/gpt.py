@@ -32,7 +32,7 @@ from megatron.core.tensor_parallel import (
     compute_padded_vocab_size,
 )
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_parallel, gather_input
-from megatron.core.transformer.backends import select_layer_spec
+from megatron.core.transformer.layer_spec import select_layer_spec
 from megatron.core.transformer.placement import WHOLE_SEQUENCES, ContextParallel, Placement
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig

@@ -36,8 +36,8 @@ from megatron.core.dist_checkpointing.files import (
     TRACKER,
 )
 from megatron.core.dist_checkpointing.format.checksums import CHECKSUMS, find_checksums
-from megatron.core.dist_checkpointing.generation import find_interrupted_commit
-from megatron.core.dist_checkpointing.lineage import on_branch
+from megatron.core.dist_checkpointing.ownership.fencing import find_interrupted_commit
+from megatron.core.dist_checkpointing.ownership.lineage import on_branch
 from megatron.core.dist_checkpointing.policy import CheckpointRef
 from megatron.core.object_path import ObjectPath, path_of
 from megatron.core.run_checkpoint.keys import (

@@ -26,6 +26,11 @@ from megatron.core.transformer.attention.core import CoreAttention
 from megatron.core.transformer.norm import Norm, NormColumnParallelLinear
 from megatron.core.transformer.placement import Placement
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.wings import resolve
+
+_TRANSFORMER_ENGINE = (
+    "megatron.core.transformer.transformer_engine.building_blocks:TRANSFORMER_ENGINE"
+)
 
 
 class Precision:
@@ -188,3 +193,23 @@ class LayerSpec:
 
 
 LOCAL = LayerSpec()
+
+
+def select_layer_spec(config: TransformerConfig) -> LayerSpec:
+    """Return the building blocks of --transformer-impl.
+
+    Raises ValueError if Transformer Engine is required but cannot be imported.
+    """
+    if config.transformer_impl == "local":
+        return LOCAL
+    try:
+        # It is an optional dependency and takes seconds to import.
+        spec: LayerSpec = resolve(_TRANSFORMER_ENGINE)
+    except (ImportError, OSError, RuntimeError) as error:
+        # It is not installed, lacks a library, or was built for another version of torch.
+        raise ValueError(
+            "--transformer-impl transformer_engine: Transformer Engine cannot be imported "
+            f"({error}). Install it with pip install --no-build-isolation '.[te]' (docs/gpu.md), "
+            "or use --transformer-impl local"
+        ) from error
+    return spec

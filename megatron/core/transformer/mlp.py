@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron.core.fused_kernels import find_kernel
 from megatron.core.module import MegatronModule
 from megatron.core.private_operators import write_silu_gradient, write_tanh_gelu_gradient
-from megatron.core.transformer.backends import select_layer_spec
+from megatron.core.transformer.layer_spec import select_layer_spec
 from megatron.core.transformer.placement import Placement
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.wings import resolve

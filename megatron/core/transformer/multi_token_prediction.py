@@ -20,8 +20,7 @@ from megatron.core.tensor_parallel.mappings import (
     exchange_heads_for_sequence,
     gather_from_tensor_parallel,
 )
-from megatron.core.transformer.backends import select_layer_spec
-from megatron.core.transformer.layer_spec import Precision
+from megatron.core.transformer.layer_spec import Precision, select_layer_spec
 from megatron.core.transformer.placement import ContextParallel, Placement
 from megatron.core.transformer.transformer_block import TransformerLayer
 from megatron.core.transformer.transformer_config import TransformerConfig

@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.module import MegatronModule, child_sharded_state_dict
 from megatron.core.tensor_parallel import recompute_intermediate
 from megatron.core.transformer.attention.multi_head import Attention, SelfAttention
-from megatron.core.transformer.backends import select_layer_spec
+from megatron.core.transformer.layer_spec import select_layer_spec
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.norm import Norm, NormColumnParallelLinear
 from megatron.core.transformer.placement import Placement

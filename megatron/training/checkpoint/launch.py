@@ -25,9 +25,13 @@ from megatron.core.dist_checkpointing.choice import (
     Launch,
     abbreviate,
 )
-from megatron.core.dist_checkpointing.lineage import Origin, Segment, identify_checkpoint
 from megatron.core.dist_checkpointing.local_checkpoints import LocalInventory
-from megatron.core.dist_checkpointing.ownership import Job, PreviousOwner, read_previous_owner
+from megatron.core.dist_checkpointing.ownership.lineage import Origin, Segment, identify_checkpoint
+from megatron.core.dist_checkpointing.ownership.takeover import (
+    Job,
+    PreviousOwner,
+    read_previous_owner,
+)
 from megatron.core.dist_checkpointing.policy import (
     CheckpointRef,
     ChosenCheckpoint,

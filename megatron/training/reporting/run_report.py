@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
 from megatron.core.dist_checkpointing import CheckpointDirectory, read_tracker
-from megatron.core.dist_checkpointing.lineage import read_parent
+from megatron.core.dist_checkpointing.ownership.lineage import read_parent
 from megatron.core.dist_checkpointing.verification import compute_verify_size, verify
 from megatron.core.progress import ProgressBar
 from megatron.core.run_checkpoint.formats import find_problem

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron.commands.convert import run
+from megatron.commands.conversion import run
 from megatron.conversion.convert import WRITERS, convert
 from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
 from megatron.conversion.opening import open_checkpoint

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 from torch import nn
 
 from megatron.conversion.convert import WRITERS, convert
-from megatron.conversion.edits import apply_edits
+from megatron.conversion.editing.edits import apply_edits
 from megatron.conversion.huggingface.directory_writer import write_huggingface
 from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
 from megatron.conversion.model_space.optimizer_states import ADAM, optimizer_key

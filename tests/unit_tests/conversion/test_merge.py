@@ -11,16 +11,16 @@ import torch
 from safetensors.numpy import load_file
 
 from megatron import api
-from megatron.commands import merge as commands
+from megatron.commands import merging
 from megatron.conversion.convert import WRITERS, convert, write_checkpoint
-from megatron.conversion.huggingface.directory_writer import write_huggingface
-from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
-from megatron.conversion.merge import (
+from megatron.conversion.editing.merged_source import (
     MergedSource,
     compute_schedule_weights,
     find_last_checkpoints,
     parse_input,
 )
+from megatron.conversion.huggingface.directory_writer import write_huggingface
+from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
 from megatron.conversion.model_space.optimizer_states import optimizer_key
 from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import WriteOptions
@@ -279,7 +279,7 @@ def test_copies_under_other_names_are_not_merged(pool, tmp_path):
 @pytest.mark.parametrize(
     ("module", "step", "inputs"),
     [
-        (commands, "choose_inputs", ["run", "--average-last", "3"]),
+        (merging, "choose_inputs", ["run", "--average-last", "3"]),
         (api, "MergedSource", ["run", "--average-last", "3"]),
         (api, "MergedSource", ["run/iter_0000001:0.5", "run/iter_0000002:0.5"]),
     ],

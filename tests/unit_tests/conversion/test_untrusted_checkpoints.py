@@ -12,7 +12,7 @@ import torch
 from megatron.conversion.convert import convert
 from megatron.conversion.deepspeed.universal_writer import write_universal
 from megatron.conversion.huggingface.directory_writer import write_huggingface
-from megatron.conversion.huggingface.tokenizer import ExportedTokenizer, copy_processor
+from megatron.conversion.huggingface.model_tokenizer import ExportedTokenizer, copy_processor
 from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
 from megatron.conversion.options import EditOptions, ReadOptions, WriteOptions
 from megatron.core.dist_checkpointing import CheckpointError

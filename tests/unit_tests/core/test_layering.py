@@ -108,6 +108,10 @@ def test_private_operators_are_called_in_one_module():
 FORBIDDEN = {
     "megatron.training": ["megatron.conversion", "megatron.planning"],
     "megatron.checkpointer": ["megatron.conversion"],
+    "megatron.conversion.deepspeed": ["megatron.conversion.editing"],
+    "megatron.conversion.huggingface": ["megatron.conversion.editing"],
+    "megatron.conversion.megatron_lm": ["megatron.conversion.editing"],
+    "megatron.conversion.model_space": ["megatron.conversion.editing"],
     "pretrain_gpt": [
         "megatron.conversion",
         "megatron.planning",
@@ -168,9 +172,7 @@ def find_core() -> set[str]:
     to_visit = ["pretrain_gpt"]
     while to_visit:
         module = to_visit.pop()
-        # A function imports the layers of Transformer Engine if a flag requests them.
-        is_optional = is_inside(module, "megatron.core.transformer.transformer_engine")
-        if module in core or module not in paths or is_optional:
+        if module in core or module not in paths:
             continue
         core.add(module)
         # An imported name may be that of a module, or of an object in it.

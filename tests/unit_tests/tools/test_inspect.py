@@ -11,7 +11,7 @@ import pytest
 import torch
 import xxhash
 
-from megatron.commands.inspection.contents import compute_file_shares
+from megatron.commands.inspection.checkpoint_contents import compute_file_shares
 from megatron.conversion.opening import open_checkpoint
 from megatron.core.dist_checkpointing import (
     Lineage,

@@ -13,7 +13,7 @@ import urllib.request
 
 import pytest
 
-from megatron.commands.report import ReportServer
+from megatron.commands.reporting import ReportServer
 from megatron.core.dist_checkpointing import Lineage, Segment
 from megatron.training.reporting import run_report
 from megatron.training.reporting.recorded_launches import (

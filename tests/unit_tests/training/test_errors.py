@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.training import errors
-from megatron.training.errors import TrainingInterrupted, errors_explained_once
+from megatron.training import fatal_errors
+from megatron.training.fatal_errors import TrainingInterrupted, errors_explained_once
 from megatron.training.operations.reexecution import WrongResultError
 from megatron.training.operations.rerun import REJECTED
 
@@ -74,14 +74,14 @@ def test_error_file_appears_as_a_whole(capsys, monkeypatch, tmp_path):
     path = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
     replaced = []
-    replace = errors.os.replace
+    replace = fatal_errors.os.replace
 
     def check_before_replacing(source, target):
         replaced.append(json.loads(Path(source).read_text())["message"]["message"])
         assert not path.exists()
         replace(source, target)
 
-    monkeypatch.setattr(errors.os, "replace", check_before_replacing)
+    monkeypatch.setattr(fatal_errors.os, "replace", check_before_replacing)
     end_with(ValueError("wrong"), capsys)
     assert replaced == ["error: wrong"]
     assert json.loads(path.read_text())["message"]["message"] == "error: wrong"

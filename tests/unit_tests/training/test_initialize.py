@@ -21,7 +21,7 @@ from megatron.training.checkpoint.contents import (
     set_rng_state,
 )
 from megatron.training.config.options import DistributedConfig
-from megatron.training.errors import lost_ranks_explained
+from megatron.training.fatal_errors import lost_ranks_explained
 from megatron.training.initialize import (
     choose_device,
     find_queue_hint,

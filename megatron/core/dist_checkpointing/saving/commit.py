@@ -21,8 +21,8 @@ from megatron.core.dist_checkpointing.format.checksums import (
     encode_checksum_records,
     seal_checksums,
 )
-from megatron.core.dist_checkpointing.generation import Generation, SupersededError
-from megatron.core.dist_checkpointing.lineage import iteration_in_name
+from megatron.core.dist_checkpointing.ownership.fencing import Generation, SupersededError
+from megatron.core.dist_checkpointing.ownership.lineage import iteration_in_name
 from megatron.core.dist_checkpointing.saving.save_barrier import Outcome
 from megatron.core.dist_checkpointing.saving.shard import Shard, ShardFile
 from megatron.core.durable_files import (

@@ -47,7 +47,7 @@ from megatron.core.dist_checkpointing.format.checksums import (
     encode_checksum_records,
     seal_checksums,
 )
-from megatron.core.dist_checkpointing.generation import (
+from megatron.core.dist_checkpointing.ownership.fencing import (
     Generation,
     SupersededError,
     describe_owner,

@@ -13,8 +13,8 @@ from megatron.core.dist_checkpointing.background import Workers, map_in_threads
 from megatron.core.dist_checkpointing.checkpoint_directory import CheckpointDirectory
 from megatron.core.dist_checkpointing.files import is_complete
 from megatron.core.dist_checkpointing.format.verified_file import load_common
-from megatron.core.dist_checkpointing.generation import Generation
-from megatron.core.dist_checkpointing.lineage import Lineage
+from megatron.core.dist_checkpointing.ownership.fencing import Generation
+from megatron.core.dist_checkpointing.ownership.lineage import Lineage
 
 # In common.pt: the loss that was measured at the iteration of the checkpoint.
 VALIDATION_LOSS = "validation_loss"

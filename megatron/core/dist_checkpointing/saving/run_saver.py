@@ -12,12 +12,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron.core.dist_checkpointing.background import default_workers, end_saver_at_exit
 from megatron.core.dist_checkpointing.checkpoint_directory import CheckpointDirectory
 from megatron.core.dist_checkpointing.files import is_complete, read_tracker, write_tracker
-from megatron.core.dist_checkpointing.generation import Generation
-from megatron.core.dist_checkpointing.lineage import LINEAGE, Lineage, Segment, iteration_in_name
 from megatron.core.dist_checkpointing.local_checkpoints import (
     Copier,
     Tier,
@@ -26,8 +25,14 @@ from megatron.core.dist_checkpointing.local_checkpoints import (
     make_local_saver,
 )
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.ownership.fencing import Generation
+from megatron.core.dist_checkpointing.ownership.lineage import (
+    LINEAGE,
+    Lineage,
+    Segment,
+    iteration_in_name,
+)
 from megatron.core.dist_checkpointing.saving.commit import Rewrite
-from megatron.core.dist_checkpointing.saving.pending_export import ExportTarget
 from megatron.core.dist_checkpointing.saving.retention import (
     Retention,
     RetentionRules,
@@ -40,6 +45,9 @@ from megatron.core.dist_checkpointing.saving.saver import (
     staging_for_waiting,
 )
 from megatron.core.safe_files.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.saving.pending_export import ExportTarget
 
 logger = logging.getLogger(__name__)
 

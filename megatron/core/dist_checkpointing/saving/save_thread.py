@@ -20,7 +20,7 @@ import torch
 
 from megatron.core.dist_checkpointing.background import Workers, end_saver_at_exit
 from megatron.core.dist_checkpointing.format.checksums import encode_checksum_records
-from megatron.core.dist_checkpointing.generation import SupersededError
+from megatron.core.dist_checkpointing.ownership.fencing import SupersededError
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.dist_checkpointing.planning.rank_plan import RankPlan
 from megatron.core.dist_checkpointing.saving.commit import (
@@ -28,7 +28,6 @@ from megatron.core.dist_checkpointing.saving.commit import (
     Progress,
     Rewrite,
 )
-from megatron.core.dist_checkpointing.saving.pending_export import PendingExport
 from megatron.core.dist_checkpointing.saving.save_barrier import (
     Heartbeat,
     Outcome,
@@ -38,6 +37,7 @@ from megatron.core.dist_checkpointing.saving.save_barrier import (
 from megatron.core.safe_files.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.saving.pending_export import PendingExport
     from megatron.core.dist_checkpointing.saving.staging import StageAndWrite
 
 

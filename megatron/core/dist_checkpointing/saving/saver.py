@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -31,8 +31,8 @@ from megatron.core.dist_checkpointing.background import (
     Workers,
     default_workers,
 )
-from megatron.core.dist_checkpointing.generation import Generation
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
+from megatron.core.dist_checkpointing.ownership.fencing import Generation
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.dist_checkpointing.planning.rank_plan import Planner, RankPlan
 from megatron.core.dist_checkpointing.planning.save_plan import file_name
@@ -47,7 +47,6 @@ from megatron.core.dist_checkpointing.saving.objects import (
     snapshot_common,
     snapshot_objects,
 )
-from megatron.core.dist_checkpointing.saving.pending_export import PendingExport
 from megatron.core.dist_checkpointing.saving.save_thread import (
     Hooks,
     SaveHandle,
@@ -58,10 +57,13 @@ from megatron.core.dist_checkpointing.saving.staging import StageAndWrite, bind_
 from megatron.core.object_path import path_of
 from megatron.core.safe_files.errors import CheckpointError
 
+if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.saving.pending_export import PendingExport
+
 logger = logging.getLogger(__name__)
 
 Common = dict[str, Any] | Callable[[], dict[str, Any]]
-MakeExport = Callable[[str], PendingExport]
+MakeExport = Callable[[str], "PendingExport"]
 """Makes the export of a save from the save's id."""
 
 

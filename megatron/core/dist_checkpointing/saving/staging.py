@@ -30,7 +30,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -55,11 +55,13 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.core.dist_checkpointing.planning.rank_plan import FileChunk, RankPlan, WriteItem
 from megatron.core.dist_checkpointing.saving.commit import PendingCheckpoint, Progress
 from megatron.core.dist_checkpointing.saving.objects import ObjectFile
-from megatron.core.dist_checkpointing.saving.pending_export import PendingExport
 from megatron.core.dist_checkpointing.saving.shard import Shard
 from megatron.core.private_operators import copy_tensors
 from megatron.core.safe_files.errors import CheckpointError
 from megatron.core.safe_files.schema import abbreviate
+
+if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.saving.pending_export import PendingExport
 
 _COPIED_AT_ONCE = 16
 """Slots that one call fills from a device: the interpreter is busy for microseconds per call, and a

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from megatron.core.dist_checkpointing.background import Slot, StagingBuffer, Workers
 from megatron.core.dist_checkpointing.format.checksums import FileChecksums, hash_blocks
-from megatron.core.dist_checkpointing.generation import Generation
 from megatron.core.dist_checkpointing.local_checkpoints import Copier
+from megatron.core.dist_checkpointing.ownership.fencing import Generation
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.dist_checkpointing.planning.rank_plan import FileChunk
 from megatron.core.dist_checkpointing.saving.commit import (

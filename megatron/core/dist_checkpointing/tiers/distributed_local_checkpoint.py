@@ -33,11 +33,16 @@ from megatron.core.dist_checkpointing.format.checksums import (
     decode_checksums,
     hash_blocks,
 )
-from megatron.core.dist_checkpointing.lineage import LINEAGE, Lineage, Segment, read_lineage
 from megatron.core.dist_checkpointing.local_checkpoints import (
     LocalCheckpointInfo,
     LocalInventory,
     WriterFiles,
+)
+from megatron.core.dist_checkpointing.ownership.lineage import (
+    LINEAGE,
+    Lineage,
+    Segment,
+    read_lineage,
 )
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.dist_checkpointing.tiers.local_tier import LocalTier, order_of

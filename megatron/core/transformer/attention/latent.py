@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel.mappings import copy_to_tensor_parallel, gath
 from megatron.core.transformer.attention.multi_head import Attention
 from megatron.core.transformer.attention.rope_scaling import compute_yarn_mscale
 from megatron.core.transformer.attention.rotary import QueryScales, Rotary, RotaryTables, rotate
-from megatron.core.transformer.backends import select_layer_spec
+from megatron.core.transformer.layer_spec import select_layer_spec
 from megatron.core.transformer.placement import Placement
 from megatron.core.transformer.transformer_config import TransformerConfig
 

@@ -16,7 +16,7 @@ from megatron.core.transformer.attention.rotary import (
     rotate,
     split_qkv,
 )
-from megatron.core.transformer.backends import select_layer_spec
+from megatron.core.transformer.layer_spec import select_layer_spec
 from megatron.core.transformer.norm import Norm, NormAcrossHeads, NormPerHead
 from megatron.core.transformer.placement import Placement
 from megatron.core.transformer.transformer_config import TransformerConfig

@@ -21,8 +21,8 @@ from megatron.core.module import (
 )
 from megatron.core.parallel_state import ExpertAxes
 from megatron.core.tensor_parallel import recompute_intermediate
-from megatron.core.transformer.backends import select_layer_spec
 from megatron.core.transformer.grouped_linear import GroupedLinear
+from megatron.core.transformer.layer_spec import select_layer_spec
 from megatron.core.transformer.mlp import MLP, get_activation
 from megatron.core.transformer.moe.dispatch import DISPATCHERS
 from megatron.core.transformer.moe.router import TopKRouter

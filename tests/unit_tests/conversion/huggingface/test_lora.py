@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
 from megatron.conversion.convert import WRITERS, convert
-from megatron.conversion.edits import apply_edits
+from megatron.conversion.editing.edits import apply_edits
 from megatron.conversion.huggingface import adapter_changes
 from megatron.conversion.huggingface.directory_writer import write_huggingface
 from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from megatron.conversion.edits import SelectedLayers
+from megatron.conversion.editing.edits import SelectedLayers
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
 from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
 from megatron.conversion.model_space.layouts import Layout

@@ -7,7 +7,7 @@ import pytest
 
 from megatron.core.dist_checkpointing import CheckpointError, Lineage, Segment
 from megatron.core.dist_checkpointing.choice import Candidate, Choice, Inventory, Launch, choose
-from megatron.core.dist_checkpointing.lineage import Origin
+from megatron.core.dist_checkpointing.ownership.lineage import Origin
 
 A = Origin("a@4", False)  # `--load A`, whose newest checkpoint is iteration 4
 TUNED = Origin("a@4", True)  # with --finetune

@@ -20,12 +20,12 @@ from megatron.core.dist_checkpointing import (
     read_lineage,
     read_tracker,
 )
-from megatron.core.dist_checkpointing.generation import (
+from megatron.core.dist_checkpointing.ownership.fencing import (
     find_interrupted_commit,
     find_newest,
     read_owner,
 )
-from megatron.core.dist_checkpointing.lineage import on_branch
+from megatron.core.dist_checkpointing.ownership.lineage import on_branch
 from megatron.core.durable_files import put_in_place
 from tests.support.programs import run_program
 

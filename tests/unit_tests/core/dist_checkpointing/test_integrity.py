@@ -35,7 +35,7 @@ from megatron.core.dist_checkpointing.format.checksums import (
     seal_checksums,
 )
 from megatron.core.dist_checkpointing.format.verified_file import ChecksumVerifier
-from megatron.core.dist_checkpointing.lineage import LINEAGE
+from megatron.core.dist_checkpointing.ownership.lineage import LINEAGE
 from megatron.core.dist_checkpointing.verification import find_integrity_problems, verify
 
 

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from megatron.core.dist_checkpointing import Lineage, Segment, read_lineage
-from megatron.core.dist_checkpointing.lineage import (
+from megatron.core.dist_checkpointing.ownership.lineage import (
     Origin,
     identify_checkpoint,
     on_branch,

@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 
 from megatron.core.dist_checkpointing import CheckpointError
-from megatron.core.dist_checkpointing.generation import GenerationId
-from megatron.core.dist_checkpointing.ownership import (
+from megatron.core.dist_checkpointing.ownership.fencing import GenerationId
+from megatron.core.dist_checkpointing.ownership.takeover import (
     Job,
     identify_job,
     prepare_directory,

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from megatron.conversion.convert import WRITERS
 from megatron.conversion.options import WriteOptions
-from megatron.core.dist_checkpointing.lineage import LINEAGE, Lineage, Segment
+from megatron.core.dist_checkpointing.ownership.lineage import LINEAGE, Lineage, Segment
 from megatron.core.dist_checkpointing.saving.commit import no_progress
 from megatron.training.checkpoint.launch import TrainingDirectory
 from megatron.training.config.options import CheckpointConfig

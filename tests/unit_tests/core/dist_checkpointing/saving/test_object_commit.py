@@ -24,8 +24,8 @@ from megatron.core.dist_checkpointing import (
 )
 from megatron.core.dist_checkpointing.checkpoint_directory import find_missing_or_truncated
 from megatron.core.dist_checkpointing.format.checksums import BLOCK_SIZE
-from megatron.core.dist_checkpointing.generation import SupersededError
-from megatron.core.dist_checkpointing.lineage import LINEAGE
+from megatron.core.dist_checkpointing.ownership.fencing import SupersededError
+from megatron.core.dist_checkpointing.ownership.lineage import LINEAGE
 from megatron.core.dist_checkpointing.saving import object_commit
 from megatron.core.dist_checkpointing.saving.retention import Retention, RetentionRules
 from megatron.core.dist_checkpointing.tiers.copier import CheckpointCopier
@@ -406,7 +406,7 @@ def test_lost_answer_after_the_commit(root, server, monkeypatch, repeatedly):
 WRITERS = """
 import os, random, signal, sys, threading, torch, traceback
 from megatron.core.dist_checkpointing import *
-from megatron.core.dist_checkpointing.lineage import LINEAGE
+from megatron.core.dist_checkpointing.ownership.lineage import LINEAGE
 from megatron.core.object_path import path_of
 from megatron.core.dist_checkpointing.saving.retention import Retention, RetentionRules
 

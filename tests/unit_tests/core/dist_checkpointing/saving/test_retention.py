@@ -25,7 +25,7 @@ from megatron.core.dist_checkpointing import (
     read_tracker,
 )
 from megatron.core.dist_checkpointing.files import TRACKER
-from megatron.core.dist_checkpointing.lineage import LINEAGE
+from megatron.core.dist_checkpointing.ownership.lineage import LINEAGE
 from megatron.core.dist_checkpointing.saving.retention import (
     VALIDATION_LOSS,
     Retention,

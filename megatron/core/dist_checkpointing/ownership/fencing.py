@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 from megatron.core.dist_checkpointing.background import map_in_threads
 from megatron.core.dist_checkpointing.files import TRACKER
-from megatron.core.dist_checkpointing.lineage import MAX_GENERATION, Segment, read_lineage
+from megatron.core.dist_checkpointing.ownership.lineage import MAX_GENERATION, Segment, read_lineage
 from megatron.core.durable_files import (
     REPLACED,
     fsync_directory,

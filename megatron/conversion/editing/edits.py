@@ -6,20 +6,20 @@ Optimizer state follows its parameters, except into experts.
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import replace
 from functools import partial
 
 import torch
 
-from megatron.conversion.huggingface.tokenizer import count_tokens
-from megatron.conversion.lora import merge_adapters
+from megatron.conversion.editing.lora import merge_adapters
+from megatron.conversion.huggingface.model_tokenizer import count_tokens
 from megatron.conversion.model_space.layouts import SPLITS
 from megatron.conversion.model_space.lazy_tensors import cast, concatenate, repeat
 from megatron.conversion.model_space.model import (
     model_config,
     model_parameters,
     read_vocabulary_rows,
+    split_layer_key,
 )
 from megatron.conversion.model_space.optimizer_states import full_precision_key, optimizer_states
 from megatron.conversion.model_space.views import SourceView, get_dtype
@@ -44,7 +44,6 @@ from megatron.core.tensor_parallel import compute_padded_vocab_size
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 _DEFAULT_TOPK = 2
-_LAYER = re.compile(r"((?:optimizer\.state\.\w+\.|ema\.)?decoder\.layers\.)(\d+)(\..+)")
 _BLOCK = 32 << 20  # bytes that are read at once
 _DEFAULT_SEED = 1234  # of training
 
@@ -138,16 +137,16 @@ class SelectedLayers(SourceView):
         layer_tensors: dict[int, list[tuple[str, str]]] = {}
         self.tensors = {}
         for key, tensor in source.tensors.items():
-            match = _LAYER.fullmatch(key)
-            if match is None:
+            layer_key = split_layer_key(key)
+            if layer_key is None:
                 self.tensors[key] = tensor
             else:
-                prefix, layer, name = match.groups()
-                layer_tensors.setdefault(int(layer), []).append((prefix, name))
+                prefix, layer, name = layer_key
+                layer_tensors.setdefault(layer, []).append((prefix, name))
         for new_layer, old_layer in enumerate(layers):
             for prefix, name in layer_tensors[old_layer]:
-                tensor = source.tensors[f"{prefix}{old_layer}{name}"]
-                self.tensors[f"{prefix}{new_layer}{name}"] = tensor
+                tensor = source.tensors[f"{prefix}{old_layer}.{name}"]
+                self.tensors[f"{prefix}{new_layer}.{name}"] = tensor
 
         # Adapt the arguments: a pattern with an entry per layer moves with the layers.
         self.args["num_layers"] = len(layers)

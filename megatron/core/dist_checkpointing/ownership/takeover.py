@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.core.dist_checkpointing.files import clean_up
-from megatron.core.dist_checkpointing.generation import (
+from megatron.core.dist_checkpointing.local_checkpoints import Tier
+from megatron.core.dist_checkpointing.ownership.fencing import (
     Generation,
     find_newest,
     read_owner,
     take_generation,
 )
-from megatron.core.dist_checkpointing.local_checkpoints import Tier
 from megatron.core.dist_checkpointing.planning.coordination import Coordination, wait_until_visible
 from megatron.core.object_path import ObjectPath
 from megatron.core.wings import resolve

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron.api import ConversionReport, merge
 from megatron.commands.conversion_options import MergeOptions
-from megatron.conversion.merge import (
+from megatron.conversion.editing.merged_source import (
     WeightedInput,
     find_last_checkpoints,
     parse_input,

@@ -34,7 +34,7 @@ from megatron.core.transformer.layer_spec import LOCAL, LayerSpec
 from megatron.core.transformer.norm import Norm, NormColumnParallelLinear
 from megatron.core.transformer.placement import Placement
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_engine.engine import (
+from megatron.core.transformer.transformer_engine.modules import (
     STEP,
     Engine,
     EngineLinearMixin,

@@ -1,0 +1,1 @@
+"""Changes of models and of their number: edits, adapters merged into weights, merges."""
