@@ -6,14 +6,19 @@ import logging
 import re
 from pathlib import Path
 
+import torch.distributed as dist
+
 from megatron.conversion.model_space.foreign import describe_foreign_mixers
 from megatron.conversion.options import ReadOptions
+from megatron.core.dist_checkpointing import CheckpointError
+from megatron.core.dist_checkpointing.files import INTEGRITY
+from megatron.core.dist_checkpointing.format.checksums import CHECKSUMS, find_checksums
 from megatron.core.dist_checkpointing.policy import CheckpointRef
+from megatron.core.dist_checkpointing.verification import find_integrity_problems
 from megatron.core.run_checkpoint.formats import (
     FORMATS,
     NoCheckpointError,
     find_checkpoint,
-    require_checksums,
 )
 from megatron.core.run_checkpoint.source import Source
 from megatron.core.wings import resolve
@@ -70,6 +75,27 @@ def open_for_run(
             no_optim=not optimizer, verify_source=verify, waits_for_shards=waits_for_shards
         ),
     )
+
+
+def require_checksums(checkpoint: CheckpointRef) -> None:
+    """Raise CheckpointError unless the checkpoint contains checksums.
+
+    Blocks are compared with `checksums.bin` when they are read. Megatron-LM's `integrity.json` has
+    a hash of each file, so all files are read here, on rank 0 only.
+    """
+    if find_checksums(checkpoint.directory) is not None:
+        return
+    if not (checkpoint.directory / INTEGRITY).is_file():
+        raise CheckpointError(
+            f"--ckpt-verify: {checkpoint.directory} ({checkpoint.format}) has neither {CHECKSUMS} "
+            f"nor {INTEGRITY} to compare it with: drop the flag, or convert the checkpoint first "
+            "(tools/checkpoint/convert.py --saver torch_dist)"
+        )
+    if dist.is_initialized() and dist.get_rank() > 0:
+        return
+    problems = find_integrity_problems(checkpoint.directory)
+    if problems:
+        raise CheckpointError("\n".join(problems))
 
 
 logger = logging.getLogger(__name__)

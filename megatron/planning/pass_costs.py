@@ -25,7 +25,6 @@ from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.core.transformer.transformer_block import list_layer_groups
 from megatron.core.transformer.transformer_config import (
     LOCAL_BACKEND_FIELDS,
-    LayerKind,
     TransformerConfig,
 )
 from megatron.planning.meta_device import (
@@ -48,6 +47,14 @@ _LABELS = {  # axis of `ParallelState` -> name in tables
     "etp": "ep",
     "experts": "ep",
 }
+
+
+class LayerKind(NamedTuple):
+    """Properties in which the layers of a model differ."""
+
+    experts: bool = False
+    window: bool = False
+    cp_comm_type: str = "p2p"
 
 
 class PassCost(NamedTuple):
@@ -108,9 +115,12 @@ class PassCosts:
         """Return the kind of a layer by its global number."""
         if layer not in self._kind_of_layer:
             # Kept, because the model computes the pattern of its layers for each call.
-            comm_type = self._config.parallel.cp_comm_type_of(layer)
-            kind = LayerKind.from_model(self._config.model, layer, comm_type)
-            self._kind_of_layer[layer] = kind
+            model = self._config.model
+            self._kind_of_layer[layer] = LayerKind(
+                experts=bool(model.moe_layer_pattern[layer]),
+                window=bool(model.window_pattern[layer]),
+                cp_comm_type=self._config.parallel.cp_comm_type_of(layer),
+            )
         return self._kind_of_layer[layer]
 
     def _measure_kind(self, part: Part, kind: tuple[Any, ...]) -> PassCost:

@@ -10,12 +10,14 @@ import argparse
 import itertools
 import math
 import os
+import random
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from megatron.conversion.megatron_lm.args import build_grad_scaler
@@ -44,8 +46,9 @@ from megatron.core.dist_checkpointing.saving.commit import Progress, no_progress
 from megatron.core.durable_files import fsync_tree, put_in_place, remove
 from megatron.core.run_checkpoint.checks import COMMON
 from megatron.core.run_checkpoint.common_state import (
+    SEEDS_PER_STAGE,
     build_common_state,
-    build_initial_rng_state,
+    build_initial_cuda_state,
     rng_key,
     split_by_expert_optimizer,
 )
@@ -438,4 +441,20 @@ class _Contents:
         note = f"random number generators of another layout (they start again from seed {seed})"
         if note not in self.not_carried:
             self.not_carried.append(note)
-        return build_initial_rng_state(seed, rank.tp, rank.pp, rank.expert)
+        return _build_initial_rng_state(seed, rank.tp, rank.pp, rank.expert)
+
+
+def _build_initial_rng_state(
+    seed: int, tp: int, pp: int, expert: tuple[int, int] | None = None
+) -> list[dict[str, Any]]:
+    """Return the generators of a rank in Megatron-LM's form, as its `--seed` initializes them.
+
+    `expert` is the rank's (etp, ep), by default (tp, 0).
+    """
+    base = seed + SEEDS_PER_STAGE * pp
+    state = {
+        "random_rng_state": random.Random(base).getstate(),
+        "np_rng_state": np.random.RandomState(base).get_state(),
+        "torch_rng_state": torch.Generator().manual_seed(base).get_state(),
+    }
+    return [state | build_initial_cuda_state(seed, tp, pp, expert)]

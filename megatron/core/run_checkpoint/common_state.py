@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import random
 import struct
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from megatron.core.parallel_config import ParallelConfig
@@ -220,7 +218,7 @@ def _read_grad_scaler(optimizer: Any) -> dict[str, Any] | None:
 # Offsets by which Megatron-LM derives the seeds of its ranks from one seed.
 _MODEL_PARALLEL = 2718
 _EXPERT_PARALLEL = 1024
-_PER_STAGE = 100
+SEEDS_PER_STAGE = 100
 
 
 def rng_key(rank: tuple[int, int], parallel: ParallelConfig) -> str:
@@ -229,30 +227,17 @@ def rng_key(rank: tuple[int, int], parallel: ParallelConfig) -> str:
     return f"rng_state/shard_{pp}.{tp}_{parallel.pp_size}.{parallel.tp_size}"
 
 
-def build_initial_rng_state(
-    seed: int, tp: int, pp: int, expert: tuple[int, int] | None = None
-) -> list[dict[str, Any]]:
-    """Return the generators of a rank in Megatron-LM's form, as its `--seed` initializes them.
-
-    `expert` is the rank's (etp, ep), by default (tp, 0).
-    """
-    base = seed + _PER_STAGE * pp
-    state = {
-        "random_rng_state": random.Random(base).getstate(),
-        "np_rng_state": np.random.RandomState(base).get_state(),
-        "torch_rng_state": torch.Generator().manual_seed(base).get_state(),
-    }
-    return [state | build_initial_cuda_state(seed, tp, pp, expert)]
-
-
 def build_initial_cuda_state(
     seed: int, tp: int, pp: int, expert: tuple[int, int] | None = None
 ) -> dict[str, Any]:
-    """Return the CUDA part of `build_initial_rng_state`."""
-    base = seed + _PER_STAGE * pp
+    """Return the CUDA generators of a rank as Megatron-LM's `--seed` initializes them.
+
+    `expert` is the rank's (etp, ep), by default (tp, 0).
+    """
+    base = seed + SEEDS_PER_STAGE * pp
     etp, ep = expert or (tp, 0)
     model_parallel = base + _MODEL_PARALLEL + tp
-    expert_parallel = base + _EXPERT_PARALLEL + _PER_STAGE * ep + etp
+    expert_parallel = base + _EXPERT_PARALLEL + SEEDS_PER_STAGE * ep + etp
     return {
         "cuda_rng_state": _build_philox_state(base),
         "rng_tracker_states": {

@@ -1,11 +1,19 @@
-"""Description of the checkpoints in a directory, for the error that none of them can be loaded."""
+"""Descriptions of the checkpoints in a directory: why none can be loaded, or which one is taken."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from megatron.core.dist_checkpointing import CheckpointDirectory, iteration_in_name
-from megatron.core.run_checkpoint.formats import describe_unread, find_problem, list_newest_first
+from megatron.core.run_checkpoint.formats import (
+    describe_unread,
+    find_problem,
+    list_formats,
+    list_newest_first,
+    read_latest,
+    read_tag,
+)
+from megatron.core.run_checkpoint.keys import ENGINE_LATEST, LATEST
 
 
 def describe_contents(root: Path) -> str:
@@ -43,3 +51,29 @@ def _find_abandoned(root: Path) -> Path | None:
         if find_problem(path) is None:
             return path
     return None
+
+
+def describe_alternative(root: Path, named: Path) -> str | None:
+    """Return a note if `root` contains a checkpoint of another program next to the run, or one of
+    DeepSpeed's engine that was not converted.
+    """
+    alternative = None
+    tag = read_latest(root)
+    if list_formats(root):
+        alternative = f"{root} is also a checkpoint itself ({' and '.join(list_formats(root))})"
+    elif tag not in (None, named.name):
+        alternative = f"{LATEST} names {tag}"
+    if alternative is not None:
+        return (
+            f"{alternative}: taking {named}, which training has saved. To use the other one, move "
+            "it to a directory of its own"
+        )
+    if tag is None:
+        return None
+    saved = read_tag(root / ENGINE_LATEST)
+    if saved is None or f"{saved}_universal" == tag:
+        return None
+    return (
+        f"DeepSpeed's {ENGINE_LATEST} names {saved}, but {LATEST} names {tag}: taking {tag}. To "
+        f"use {saved}, convert it (python -m deepspeed.checkpoint.ds_to_universal)"
+    )

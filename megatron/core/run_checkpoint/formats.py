@@ -15,8 +15,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-import torch.distributed as dist
-
 from megatron.core.dist_checkpointing import (
     CheckpointDirectory,
     CheckpointError,
@@ -30,19 +28,17 @@ from megatron.core.dist_checkpointing import (
 from megatron.core.dist_checkpointing.checkpoint_directory import find_missing_or_truncated
 from megatron.core.dist_checkpointing.files import (
     COMMON,
-    INTEGRITY,
     METADATA,
     METADATA_JSON,
     TRACKER,
 )
-from megatron.core.dist_checkpointing.format.checksums import CHECKSUMS, find_checksums
+from megatron.core.dist_checkpointing.format.checksums import find_checksums
 from megatron.core.dist_checkpointing.ownership.fencing import find_interrupted_commit
 from megatron.core.dist_checkpointing.ownership.lineage import on_branch
 from megatron.core.dist_checkpointing.policy import CheckpointRef
 from megatron.core.object_path import ObjectPath, path_of
 from megatron.core.run_checkpoint.keys import (
     CONSOLIDATED,
-    ENGINE_LATEST,
     ENGINE_MODEL_FILES,
     LATEST,
     MODEL_FILE,
@@ -138,8 +134,9 @@ _UNREAD = {
         f"*/{METADATA_JSON}",
     ),
 }
-_FIND_INTEGRITY_PROBLEMS = "megatron.core.dist_checkpointing.verification:find_integrity_problems"
+_REQUIRE_CHECKSUMS = "megatron.conversion.opening:require_checksums"
 _OPEN_ANY = "megatron.conversion.opening:open_for_run"
+_DESCRIBE_ALTERNATIVE = "megatron.core.run_checkpoint.directory_contents:describe_alternative"
 _DESCRIBE_CONTENTS = "megatron.core.run_checkpoint.directory_contents:describe_contents"
 
 
@@ -385,7 +382,7 @@ def find_checkpoint(
     if named is not None:
         problem = find_problem(named)
         if problem is None:
-            note = None if step is not None else _describe_alternative(root, named)
+            note = None if step is not None else _find_alternative(root, named)
             return CheckpointRef(named, detect_format(named, loader), note)
         if step is not None:
             contents = resolve(_DESCRIBE_CONTENTS)(root)
@@ -429,30 +426,12 @@ def _refuse_unread(root: Path) -> None:
         raise NoCheckpointError(unread)
 
 
-def _describe_alternative(root: Path, named: Path) -> str | None:
-    """Return a note if `root` contains a checkpoint of another program next to the run, or one of
-    DeepSpeed's engine that was not converted.
-    """
-    alternative = None
-    tag = read_latest(root)
-    if list_formats(root):
-        alternative = f"{root} is also a checkpoint itself ({' and '.join(list_formats(root))})"
-    elif tag not in (None, named.name):
-        alternative = f"{LATEST} names {tag}"
-    if alternative is not None:
-        return (
-            f"{alternative}: taking {named}, which training has saved. To use the other one, move "
-            "it to a directory of its own"
-        )
-    if tag is None:
+def _find_alternative(root: Path, named: Path) -> str | None:
+    """Return a note if `root` also contains a checkpoint of another program than this run."""
+    if read_latest(root) is None and not list_formats(root):
         return None
-    saved = read_tag(root / ENGINE_LATEST)
-    if saved is None or f"{saved}_universal" == tag:
-        return None
-    return (
-        f"DeepSpeed's {ENGINE_LATEST} names {saved}, but {LATEST} names {tag}: taking {tag}. To "
-        f"use {saved}, convert it (python -m deepspeed.checkpoint.ds_to_universal)"
-    )
+    note: str | None = resolve(_DESCRIBE_ALTERNATIVE)(root, named)
+    return note
 
 
 def _find_in_object_storage(root: ObjectPath, loader: str) -> CheckpointRef | None:
@@ -462,7 +441,7 @@ def _find_in_object_storage(root: ObjectPath, loader: str) -> CheckpointRef | No
     for directory in directories:
         problem = find_problem(directory)
         if problem is None:
-            note = _describe_alternative(root, directory)
+            note = _find_alternative(root, directory)
             form = detect_format(directory, loader)
             return CheckpointRef(directory, form, note, tuple(damaged))
         damaged.append((directory, problem))
@@ -493,7 +472,7 @@ def open_found(
         run = open_run_checkpoint(checkpoint.directory, verify is not False, waits_for_shards)
         if run is not None:
             if verify:
-                require_checksums(checkpoint)
+                resolve(_REQUIRE_CHECKSUMS)(checkpoint)
             return run
     return open_in_any_form(
         checkpoint, optimizer=optimizer, verify=verify, waits_for_shards=waits_for_shards
@@ -514,24 +493,3 @@ def open_in_any_form(
     """
     source: Source = resolve(_OPEN_ANY)(checkpoint, optimizer, verify, waits_for_shards)
     return source
-
-
-def require_checksums(checkpoint: CheckpointRef) -> None:
-    """Raise CheckpointError unless the checkpoint contains checksums.
-
-    Blocks are compared with `checksums.bin` when they are read. Megatron-LM's `integrity.json` has
-    a hash of each file, so all files are read here, on rank 0 only.
-    """
-    if find_checksums(checkpoint.directory) is not None:
-        return
-    if not (checkpoint.directory / INTEGRITY).is_file():
-        raise CheckpointError(
-            f"--ckpt-verify: {checkpoint.directory} ({checkpoint.format}) has neither {CHECKSUMS} "
-            f"nor {INTEGRITY} to compare it with: drop the flag, or convert the checkpoint first "
-            "(tools/checkpoint/convert.py --saver torch_dist)"
-        )
-    if dist.is_initialized() and dist.get_rank() > 0:
-        return
-    problems: list[str] = resolve(_FIND_INTEGRITY_PROBLEMS)(checkpoint.directory)
-    if problems:
-        raise CheckpointError("\n".join(problems))

@@ -16,12 +16,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core.module import MegatronModule
+from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.mappings import (
     exchange_heads_for_sequence,
     gather_from_tensor_parallel,
+    start_sequence_all_gather,
 )
 from megatron.core.transformer.layer_spec import Precision, select_layer_spec
-from megatron.core.transformer.placement import ContextParallel, Placement
+from megatron.core.transformer.placement import (
+    ContextParallel,
+    Placement,
+    compute_local_positions,
+)
 from megatron.core.transformer.transformer_block import TransformerLayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -45,23 +51,42 @@ def shift_batch(
     Depth k gets sequences shifted by k positions, filled up with zeros.
     """
     # The next token of a position may be on another rank.
-    tokens = cp.gather_positions(tokens)
-    labels = cp.gather_positions(labels)
-    loss_mask = cp.gather_positions(loss_mask)
+    tokens = _gather_positions(cp.axis, tokens)
+    labels = _gather_positions(cp.axis, labels)
+    loss_mask = _gather_positions(cp.axis, loss_mask)
     batches = []
     for _ in range(num_depths):
         tokens = _shift_left(tokens)
         labels = _shift_left(labels)
         loss_mask = _shift_left(loss_mask)
         batch = ShiftedBatch(
-            tokens=cp.select_positions(tokens),
-            labels=cp.select_positions(labels),
-            loss_mask=cp.select_positions(loss_mask),
+            tokens=_select_positions(cp.axis, tokens),
+            labels=_select_positions(cp.axis, labels),
+            loss_mask=_select_positions(cp.axis, loss_mask),
             # Equal on all ranks, so that the loss does not depend on where the masked tokens are.
             num_tokens=loss_mask.sum() / cp.axis.size,
         )
         batches.append(batch)
     return batches
+
+
+def _gather_positions(cp: Axis, values: Tensor) -> Tensor:
+    """Return whole sequences `[b, s]` from this rank's positions `[b, s/cp]`. Collective."""
+    if cp.size == 1:
+        return values
+    by_rank = start_sequence_all_gather(values.unsqueeze(0), cp).wait()  # [cp, b, s/cp]
+    # The first chunks of the ranks are 0 to CP - 1, the second ones 2 CP - 1 down to CP.
+    first, second = by_rank.chunk(2, dim=-1)
+    by_chunk = torch.cat((first, second.flip(0)))  # [2 cp, b, positions]
+    return by_chunk.movedim(0, 1).flatten(1)
+
+
+def _select_positions(cp: Axis, whole: Tensor) -> Tensor:
+    """Return this rank's positions of `[b, s]` values, the inverse of `_gather_positions`."""
+    if cp.size == 1:
+        return whole
+    positions = compute_local_positions(whole.shape[1], cp.rank, cp.size)
+    return whole.index_select(1, positions.to(whole.device, non_blocking=True))
 
 
 def _shift_left(values: Tensor) -> Tensor:

@@ -19,7 +19,6 @@ from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.core.tensor_parallel.mappings import (
     exchange_heads_for_sequence,
     exchange_sequence_for_heads,
-    start_sequence_all_gather,
 )
 
 
@@ -93,23 +92,6 @@ class ContextParallel:
                 tensor = tensor.index_select(1, positions)
             local[key] = tensor
         return local
-
-    def gather_positions(self, values: Tensor) -> Tensor:
-        """Return whole sequences `[b, s]` from this rank's positions `[b, s/cp]`. Collective."""
-        if self.axis.size == 1:
-            return values
-        by_rank = start_sequence_all_gather(values.unsqueeze(0), self.axis).wait()  # [cp, b, s/cp]
-        # The first chunks of the ranks are 0 to CP - 1, the second ones 2 CP - 1 down to CP.
-        first, second = by_rank.chunk(2, dim=-1)
-        by_chunk = torch.cat((first, second.flip(0)))  # [2 cp, b, positions]
-        return by_chunk.movedim(0, 1).flatten(1)
-
-    def select_positions(self, whole: Tensor) -> Tensor:
-        """Return this rank's positions of `[b, s]` values, the inverse of `gather_positions`."""
-        if self.axis.size == 1:
-            return whole
-        positions = compute_local_positions(whole.shape[1], self.axis.rank, self.axis.size)
-        return whole.index_select(1, positions.to(whole.device, non_blocking=True))
 
     def to_heads(self, x: Tensor) -> Tensor:
         """Exchange positions for heads with a2a, otherwise return `x`.

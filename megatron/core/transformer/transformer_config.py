@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from megatron.core.flags import CHANGED, FlagRule, FlagSection, find_field_problems, raise_problems
 from megatron.core.transformer.model_options import ACTIVATIONS, ModelOptions
@@ -418,22 +418,6 @@ class TransformerConfig(ModelOptions, FlagSection):
         first = self.num_layers_at_start_in_bf16
         end = self.num_layers - self.num_layers_at_end_in_bf16
         return first <= layer_number < end
-
-
-class LayerKind(NamedTuple):
-    """Properties in which the layers of a model differ."""
-
-    experts: bool = False
-    window: bool = False
-    cp_comm_type: str = "p2p"
-
-    @classmethod
-    def from_model(
-        cls, model: TransformerConfig, layer_number: int, cp_comm_type: str = "p2p"
-    ) -> LayerKind:
-        has_experts = bool(model.moe_layer_pattern[layer_number])
-        has_window = bool(model.window_pattern[layer_number])
-        return cls(has_experts, has_window, cp_comm_type)
 
 
 LOCAL_BACKEND_FIELDS: dict[str, Any] = {

@@ -12,7 +12,7 @@ import dataclasses
 import difflib
 import sys
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,22 +25,34 @@ from megatron.core.flags import (
 )
 from megatron.core.terminal import print_text
 from megatron.core.wings import resolve
-from megatron.training.config.megatron_options import (
-    NOTES_OF_OLD_VALUES,
-    OLD_VALUES,
-    OTHER_NAMES,
-    CommandLine,
-    FlagValues,
-    OtherName,
-)
 
 FlagField = dataclasses.Field[Any]
+FlagValues = dict[str, Any]
+"""Field name -> value, for the flags on the command line."""
 
 # Imported for words that are not flags here
 _GET_OPTION_NAMES = "megatron.training.config.megatron_lm_options:get_option_names"
 _ARITY_OF = "megatron.training.config.megatron_lm_options:arity_of"
 _JUDGE_OPTIONS = "megatron.training.config.megatron_lm_options:judge_options"
+_ADD_ALIASES = "megatron.training.config.megatron_options:add_aliases"
 _FORMAT_HELP = "megatron.training.config.flag_help:format_help"
+
+# Field -> values of older releases, forks and other libraries -> the value here.
+OLD_VALUES: dict[str, dict[str, str]] = {
+    "optimizer": {"dist_muon": "muon"},
+    "moe_token_dispatcher_type": {"flex": "alltoall"},  # via DeepEP or HybridEP
+    "cp_comm_type": {"a2a+p2p": "p2p"},
+    "ckpt_format": {"fsdp_dtensor": "torch_dist"},
+    "normalization": {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"},
+    "lr_wsd_decay_style": {"1-sqrt": "minus_sqrt"},
+    "position_embedding_type": {"rotary": "rope", "absolute": "learned_absolute"},
+}
+
+NOTES_OF_OLD_VALUES = {
+    ("cp_comm_type", "a2a+p2p"): "p2p is used: other messages, the same results",
+    ("ckpt_format", "fsdp_dtensor"): "torch_dist is written, which every layout reads",
+}
+"""(field, value of OLD_VALUES) -> the difference, if it is more than a name."""
 
 
 # Fields.
@@ -179,6 +191,23 @@ def _make_spellings(field: FlagField, section: type) -> dict[str, Spelling]:
 # Parser.
 
 
+@dataclass
+class CommandLine:
+    """A parsed command line."""
+
+    flag_values: FlagValues = field(default_factory=dict)
+    ignored: list[str] = field(default_factory=list)  # accepted without effect
+    # Accepted, although the memory that they save elsewhere is needed here.
+    unsaved_memory: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # flags that something equivalent replaces
+    replacements: list[str] = field(default_factory=list)  # flags that win over the given ones
+    # Flags with their values that --ignore-unknown-flags drops.
+    dropped: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)  # one line each
+    # Fields whose value is unknown because of a problem.
+    malformed: set[str] = field(default_factory=set)
+
+
 class FlagParser:
     """Parser for the flags of some dataclasses, with every spelling that Megatron-LM has had.
 
@@ -193,31 +222,8 @@ class FlagParser:
         for section in sections.values():
             for flag_field in flag_fields(section):
                 self.spellings |= _make_spellings(flag_field, section)
-        # Last, because an alias refers to the spellings of fields.
-        self.other_names = self._add_other_names()
-
-    def _add_other_names(self) -> dict[str, OtherName]:
-        """Add the aliases for flags of these sections to the spellings, and return them."""
-        # Any spelling of a field; those of a field that takes values are equal.
-        spelling_of_field = {spelling.dest: spelling for spelling in self.spellings.values()}
-        aliases = {}
-        for name, alias in OTHER_NAMES.items():
-            fields = {*alias.values, *alias.copies, *alias.copies.values()}
-            spelling = Spelling(name, "0", const=True)
-            if alias.by_value is not None:
-                for values in alias.by_value.values():
-                    fields.update(values)
-                metadata = {"parse": None, "choices": tuple(alias.by_value)}
-                spelling = Spelling(name, "1", str, metadata)
-            if alias.takes is not None:
-                # The alias of a flag with a value parses it like that flag.
-                fields.add(alias.takes)
-                spelling = spelling_of_field.get(alias.takes, spelling)
-            # Programs have parsers of some sections: skip aliases of fields that they lack.
-            if fields <= spelling_of_field.keys():
-                aliases[name] = alias
-                self.spellings[name] = spelling
-        return aliases
+        # Replaces aliases by the flags that they abbreviate: see `megatron_options.add_aliases`.
+        self._replace_aliases: Callable[[Iterable[str], CommandLine], None] | None = None
 
     def parse(self, argv: Sequence[str]) -> CommandLine:
         """Return values by field name, and all problems; --help prints all flags and exits."""
@@ -256,7 +262,9 @@ class FlagParser:
                 foreign.append((name, values))
             else:
                 _store_value(command_line, name, spelling, values)
-        self._resolve_other_names(argv, command_line)
+        if self._replace_aliases is not None:
+            names = [self._find_spelling(word.partition("=")[0]) for word in argv]
+            self._replace_aliases(dict.fromkeys(names), command_line)
         # Judged together: an option may be harmless unless another one enables its feature.
         if foreign:
             unknown = resolve(_JUDGE_OPTIONS)(foreign, command_line)
@@ -270,6 +278,10 @@ class FlagParser:
 
     def _find_spelling(self, name: str) -> str:
         """Return a flag in the spelling of Megatron-LM: e.g. --num_layers in some forks."""
+        if name in self.spellings:
+            return name
+        if self._replace_aliases is None:
+            self._replace_aliases = resolve(_ADD_ALIASES)(self.spellings)
         hyphenated = name.replace("_", "-")
         if name == hyphenated or name in self.spellings:
             return name
@@ -277,30 +289,6 @@ class FlagParser:
         if name in options or (hyphenated not in self.spellings and hyphenated not in options):
             return name
         return hyphenated
-
-    def _resolve_other_names(self, argv: Sequence[str], command_line: CommandLine) -> None:
-        """Replace aliases in `command_line.flag_values` by the flags that they abbreviate."""
-        names = [self._find_spelling(word.partition("=")[0]) for word in argv]
-        for name in dict.fromkeys(names):
-            alias = self.other_names.get(name)
-            if alias is None:
-                continue
-            values = alias.values
-            word = command_line.flag_values.pop(name, None)
-            if alias.by_value is not None:
-                if word is None:
-                    continue  # its value is a problem that is already listed
-                values = alias.by_value[word]
-            if alias.note:
-                command_line.notes.append(f"{name}: {alias.note}")
-            # The right operand of `|` takes precedence.
-            if alias.wins:
-                command_line.flag_values = command_line.flag_values | values
-            else:
-                command_line.flag_values = values | command_line.flag_values
-            for target, source in alias.copies.items():
-                if source in command_line.flag_values:
-                    command_line.flag_values.setdefault(target, command_line.flag_values[source])
 
     def _explain_unknown(self, name: str) -> str:
         candidates = dict.fromkeys([*self.spellings, *resolve(_GET_OPTION_NAMES)()])

@@ -18,7 +18,7 @@ from decimal import Decimal, InvalidOperation
 from typing import Any, NamedTuple
 
 from megatron.core.safe_files.reading import read_json
-from megatron.training.config.megatron_options import CommandLine
+from megatron.training.config.arguments import CommandLine
 
 Words = dict[str, list[str]]
 """Option of Megatron-DeepSpeed -> the words after it."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib import resources
 
 from megatron.core.wings import resolve
-from megatron.training.config.megatron_options import CommandLine
+from megatron.training.config.arguments import CommandLine
 
 # Imported for options of Megatron-DeepSpeed
 _TRANSLATE = "megatron.training.config.deepspeed_flags:translate"

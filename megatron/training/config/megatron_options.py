@@ -1,29 +1,13 @@
-"""Options of Megatron-LM and its forks that are not flags here, and how each is handled."""
+"""Options of Megatron-LM and its forks that abbreviate other flags."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-FlagValues = dict[str, Any]
-"""Field name -> value, for the flags on the command line."""
-
-
-@dataclass
-class CommandLine:
-    """A parsed command line."""
-
-    flag_values: FlagValues = field(default_factory=dict)
-    ignored: list[str] = field(default_factory=list)  # accepted without effect
-    # Accepted, although the memory that they save elsewhere is needed here.
-    unsaved_memory: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # flags that something equivalent replaces
-    replacements: list[str] = field(default_factory=list)  # flags that win over the given ones
-    # Flags with their values that --ignore-unknown-flags drops.
-    dropped: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)  # one line each
-    # Fields whose value is unknown because of a problem.
-    malformed: set[str] = field(default_factory=set)
+from megatron.training.config.arguments import CommandLine, Spelling
 
 
 @dataclass(frozen=True)
@@ -117,19 +101,55 @@ OTHER_NAMES: dict[str, OtherName] = {
     "--disable-pad-vocab-size": OtherName({"make_vocab_size_divisible_by": 1}),
 }
 
-# Field -> values of older releases, forks and other libraries -> the value here.
-OLD_VALUES: dict[str, dict[str, str]] = {
-    "optimizer": {"dist_muon": "muon"},
-    "moe_token_dispatcher_type": {"flex": "alltoall"},  # via DeepEP or HybridEP
-    "cp_comm_type": {"a2a+p2p": "p2p"},
-    "ckpt_format": {"fsdp_dtensor": "torch_dist"},
-    "normalization": {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"},
-    "lr_wsd_decay_style": {"1-sqrt": "minus_sqrt"},
-    "position_embedding_type": {"rotary": "rope", "absolute": "learned_absolute"},
-}
 
-NOTES_OF_OLD_VALUES = {
-    ("cp_comm_type", "a2a+p2p"): "p2p is used: other messages, the same results",
-    ("ckpt_format", "fsdp_dtensor"): "torch_dist is written, which every layout reads",
-}
-"""(field, value of OLD_VALUES) -> the difference, if it is more than a name."""
+def add_aliases(spellings: dict[str, Spelling]) -> Callable[[Iterable[str], CommandLine], None]:
+    """Add the aliases for the flags in `spellings` to them.
+
+    Returns a function that replaces the aliases among the names of a command line by these flags.
+    """
+    # Any spelling of a field; those of a field that takes values are equal.
+    spelling_of_field = {spelling.dest: spelling for spelling in spellings.values()}
+    aliases = {}
+    for name, alias in OTHER_NAMES.items():
+        fields = {*alias.values, *alias.copies, *alias.copies.values()}
+        spelling = Spelling(name, "0", const=True)
+        if alias.by_value is not None:
+            for values in alias.by_value.values():
+                fields.update(values)
+            metadata = {"parse": None, "choices": tuple(alias.by_value)}
+            spelling = Spelling(name, "1", str, metadata)
+        if alias.takes is not None:
+            # The alias of a flag with a value parses it like that flag.
+            fields.add(alias.takes)
+            spelling = spelling_of_field.get(alias.takes, spelling)
+        # Programs have parsers of some sections: skip aliases of fields that they lack.
+        if fields <= spelling_of_field.keys():
+            aliases[name] = alias
+            spellings[name] = spelling
+    return partial(_replace_aliases, aliases)
+
+
+def _replace_aliases(
+    aliases: Mapping[str, OtherName], names: Iterable[str], command_line: CommandLine
+) -> None:
+    """Replace aliases in `command_line.flag_values` by the flags that they abbreviate."""
+    for name in names:
+        alias = aliases.get(name)
+        if alias is None:
+            continue
+        values = alias.values
+        word = command_line.flag_values.pop(name, None)
+        if alias.by_value is not None:
+            if word is None:
+                continue  # its value is a problem that is already listed
+            values = alias.by_value[word]
+        if alias.note:
+            command_line.notes.append(f"{name}: {alias.note}")
+        # The right operand of `|` takes precedence.
+        if alias.wins:
+            command_line.flag_values = command_line.flag_values | values
+        else:
+            command_line.flag_values = values | command_line.flag_values
+        for target, source in alias.copies.items():
+            if source in command_line.flag_values:
+                command_line.flag_values.setdefault(target, command_line.flag_values[source])

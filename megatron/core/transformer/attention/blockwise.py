@@ -206,7 +206,7 @@ def _list_blocks(
                 ):
                     block_of_part = _make_part(query, visible_part, distance, mask, scoring)
                     if block_of_part is not None:
-                        blocks.append(block_of_part.shift(rows.start, columns.start))
+                        blocks.append(_shift(block_of_part, rows.start, columns.start))
     return blocks
 
 
@@ -285,3 +285,10 @@ def _make_part(
     chunk_mask = mask.make_chunk_mask(length, num_chunks, query.dtype, query.device)
     own_mask = chunk_mask[..., rows, columns]
     return Block(rows, columns, mask=own_mask, samples=samples)
+
+
+def _shift(block: Block, first_row: int, first_column: int) -> Block:
+    """Return the block with its rows and columns counted from earlier positions."""
+    rows = slice(block.rows.start + first_row, block.rows.stop + first_row)
+    columns = slice(block.columns.start + first_column, block.columns.stop + first_column)
+    return block._replace(rows=rows, columns=columns)

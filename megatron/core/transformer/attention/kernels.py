@@ -93,12 +93,6 @@ class Block(NamedTuple):
     """
     samples: slice = slice(None)
 
-    def shift(self, first_row: int, first_column: int) -> Block:
-        """Return the block with its rows and columns counted from earlier positions."""
-        rows = slice(self.rows.start + first_row, self.rows.stop + first_row)
-        columns = slice(self.columns.start + first_column, self.columns.stop + first_column)
-        return self._replace(rows=rows, columns=columns)
-
     def select_document(self, document: Document) -> Block:
         """Return the block of a single document; masks depend on distances only."""
         _, _, positions = document
