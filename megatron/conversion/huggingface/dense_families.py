@@ -5,19 +5,8 @@ from __future__ import annotations
 from megatron.conversion.huggingface import parameters as rows
 from megatron.conversion.huggingface.attention_rules import (
     ATTENTION_MULTIPLIER,
-    COMMON_WINDOW,
-    CONVOLUTION,
-    CONVOLUTIONS,
-    FULL_ATTENTION,
-    LISTED_ATTENTION,
-    LISTED_WINDOWS,
-    NO_ROPE_LAYERS,
     QUERY_SCALAR,
-    STATE_SPACE,
-    alternating_windows,
     heads,
-    hybrid_windows,
-    qwen_windows,
 )
 from megatron.conversion.huggingface.common_rules import (
     GATE,
@@ -32,13 +21,14 @@ from megatron.conversion.huggingface.common_rules import (
     layer_norm,
 )
 from megatron.conversion.huggingface.family import Family
-from megatron.conversion.huggingface.rope_rules import (
-    HUNYUAN_ROPE,
-    LAYER_BASES,
-    MINISTRAL3_ROPE,
-    rope,
-    two_ropes,
+from megatron.conversion.huggingface.layer_rope_rules import LAYER_BASES, two_ropes
+from megatron.conversion.huggingface.mixer_rules import (
+    CONVOLUTION,
+    CONVOLUTIONS,
+    LISTED_ATTENTION,
+    STATE_SPACE,
 )
+from megatron.conversion.huggingface.rope_rules import HUNYUAN_ROPE, MINISTRAL3_ROPE, rope
 from megatron.conversion.huggingface.rules import (
     ADJUSTED_WIDTH,
     ATTENTION,
@@ -55,6 +45,15 @@ from megatron.conversion.huggingface.rules import (
     nullable,
     opposite,
     reciprocal,
+)
+from megatron.conversion.huggingface.window_rules import (
+    COMMON_WINDOW,
+    FULL_ATTENTION,
+    LISTED_WINDOWS,
+    NO_ROPE_LAYERS,
+    alternating_windows,
+    hybrid_windows,
+    qwen_windows,
 )
 
 LLAMA = Family(

@@ -4,24 +4,7 @@ from __future__ import annotations
 
 from megatron.conversion.huggingface import parameters as rows
 from megatron.conversion.huggingface.attention_rules import (
-    ATTENTION_LAYERS,
-    COHERE_WINDOWS,
-    COMMON_WINDOW,
-    CONVOLUTION,
-    CONVOLUTION_LAYERS,
-    FLINT_WINDOWS,
-    FULL_ATTENTION,
-    INDEXED_LAYERS,
-    LATENT_HEAD_DIM,
-    NO_GROUPS,
-    PERIODIC_ATTENTION,
-    QWEN3_MOE_WINDOW,
-    STATE_SPACE,
-    WHOLE_HEAD_DIM,
-    alternating_windows,
     heads,
-    hybrid_windows,
-    qwen_windows,
 )
 from megatron.conversion.huggingface.common_rules import (
     GATE,
@@ -51,6 +34,7 @@ from megatron.conversion.huggingface.dense_families import (
 )
 from megatron.conversion.huggingface.expert_rules import (
     AUXILIARY_LOSS,
+    DEEPSEEK_HARMLESS,
     DENSE_PREFIX,
     EXPERT_AND_DENSE_WIDTH,
     EXPERT_INTERVAL,
@@ -66,27 +50,30 @@ from megatron.conversion.huggingface.expert_rules import (
     SELECTION_FUNCTION,
     SHARED_COMBINATION,
     SHARED_WIDTH,
+    SIGMOID_CHOICE,
+    SIGMOID_EXPERTS,
     SIGMOID_NORMALIZATION,
+    SIGMOID_SCORES,
     SWITCHED_NORMALIZATION,
     WIDTH_WITHOUT_EXPERTS,
     counted_shared_experts,
-    deepseek_experts,
     dense_prefix,
     listed_expert_layers,
     scaled_weights,
 )
 from megatron.conversion.huggingface.family import Family
-from megatron.conversion.huggingface.rope_rules import (
-    MISTRAL4_ROPE,
-    ROPE_INTERLEAVE,
-    SWITCHED_ROPE,
-    rope,
-    two_ropes,
+from megatron.conversion.huggingface.layer_rope_rules import SWITCHED_ROPE, two_ropes
+from megatron.conversion.huggingface.mixer_rules import (
+    ATTENTION_LAYERS,
+    CONVOLUTION,
+    CONVOLUTION_LAYERS,
+    PERIODIC_ATTENTION,
+    STATE_SPACE,
 )
+from megatron.conversion.huggingface.rope_rules import rope
 from megatron.conversion.huggingface.rules import (
     ATTENTION,
     QKV,
-    SHORT_TEXT,
     Rule,
     always,
     biases,
@@ -95,10 +82,18 @@ from megatron.conversion.huggingface.rules import (
     implied,
     nullable,
     reciprocal,
-    repeated,
     root_scale,
 )
-from megatron.core.safe_files.schema import COUNT, anything, integer, sequence
+from megatron.conversion.huggingface.window_rules import (
+    COHERE_WINDOWS,
+    COMMON_WINDOW,
+    FLINT_WINDOWS,
+    FULL_ATTENTION,
+    QWEN3_MOE_WINDOW,
+    alternating_windows,
+    hybrid_windows,
+    qwen_windows,
+)
 
 _SHARED_REASON = "layers with shared experts do not have biases"
 _NO_ATTENTION_BIAS = fixed("attention_bias", False, written=True, reason=_SHARED_REASON)
@@ -269,162 +264,13 @@ GPT_OSS = Family(
     ),
     harmless="experts_per_token initial_context_length",  # repeat fields that are read
 )
-_SHARED_EXPERTS = counted_shared_experts("n_shared_experts")
-_SIGMOID_SCORES = implied(
-    moe_router_score_function="sigmoid",
-    moe_router_enable_expert_bias=True,
-    moe_router_dtype="fp32",
-)
-# Experts of DeepSeek-V3: chosen by sigmoid scores with a bias, in groups.
-_SIGMOID_CHOICE = (
-    copied("moe_router_topk", "num_experts_per_tok"),
-    copied("moe_ffn_hidden_size", "moe_intermediate_size"),
-    deepseek_experts(("noaux_tc",), best=2),
-    SIGMOID_NORMALIZATION,
-    fixed("scoring_func", "sigmoid"),
-    _SIGMOID_SCORES,
-)
-_SIGMOID_EXPERTS = (
-    *_SIGMOID_CHOICE,
-    copied("num_experts", "n_routed_experts", "num_local_experts"),
-    _SHARED_EXPERTS,
-)
-# Widths that follow from others, layers that predict later tokens (in families whose layers are not
-# known), and options of training.
-_DEEPSEEK_HARMLESS = """
-    qk_head_dim num_nextn_predict_layers num_mtp_layers aux_loss_alpha seq_aux ep_size auto_map"""
-_LATENT_MODEL = (
-    *GATED_RULES,
-    *RMS_NORM,
-    NO_BIAS,
-    fixed("attention_bias", False, written=True, reason="latent attention does not have biases"),
-    NO_GROUPS,
-    nullable("q_lora_rank"),
-    copied("kv_lora_rank", "kv_lora_rank"),
-    copied("qk_head_dim", "qk_nope_head_dim"),
-    copied("qk_pos_emb_head_dim", "qk_rope_head_dim"),
-    copied("v_head_dim", "v_head_dim"),
-    # The norms within attention always have this epsilon.
-    implied(multi_latent_attention=True, qk_layernorm=True, latent_norm_epsilon=1e-6),
-)
-_LATENT_RULES = (*_LATENT_MODEL, rope(), LATENT_HEAD_DIM)
-DEEPSEEK_V2 = Family(
-    "deepseek_v2",
-    "DeepseekV2ForCausalLM",
-    rows.DEEPSEEK_ROWS,
-    (
-        *_LATENT_RULES,
-        DENSE_PREFIX,
-        fixed("moe_layer_freq", 1),
-        EXPERTS_PER_TOKEN,
-        copied("num_experts", "n_routed_experts", "num_local_experts"),
-        copied("moe_ffn_hidden_size", "moe_intermediate_size"),
-        deepseek_experts(("greedy", "group_limited_greedy"), best=1),
-        _SHARED_EXPERTS,
-        *always(mlp_bias=False, norm_topk_prob=False),
-        fixed("scoring_func", "softmax"),
-        implied(
-            moe_router_score_function="softmax",
-            moe_router_pre_softmax=True,
-            moe_router_dtype="fp32",
-        ),
-    ),
-    harmless=_DEEPSEEK_HARMLESS,
-)
-DEEPSEEK_V3 = Family(
-    "deepseek_v3",
-    "DeepseekV3ForCausalLM",
-    rows.DEEPSEEK_ROWS,
-    (
-        *_LATENT_RULES,
-        DENSE_PREFIX,
-        fixed("moe_layer_freq", 1),
-        *_SIGMOID_EXPERTS,
-        ROPE_INTERLEAVE,
-        PREDICTION_LAYERS,
-    ),
-    harmless=_DEEPSEEK_HARMLESS,
-    aliases=("kimi_k2",),
-)
-MISTRAL4 = Family(
-    "mistral4",
-    "Mistral4ForCausalLM",
-    rows.MISTRAL4_ROWS,
-    (
-        *_LATENT_MODEL,
-        MISTRAL4_ROPE,
-        WHOLE_HEAD_DIM,
-        DENSE_PREFIX,
-        EXPERTS_PER_TOKEN,
-        copied("num_experts", "n_routed_experts", "num_local_experts"),
-        copied("moe_ffn_hidden_size", "moe_intermediate_size"),
-        scaled_weights("routed_scaling_factor"),
-        _SHARED_EXPERTS,
-        SWITCHED_NORMALIZATION,
-        fixed("n_group", 1),
-        fixed("topk_group", 1),
-        ROPE_INTERLEAVE,
-    ),
-    harmless="qk_head_dim",
-)
-GLM4_MOE_LITE = Family(
-    "glm4_moe_lite",
-    "Glm4MoeLiteForCausalLM",
-    rows.DEEPSEEK_ROWS,
-    (
-        *_LATENT_RULES,
-        listed_expert_layers(num_dense=1),
-        *_SIGMOID_EXPERTS,
-        ROPE_INTERLEAVE,
-        PREDICTION_LAYERS,
-    ),
-    harmless=_DEEPSEEK_HARMLESS,
-)
-# DeepSeek-V3 with an indexer per layer that chooses the tokens to attend to. Our model attends to
-# all, which is the same in short sequences.
-_INDEXED_RULES = (
-    *_LATENT_RULES,
-    listed_expert_layers(num_dense=None),
-    fixed("moe_layer_freq", 1),
-    *_SIGMOID_EXPERTS,
-    PREDICTION_LAYERS,
-    INDEXED_LAYERS,
-    repeated(index_topk=integer(1), index_head_dim=COUNT, index_n_heads=COUNT),
-    fixed("rope_interleave", True),
-    fixed("mlp_bias", False),
-)
-_INDEXER = ".self_attn.indexer."
-DEEPSEEK_V32 = Family(
-    "deepseek_v32",
-    "DeepseekV32ForCausalLM",
-    rows.DEEPSEEK_ROWS,
-    _INDEXED_RULES,
-    harmless=_DEEPSEEK_HARMLESS,
-    indexer=_INDEXER,
-)
-_INDEXER_KINDS = sequence(SHORT_TEXT, 10**5)
-GLM_MOE_DSA = Family(
-    "glm_moe_dsa",
-    "GlmMoeDsaForCausalLM",
-    rows.DEEPSEEK_ROWS,
-    (
-        *_INDEXED_RULES,
-        # Layers with an indexer of their own; the others use that of the previous one.
-        repeated(indexer_types=_INDEXER_KINDS),
-        repeated(index_topk_pattern=anything),
-        repeated(index_topk_freq=COUNT),
-        repeated(index_skip_topk_offset=COUNT),
-    ),
-    harmless=_DEEPSEEK_HARMLESS,
-    indexer=_INDEXER,
-)
 _SIGMOID_MODEL = (
     GATE,
     UNTIED,
     NO_DROPOUT,
     *RMS_NORM,
     heads(),
-    *_SIGMOID_EXPERTS,
+    *SIGMOID_EXPERTS,
     FULL_ATTENTION,
     PREDICTION_LAYERS,
 )
@@ -440,7 +286,7 @@ GLM4_MOE = Family(
         copied("qk_layernorm", "use_qk_norm"),
         DENSE_PREFIX,
     ),
-    harmless=_DEEPSEEK_HARMLESS,
+    harmless=DEEPSEEK_HARMLESS,
 )
 SOLAR_OPEN = Family(
     "solar_open",
@@ -456,7 +302,7 @@ SOLAR_OPEN = Family(
         fixed("first_k_dense_replace", 0),
         fixed("use_qk_norm", False),
     ),
-    harmless=_DEEPSEEK_HARMLESS,
+    harmless=DEEPSEEK_HARMLESS,
 )
 DOTS1 = Family(
     "dots1",
@@ -469,12 +315,12 @@ DOTS1 = Family(
         _NO_ATTENTION_BIAS,
         implied(qk_layernorm=True),
         EXPERTS_PER_TOKEN,  # without a default
-        *_SIGMOID_EXPERTS,
+        *SIGMOID_EXPERTS,
         DENSE_PREFIX,
         fixed("moe_layer_freq", 1),
         qwen_windows(switched=False),
     ),
-    harmless=_DEEPSEEK_HARMLESS,
+    harmless=DEEPSEEK_HARMLESS,
 )
 COHERE2_MOE = Family(
     "cohere2_moe",
@@ -513,7 +359,7 @@ EXAONE_MOE = Family(
         NO_BIAS,
         implied(qk_layernorm=True),
         hybrid_windows(always=False),
-        *_SIGMOID_CHOICE,
+        *SIGMOID_CHOICE,
         copied("num_experts", "num_experts", "num_local_experts"),
         counted_shared_experts("num_shared_experts"),
         listed_expert_layers(num_dense=None),
@@ -533,7 +379,7 @@ HY_V3 = Family(
         implied(qk_layernorm=True),
         *_experts(("num_experts", "num_local_experts"), "moe_intermediate_size"),
         NORMALIZED_SIGMOID,
-        _SIGMOID_SCORES,
+        SIGMOID_SCORES,
         scaled_weights("router_scaling_factor"),
         # Without shared experts, transformers builds one of the width of a dense layer.
         counted_shared_experts("num_shared_experts", least=1),
@@ -560,7 +406,7 @@ AFMOE = Family(
         counted_shared_experts("num_shared_experts"),
         dense_prefix("num_dense_layers"),
         NORMALIZED_SIGMOID,
-        _SIGMOID_SCORES,
+        SIGMOID_SCORES,
         # Published models state these. transformers does not support other values.
         fixed("score_func", "sigmoid"),
         fixed("route_norm", True),
@@ -659,13 +505,6 @@ ARIA_TEXT = Family(
         FULL_ATTENTION,
     ),
 )
-YOUTU = Family(
-    "youtu",
-    "YoutuForCausalLM",
-    rows.DEEPSEEK_ROWS,
-    (*_LATENT_RULES, ROPE_INTERLEAVE),
-    harmless="qk_head_dim embedding_initializer_range",
-)
 MINIMAX_M2 = Family(
     "minimax_m2",
     "MiniMaxM2ForCausalLM",
@@ -692,7 +531,7 @@ MINIMAX_M2 = Family(
             moe_router_enable_expert_bias=True,
         ),
     ),
-    harmless=f"{_DEEPSEEK_HARMLESS} attn_type_list mtp_transformer_layers num_mtp_modules use_mtp",
+    harmless=f"{DEEPSEEK_HARMLESS} attn_type_list mtp_transformer_layers num_mtp_modules use_mtp",
 )
 MELLUM = Family(
     "mellum",

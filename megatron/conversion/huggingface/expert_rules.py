@@ -5,9 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron.conversion.huggingface.config_fields import ConfigFields, Json, refuse_conflicts
-from megatron.conversion.huggingface.rules import SHORT_TEXT, Rule, copied, unsupported
+from megatron.conversion.huggingface.rules import (
+    SHORT_TEXT,
+    Rule,
+    copied,
+    fixed,
+    implied,
+    unsupported,
+)
 from megatron.core.safe_files import schema
-from megatron.core.safe_files.schema import COUNT, Check, boolean, number
+from megatron.core.safe_files.schema import (
+    COUNT,
+    Check,
+    boolean,
+    number,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 EXPERTS_PER_TOKEN = copied("moe_router_topk", "num_experts_per_tok", required=True)
@@ -151,8 +163,6 @@ def _write_expert_layers(config: TransformerConfig) -> Json:
 
 EXPERT_LAYERS = _expert_layers(())
 FLINT_EXPERT_LAYERS = _expert_layers((0, 1))
-
-
 _DENSE_PREFIX = "first_k_dense_replace"
 
 
@@ -347,8 +357,6 @@ OPTIONAL_EXPERTS = Rule(
     _read_optional_experts,
     _write_optional_experts,
 )
-
-
 # With 0, the experts of transformers return zeros. Our router would not scale their weights.
 _WEIGHT_FACTOR = number(1e-9)
 
@@ -409,8 +417,6 @@ def _write_combination(config: TransformerConfig) -> Json:
 
 # It follows the rule of the shared experts.
 SHARED_COMBINATION = Rule({_COMBINATION: SHORT_TEXT}, _read_combination, _write_combination)
-
-
 _PREFIX_WIDTH = "prefix_dense_intermediate_size"
 
 
@@ -523,3 +529,29 @@ PREDICTION_LAYERS = Rule(
     _write_prediction_layers,
 )
 """Number of layers for multi-token prediction."""
+
+
+SHARED_EXPERTS = counted_shared_experts("n_shared_experts")
+SIGMOID_SCORES = implied(
+    moe_router_score_function="sigmoid",
+    moe_router_enable_expert_bias=True,
+    moe_router_dtype="fp32",
+)
+# Experts of DeepSeek-V3: chosen by sigmoid scores with a bias, in groups.
+SIGMOID_CHOICE = (
+    copied("moe_router_topk", "num_experts_per_tok"),
+    copied("moe_ffn_hidden_size", "moe_intermediate_size"),
+    deepseek_experts(("noaux_tc",), best=2),
+    SIGMOID_NORMALIZATION,
+    fixed("scoring_func", "sigmoid"),
+    SIGMOID_SCORES,
+)
+SIGMOID_EXPERTS = (
+    *SIGMOID_CHOICE,
+    copied("num_experts", "n_routed_experts", "num_local_experts"),
+    SHARED_EXPERTS,
+)
+# Widths that follow from others, layers that predict later tokens (in families whose layers are not
+# known), and options of training.
+DEEPSEEK_HARMLESS = """
+    qk_head_dim num_nextn_predict_layers num_mtp_layers aux_loss_alpha seq_aux ep_size auto_map"""

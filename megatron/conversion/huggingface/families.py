@@ -1,7 +1,7 @@
 """All model families of transformers, and the choice of one for a model.
 
-To add a family, copy a row of `dense_families`, `ungated_families` or `expert_families` and name it
-in `FAMILIES`.
+To add a family, copy a row of `dense_families`, `ungated_families`, `expert_families` or
+`latent_families` and name it in `FAMILIES`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron.conversion.huggingface import dense_families as dense
 from megatron.conversion.huggingface import expert_families as experts
+from megatron.conversion.huggingface import latent_families as latent
 from megatron.conversion.huggingface import ungated_families as ungated
 from megatron.conversion.huggingface.config_fields import Json
 from megatron.conversion.huggingface.family import Family, has_foreign_mixers
@@ -24,25 +25,25 @@ FAMILIES = (
     *(dense.LLAMA, dense.MISTRAL, dense.PHI3, dense.QWEN2, dense.QWEN3, dense.OLMO2),
     *(dense.GEMMA2, dense.GEMMA3, dense.GEMMA, ungated.ARCEE),
     *(experts.MIXTRAL, experts.QWEN2_MOE, experts.QWEN3_MOE, experts.OLMOE, experts.GPT_OSS),
-    *(experts.DEEPSEEK_V2, experts.DEEPSEEK_V3),
+    *(latent.DEEPSEEK_V2, latent.DEEPSEEK_V3),
     *(ungated.GPT2, ungated.BLOOM),
     *(dense.MINISTRAL, dense.CWM, dense.SEED_OSS, dense.ERNIE4_5, dense.HELIUM, dense.OLMO3),
     *(dense.GLM, dense.GLM4, dense.VAULTGEMMA, ungated.JAIS2, ungated.NEMOTRON, ungated.PERSIMMON),
     *(dense.STABLELM, ungated.STARCODER2, ungated.GPT_BIGCODE, ungated.GPT_NEO),
-    *(experts.GLM4_MOE, experts.GLM4_MOE_LITE, experts.SOLAR_OPEN, experts.DOTS1),
+    *(experts.GLM4_MOE, latent.GLM4_MOE_LITE, experts.SOLAR_OPEN, experts.DOTS1),
     *(experts.MINIMAX_M2, experts.MELLUM),
     *(dense.SMOLLM3, dense.EXAONE4, dense.GRANITE, experts.GRANITEMOE),
     *(ungated.GPT_NEOX, dense.COHERE, dense.COHERE2, ungated.FALCON),
     *(ungated.GPTJ, ungated.CODEGEN, ungated.PHI, ungated.APERTUS),
     *(dense.MINISTRAL3, dense.INTERNLM3, dense.IQUESTCODER, dense.HYPERCLOVAX, ungated.MPT),
     *(dense.GRANITE_SWA, experts.GRANITEMOE_SWA, experts.GRANITEMOESHARED),
-    *(experts.GRANITEMOEHYBRID, experts.YOUTU, experts.HY_V3, experts.EXAONE_MOE),
-    *(experts.ARIA_TEXT, experts.DEEPSEEK_V32, experts.GLM_MOE_DSA),
+    *(experts.GRANITEMOEHYBRID, latent.YOUTU, experts.HY_V3, experts.EXAONE_MOE),
+    *(experts.ARIA_TEXT, latent.DEEPSEEK_V32, latent.GLM_MOE_DSA),
     *(dense.HUNYUAN_V1_DENSE, experts.HUNYUAN_V1_MOE, experts.ERNIE4_5_MOE),
     *(experts.QWEN3_NEXT, dense.QWEN3_5, experts.QWEN3_5_MOE, dense.LFM2, experts.LFM2_MOE),
     *(dense.BAMBA, experts.JAMBA),
     *(dense.OLMO, ungated.OPT, ungated.BIOGPT, ungated.NANOCHAT),
-    *(experts.FLEX_OLMO, experts.AFMOE, experts.FLINT, experts.MISTRAL4, experts.COHERE2_MOE),
+    *(experts.FLEX_OLMO, experts.AFMOE, experts.FLINT, latent.MISTRAL4, experts.COHERE2_MOE),
 )
 
 # Models that are not supported -> the part that our model does not have.

@@ -40,7 +40,7 @@ SCALINGS: dict[str, dict[str, str]] = {
     "yarn": _YARN,
     "longrope": _LONGROPE,
 }
-_COMMON_SCALINGS = ("default", "linear", "llama3", "yarn")  # of all families
+COMMON_SCALINGS = ("default", "linear", "llama3", "yarn")  # of all families
 # Fields that a scaling cannot do without; all others have defaults.
 _REQUIRED: dict[str, Sequence[str]] = {
     "default": (),
@@ -75,11 +75,11 @@ def _make_scaling_check() -> schema.Check:
     return record(fields)
 
 
-_SCALING = _make_scaling_check()
+SCALING = _make_scaling_check()
 
 
 def rope(
-    scalings: Sequence[str] = _COMMON_SCALINGS,
+    scalings: Sequence[str] = COMMON_SCALINGS,
     partial: bool = False,
     spelled_out: bool = False,
     whole_default: bool = False,
@@ -108,15 +108,15 @@ def rope(
         if not parameters:
             base = default.get("rope_theta") or base
             # The default scaling; base and fraction have fields of their own.
-            parameters = default if whole_default else _leave_out(default, _NUMBERS)
+            parameters = default if whole_default else leave_out(default, _NUMBERS)
         if is_nested and parameters.get("rope_theta") is not None:
-            hf_config = ConfigFields(_leave_out(hf_config.stated, (base_name,)), hf_config.defaults)
+            hf_config = ConfigFields(leave_out(hf_config.stated, (base_name,)), hf_config.defaults)
         if width is not None and not hf_config.states("partial_rotary_factor"):
             parameters = _read_rotated_width(hf_config.first(width), args) | dict(parameters)
-        return _read_rope(hf_config, parameters, base, scalings, partial, args, names)
+        return read_rope(hf_config, parameters, base, scalings, partial, args, names)
 
     def write(config: TransformerConfig) -> Json:
-        scaling = _write_scaling(config)
+        scaling = write_scaling(config)
         if scaling is None and spelled_out:
             scaling = {"rope_type": "default"}
         fields = {base_name: config.rotary_base, "rope_scaling": scaling}
@@ -129,7 +129,7 @@ def rope(
         return fields
 
     fields: dict[str, schema.Check | str] = {base_name: number(1), fraction_name: number(0)}
-    fields |= {"rope_scaling": _SCALING, "rope_parameters": _SCALING}
+    fields |= {"rope_scaling": SCALING, "rope_parameters": SCALING}
     if width is not None:
         fields[width] = schema.COUNT
     fields[_ORIGINAL_LENGTH] = schema.COUNT
@@ -141,16 +141,16 @@ def _read_ministral3_rope(hf_config: ConfigFields, args: Json) -> Json:
     stated = hf_config.stated.get("rope_scaling") or hf_config.stated.get("rope_parameters")
     base = (stated or default).get("rope_theta") or hf_config.defaults["rope_theta"]
     # transformers reads the length from the model's own field.
-    parameters = _leave_out(stated or default, (_QUERY_SCALING, "max_position_embeddings"))
+    parameters = leave_out(stated or default, (_QUERY_SCALING, "max_position_embeddings"))
     rate = (stated or default).get(_QUERY_SCALING)
     if rate is None:
         raise unsupported(f"rope_parameters.{_QUERY_SCALING}", rate, "a number is")
-    result = _read_rope(hf_config, parameters, base, ("yarn",), False, args)
+    result = read_rope(hf_config, parameters, base, ("yarn",), False, args)
     return result | {"query_length_scaling": float(rate)}
 
 
 def _write_ministral3_rope(config: TransformerConfig) -> Json:
-    scaling = _write_scaling(config) or {"rope_type": "default"}
+    scaling = write_scaling(config) or {"rope_type": "default"}
     scaling[_QUERY_SCALING] = config.query_length_scaling
     return {"rope_parameters": scaling | {"rope_theta": config.rotary_base}}
 
@@ -167,9 +167,9 @@ def _read_mistral4_rope(hf_config: ConfigFields, args: Json) -> Json:
     fraction_name = ("partial_rotary_factor",)
     fields = dict(hf_config.stated)
     if stated:
-        fields["rope_parameters"] = _leave_out(stated, fraction_name)
-    defaults = _leave_out(hf_config.defaults, fraction_name)
-    defaults["rope_parameters"] = _leave_out(defaults["rope_parameters"], fraction_name)
+        fields["rope_parameters"] = leave_out(stated, fraction_name)
+    defaults = leave_out(hf_config.defaults, fraction_name)
+    defaults["rope_parameters"] = leave_out(defaults["rope_parameters"], fraction_name)
     return _read_ministral3_rope(ConfigFields(fields, defaults), args)
 
 
@@ -178,8 +178,8 @@ def _read_mistral4_rope(hf_config: ConfigFields, args: Json) -> Json:
 MINISTRAL3_ROPE = Rule(
     {
         "rope_theta": number(1),
-        "rope_scaling": _SCALING,
-        "rope_parameters": _SCALING,
+        "rope_scaling": SCALING,
+        "rope_parameters": SCALING,
         _ORIGINAL_LENGTH: schema.COUNT,
     },
     _read_ministral3_rope,
@@ -258,7 +258,7 @@ def _check_fraction(fraction: float, partial: bool, args: Json) -> None:
         raise unsupported("partial_rotary_factor", fraction, supported)
 
 
-def _leave_out(values: Mapping[str, Any], names: Container[str]) -> Json:
+def leave_out(values: Mapping[str, Any], names: Container[str]) -> Json:
     """Return `values` without those called `names`."""
     return {name: value for name, value in values.items() if name not in names}
 
@@ -274,7 +274,7 @@ def _replace_disabled(parameters: Mapping[str, Any]) -> Json:
     return result
 
 
-def _read_rope(
+def read_rope(
     hf_config: ConfigFields,
     parameters: Mapping[str, Any],
     default_base: float | None,
@@ -317,7 +317,7 @@ def _read_rope(
         )
     if rope_type == "yarn" and base == 1.0:  # it divides by the logarithm
         raise unsupported(base_name, base, "more than 1 is with rope type yarn")
-    scaling = _leave_out(parameters, (*_TYPE_FIELDS, *_NUMBERS))
+    scaling = leave_out(parameters, (*_TYPE_FIELDS, *_NUMBERS))
     arguments = {
         "position_embedding_type": "rope",
         "rotary_base": float(base),
@@ -444,7 +444,7 @@ def _replace_attention_factor(scaling: Json) -> Json:
         mscale = round((value - 1.0) / (0.1 * math.log(factor)), _DECIMALS)
     if mscale < 0.0 or (factor <= 1.0 and value != 1.0):
         raise unsupported(name, value, "1.0 or more (with factor <= 1: 1.0) is")
-    return _leave_out(scaling, (_ATTENTION_FACTOR,)) | {"mscale": mscale, "mscale_all_dim": 0.0}
+    return leave_out(scaling, (_ATTENTION_FACTOR,)) | {"mscale": mscale, "mscale_all_dim": 0.0}
 
 
 def _check_mscale(scaling: Json) -> None:
@@ -460,7 +460,7 @@ def _check_mscale(scaling: Json) -> None:
         )
 
 
-def _write_scaling(config: TransformerConfig) -> Json | None:
+def write_scaling(config: TransformerConfig) -> Json | None:
     """Return the field `rope_scaling`; None without scaling."""
     if config.use_rope_scaling:
         rope_type = "llama3"
@@ -484,176 +484,7 @@ def _write_scaling(config: TransformerConfig) -> Json | None:
     return scaling
 
 
-# Families in which layers with a window have a base of their own and are never scaled.
-
-_LAYER_ROPES = record(
-    {"full_attention?": optional(_SCALING), "sliding_attention?": optional(_SCALING)}, closed=True
-)
-_LOCAL_BASE = "rope_local_base_freq"
-_FLAT_FIELDS: dict[str, schema.Check] = {
-    "rope_theta": number(1),
-    "rope_scaling": _SCALING,
-    _LOCAL_BASE: number(1),
-}
-
-
-def two_ropes(*flat: str) -> Rule:
-    """Map the ropes of layers with and without a window.
-
-    transformers 5.x nests the parameters of each kind of layer by its name. `flat` are the fields
-    of 4.x that the family reads; if the local base is one of them, that form is written.
-    """
-
-    def read(hf_config: ConfigFields, args: Json) -> Json:
-        nested = hf_config.stated.get("rope_parameters") or {}
-        default = hf_config.defaults.get("rope_parameters") or {}
-        parameters = _read_global_rope(hf_config, nested.get("full_attention") or {})
-        base = default.get("full_attention", {}).get("rope_theta")
-        base = base or hf_config.defaults.get("rope_theta")
-        result = _read_rope(hf_config, parameters, base, _COMMON_SCALINGS, False, args)
-
-        # The second base, if any layer has a window.
-        local = _check_local_rope(nested.get("sliding_attention") or {})
-        default_base = default.get("sliding_attention", {}).get("rope_theta")
-        local_base = local.get("rope_theta") or hf_config.first(_LOCAL_BASE) or default_base
-        stated_base = hf_config.stated.get("rope_theta")
-        if _LOCAL_BASE not in flat and stated_base not in (None, local_base):
-            raise unsupported("rope_theta", stated_base, f"{local_base} is, in every layer")
-        result["rotary_base_local"] = None
-        if hf_config.get("sliding_window"):
-            result["rotary_base_local"] = float(local_base)
-        return result
-
-    def write(config: TransformerConfig) -> Json:
-        base = config.rotary_base
-        local_base = config.rotary_base_local
-        scaling = _write_scaling(config)
-        if _LOCAL_BASE in flat:
-            local = {} if local_base is None else {_LOCAL_BASE: local_base}
-            return {"rope_theta": base, "rope_scaling": scaling, **local}
-        unscaled = {"rope_type": "default"}
-        parameters = {
-            "full_attention": {"rope_theta": base, **(scaling or unscaled)},
-            "sliding_attention": {"rope_theta": local_base or base, **unscaled},
-        }
-        return {"rope_parameters": parameters}
-
-    fields: dict[str, schema.Check | str] = {name: _FLAT_FIELDS[name] for name in flat}
-    fields["rope_parameters"] = _LAYER_ROPES
-    return Rule(fields, read, write)
-
-
-def _read_global_rope(hf_config: ConfigFields, nested: Json) -> Json:
-    """Return the parameters of layers without a window, from both generations of config.json."""
-    scaling = hf_config.stated.get("rope_scaling") or {}
-    if scaling.get("type", "default") != "default" and not scaling.get("rope_type"):
-        # transformers 5 ignores this name here, transformers 4 does not.
-        raise ValueError(
-            f"config.json: rope_scaling has type {schema.format_value(scaling['type'])}, which "
-            "releases of transformers read differently in this family: rename it to rope_type"
-        )
-    parameters = nested | scaling
-    if parameters.get("truncate") is False:
-        # transformers looks for this field outside the parameters of a kind of layers.
-        raise unsupported("rope_scaling.truncate", False, "True is in this family")
-    return _leave_out(parameters, ("truncate",))
-
-
-def _check_local_rope(parameters: Json) -> Json:
-    """Return the parameters of layers with a window. Raises ValueError if they are scaled."""
-    field = "rope_parameters.sliding_attention"
-    rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
-    if rope_type != "default":
-        supported = "default is: layers with a window have unscaled frequencies"
-        raise unsupported(f"{field}.rope_type", rope_type, supported)
-    fraction = parameters.get("partial_rotary_factor") or 1.0
-    if fraction != 1.0:
-        raise unsupported(f"{field}.partial_rotary_factor", fraction, "1.0 is")
-    return parameters
-
-
-# Granite with windows states the base of each layer instead of a common one; 0 means no RoPE.
-
-_LAYER_BASES = "layer_rope_theta"
-_COMMON_ROPE = rope()
-_SCALING_ARGUMENTS = ("use_rope_scaling", "rotary_seq_len_interpolation_factor")
-
-
-def _read_layer_bases(hf_config: ConfigFields, args: Json) -> Json:
-    """Return the arguments of a rope with bases by layer; those of the windows are in `args`."""
-    result = _COMMON_ROPE.read(hf_config, args) | {"no_rope_freq": None, "rotary_base_local": None}
-    bases = hf_config.first(_LAYER_BASES)
-    if bases is None:
-        return result
-    if len(bases) != args["num_layers"]:
-        raise unsupported(_LAYER_BASES, bases, f"a list of {args['num_layers']} is")
-
-    # Bases of layers without and with a window.
-    global_bases: set[float] = set()
-    local_bases: set[float] = set()
-    for has_window, base in zip(_list_windows(args), bases, strict=True):
-        if base:
-            (local_bases if has_window else global_bases).add(float(base))
-    if len(global_bases) > 1 or len(local_bases) > 1:
-        supported = "one base for layers with a window and one for the others are"
-        raise unsupported(_LAYER_BASES, bases, supported)
-    if len(global_bases | local_bases) > 1:
-        is_scaled = any(result.get(name) for name in _SCALING_ARGUMENTS)
-        if is_scaled or result["rope_type"] != "rope":
-            raise unsupported(_LAYER_BASES, bases, "one base is where RoPE is scaled")
-        result["rotary_base_local"] = min(local_bases)
-
-    if global_bases or local_bases:
-        result["rotary_base"] = min(global_bases or local_bases)
-    if not all(bases):
-        result["no_rope_freq"] = [int(not base) for base in bases]
-    return result
-
-
-def _list_windows(args: Json) -> list[bool]:
-    """Return whether each layer has a window."""
-    if args["window_size"] is None:
-        return [False] * args["num_layers"]
-    pattern = args["window_attn_skip_freq"] or [1] * args["num_layers"]
-    return [bool(has_window) for has_window in pattern]
-
-
-def _write_layer_bases(config: TransformerConfig) -> Json:
-    bases = []
-    for has_window, has_no_rope in zip(config.window_pattern, config.no_rope_pattern, strict=True):
-        base = config.rotary_base
-        if has_window and config.separate_rotary_base_local is not None:
-            base = config.separate_rotary_base_local
-        bases.append(0.0 if has_no_rope else base)
-    return _COMMON_ROPE.write(config) | {_LAYER_BASES: bases}
-
-
-LAYER_BASES = Rule(
-    {**_COMMON_ROPE.fields, _LAYER_BASES: schema.sequence(number(0), 10**5)},
-    _read_layer_bases,
-    _write_layer_bases,
-)
-
-
-# Granite 4 has RoPE if this field states it, and otherwise no position embeddings.
-
-
-def _read_switched_rope(hf_config: ConfigFields, args: Json) -> Json:
-    embedding_type = hf_config.get("position_embedding_type")
-    if embedding_type not in ("rope", "nope", None):
-        raise unsupported("position_embedding_type", embedding_type, "rope and nope are")
-    return {"position_embedding_type": "rope" if embedding_type == "rope" else "none"}
-
-
-def _write_switched_rope(config: TransformerConfig) -> Json:
-    has_rope = config.position_embedding_type == "rope"
-    return {"position_embedding_type": "rope" if has_rope else None}
-
-
-# It precedes the rule of the rope itself.
-SWITCHED_ROPE = Rule(
-    {"position_embedding_type": SHORT_TEXT}, _read_switched_rope, _write_switched_rope
-)
+COMMON_ROPE = rope()
 
 
 # Hunyuan's scaling "dynamic" with `alpha` replaces the base, for sequences of any length.
@@ -666,18 +497,18 @@ def _read_hunyuan_rope(hf_config: ConfigFields, args: Json) -> Json:
     alpha = parameters.get(_ALPHA)
     rope_type = parameters.get("rope_type") or parameters.get("type")
     if rope_type != "dynamic" or not alpha:
-        return _COMMON_ROPE.read(hf_config, args)
+        return COMMON_ROPE.read(hf_config, args)
     # The rope without scaling; all other parameters have no effect.
     bases = {name: value for name, value in parameters.items() if name == "rope_theta"}
-    stated = _leave_out(hf_config.stated, ("rope_scaling", "rope_parameters"))
+    stated = leave_out(hf_config.stated, ("rope_scaling", "rope_parameters"))
     stated["rope_parameters"] = bases | {"rope_type": "default"}
-    result = _COMMON_ROPE.read(ConfigFields(stated, hf_config.defaults), args)
+    result = COMMON_ROPE.read(ConfigFields(stated, hf_config.defaults), args)
     head_dim = _get_head_dim(args)
     result["rotary_base"] *= float(alpha) ** (head_dim / (head_dim - 2))
     return result
 
 
-HUNYUAN_ROPE = Rule(_COMMON_ROPE.fields, _read_hunyuan_rope, _COMMON_ROPE.write)
+HUNYUAN_ROPE = Rule(COMMON_ROPE.fields, _read_hunyuan_rope, COMMON_ROPE.write)
 
 
 # Multimodal models rotate sections of a head by different positions, which are equal for text.
@@ -693,7 +524,7 @@ def with_sections(rule: Rule) -> Rule:
         stated = dict(hf_config.stated)
         for field in _SCALING_FIELDS:
             if stated.get(field):
-                parameters = _leave_out(stated[field], _SECTIONS)
+                parameters = leave_out(stated[field], _SECTIONS)
                 for name in _TYPE_FIELDS:
                     if name in parameters:
                         rope_type = parameters[name]

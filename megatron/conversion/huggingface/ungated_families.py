@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from megatron.conversion.huggingface import parameters as rows
 from megatron.conversion.huggingface.attention_rules import (
-    ATTENTION_TYPES,
     CODEGEN_HEADS,
-    COMMON_WINDOW,
     FALCON_LAYERS,
-    FULL_ATTENTION,
     MPT_ATTENTION,
     MULTI_QUERY,
     SWITCHED_ALIBI,
@@ -43,6 +40,11 @@ from megatron.conversion.huggingface.rules import (
     implied,
     nullable,
     root_scale,
+)
+from megatron.conversion.huggingface.window_rules import (
+    ATTENTION_TYPES,
+    COMMON_WINDOW,
+    FULL_ATTENTION,
 )
 
 _UNGATED_RULES = (

@@ -11,8 +11,9 @@ from dataclasses import replace
 
 from megatron.conversion.huggingface import dense_families as dense
 from megatron.conversion.huggingface import expert_families as experts
+from megatron.conversion.huggingface import latent_families as latent
 from megatron.conversion.huggingface import parameters as rows
-from megatron.conversion.huggingface.attention_rules import FULL_ATTENTION, heads
+from megatron.conversion.huggingface.attention_rules import heads
 from megatron.conversion.huggingface.common_rules import GATED_RULES, RMS_NORM
 from megatron.conversion.huggingface.config_fields import Json
 from megatron.conversion.huggingface.expert_rules import (
@@ -25,6 +26,7 @@ from megatron.conversion.huggingface.families import FAMILIES
 from megatron.conversion.huggingface.family import Family
 from megatron.conversion.huggingface.rope_rules import rope, with_sections
 from megatron.conversion.huggingface.rules import ATTENTION, biases, copied, fixed, implied
+from megatron.conversion.huggingface.window_rules import FULL_ATTENTION
 from megatron.conversion.huggingface.wrapper import TEXT_CONFIG, Prefixes, Wrapper
 from megatron.core.terminal import escape_control_chars
 
@@ -121,7 +123,7 @@ _TEXT_MODEL = Prefixes("model.text_model.")
 _ANY = (
     *(dense.LLAMA, dense.MISTRAL, dense.MINISTRAL3, dense.QWEN2, dense.QWEN3, dense.PHI3),
     *(dense.SMOLLM3, dense.OLMO2, dense.EXAONE4, dense.SEED_OSS),
-    *(experts.QWEN3_MOE, experts.MIXTRAL, experts.GPT_OSS, experts.DEEPSEEK_V3, experts.MISTRAL4),
+    *(experts.QWEN3_MOE, experts.MIXTRAL, experts.GPT_OSS, latent.DEEPSEEK_V3, latent.MISTRAL4),
 )
 
 
@@ -150,7 +152,7 @@ WRAPPERS = (
     Wrapper("glm4v", (GLM4V,), (_NEW,)),
     Wrapper("glm46v", (GLM4V, GLM4V_MOE), (_NEW,)),
     Wrapper("glm4v_moe", (GLM4V_MOE,), (_NEW,)),
-    Wrapper("kimi_k25", (experts.DEEPSEEK_V3,), (_OLD,)),
+    Wrapper("kimi_k25", (latent.DEEPSEEK_V3,), (_OLD,)),
     Wrapper("hunyuan_vl", (HUNYUAN_VL,), (_NEW, _BARE)),
     Wrapper("idefics3", _list_language_models(dense.LLAMA), (_TEXT_MODEL,)),
     Wrapper("smolvlm", _list_language_models(dense.LLAMA), (_TEXT_MODEL,)),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,7 +27,11 @@ from megatron.core.terminal import escape_control_chars
 from megatron.training.reporting.run_record import RECORDS
 
 MAX_RECORD_BYTES = limit("RECORD_BYTES", 1 << 30)
+MAX_POINTS = 1500  # of a curve of one launch; more are averaged
+
 Row = dict[str, Any]
+Point = tuple[float, float]  # (iteration, value)
+
 _TIME = number(0, 1e11)  # seconds since 1970; a browser can show a date up to about 8e12
 _DURATION = number(0, 1e11)
 _VALUE = optional(number(-1e100, 1e100))  # None: it was not finite. A sum of many stays finite.
@@ -239,3 +245,49 @@ def compute_goodput(launches: Sequence[RecordedLaunch]) -> dict[str, float]:
 def measure_goodput(save: str | Path) -> dict[str, float]:
     """Return the seconds of all launches under `save` by activity."""
     return compute_goodput(read_record(save))
+
+
+def make_curve(launch: RecordedLaunch, name: str, max_points: int = MAX_POINTS) -> list[Point]:
+    """Return (iteration, value) of the intervals, averaged if there are more than `max_points`.
+
+    A launch logs its first iteration alone, and its last ones if it ends between two lines. Such
+    intervals are averaged with their neighbors: one iteration is noisier than the mean of many.
+    """
+    rows = [row for row in launch.intervals if row.get(name) is not None]
+    if not rows:
+        return []
+    usual = statistics.median_high(row["iterations"] for row in rows)
+    group_size = max(1, math.ceil(len(rows) / max_points))
+
+    # A point of the curve is the mean of a group of intervals, at the last of their iterations.
+    groups: list[list[Row]] = []
+    missing = 0  # iterations of the last group
+    for row in rows:
+        if missing <= 0:
+            groups.append([])
+            missing = group_size * usual
+        groups[-1].append(row)
+        missing -= row["iterations"]
+    num_last = sum(row["iterations"] for row in groups[-1])
+    if num_last < usual and len(groups) > 1:
+        last_group = groups.pop()
+        groups[-1] += last_group
+
+    weight = "seconds" if name == "tokens_per_second" else "iterations"
+    curve = []
+    for group in groups:
+        mean = average(group, name, weight)
+        assert mean is not None
+        curve.append((group[-1]["iteration"], mean))
+    return curve
+
+
+def average(rows: Sequence[Row], name: str, weight: str) -> float | None:
+    """Return the weighted mean of the recorded values, or None if there are none."""
+    recorded = [row for row in rows if row.get(name) is not None]
+    if not recorded:
+        return None
+    total = sum(row[weight] for row in recorded)
+    if total <= 0:
+        return statistics.fmean(row[name] for row in recorded)
+    return sum(row[name] * row[weight] / total for row in recorded)

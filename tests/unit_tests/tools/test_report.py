@@ -26,8 +26,8 @@ from megatron.training.reporting.run_report import (
     PAGE,
     SAVE_SIZE,
     collect_facts,
-    make_verdict,
 )
+from megatron.training.reporting.verdict import make_verdict
 from tests import ROOT
 from tools import report
 

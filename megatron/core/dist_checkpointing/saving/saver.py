@@ -41,6 +41,7 @@ from megatron.core.dist_checkpointing.saving.commit import (
     Rewrite,
     pending_checkpoint,
 )
+from megatron.core.dist_checkpointing.saving.live_items import bind_items
 from megatron.core.dist_checkpointing.saving.objects import (
     encode_common,
     encode_objects,
@@ -53,7 +54,7 @@ from megatron.core.dist_checkpointing.saving.save_thread import (
     SaveReport,
     SaveThread,
 )
-from megatron.core.dist_checkpointing.saving.staging import StageAndWrite, bind_items
+from megatron.core.dist_checkpointing.saving.staging import StageAndWrite
 from megatron.core.object_path import path_of
 from megatron.core.safe_files.errors import CheckpointError
 

@@ -15,8 +15,8 @@ from megatron.conversion.convert import convert
 from megatron.conversion.huggingface.config_fields import ConfigFields, transformers_defaults
 from megatron.conversion.huggingface.config_process import config_class
 from megatron.conversion.huggingface.directory_writer import write_huggingface
-from megatron.conversion.huggingface.expert_families import DEEPSEEK_V3
 from megatron.conversion.huggingface.families import FAMILIES, find_family
+from megatron.conversion.huggingface.latent_families import DEEPSEEK_V3
 from megatron.conversion.model_space.model import model_config
 from megatron.conversion.opening import open_checkpoint
 from megatron.training.config.checkpoint_args import merge_stored_args

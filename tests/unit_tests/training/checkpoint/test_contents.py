@@ -5,7 +5,7 @@ import shlex
 import pytest
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.dist_checkpointing.saving.staging import bind_items
+from megatron.core.dist_checkpointing.saving.live_items import bind_items
 from megatron.training.checkpoint.contents import get_state_to_save
 from megatron.training.config.parsing import parse_args
 from megatron.training.training import pretrain
