@@ -6,9 +6,12 @@ The wing `conversion.run_exports` writes them. Training imports both if a flag r
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 
 from megatron.core.dist_checkpointing import CheckpointError, save
@@ -148,3 +151,37 @@ def _remove_unfinished(run: Run, directory: Path) -> None:
     if run.ps.rank == 0:
         remove_unfinished(directory)
     dist.barrier()
+
+
+def find_export_problems(config: Config) -> Iterator[str]:
+    """Yield problems of the options of models in Hugging Face format."""
+    checkpoint = config.checkpoint
+    interval = checkpoint.save_hf_interval
+    if "://" in (checkpoint.save_hf or "") and interval is None:
+        yield (
+            f"--save-hf {checkpoint.save_hf}: models in object storage are converted from "
+            "checkpoints: give --save-hf-interval, or a directory"
+        )
+    yield from _find_dtype_problems(config)
+    if interval is None or checkpoint.save is None or checkpoint.save_hf is None:
+        return
+    if os.path.abspath(checkpoint.save_hf) == os.path.abspath(checkpoint.save):
+        yield (
+            f"--save-hf {checkpoint.save_hf} is the directory of --save: with --save-hf-interval "
+            "give another one"
+        )
+
+
+def _find_dtype_problems(config: Config) -> Iterator[str]:
+    """Yield problems of the data type of the models."""
+    dtype = config.checkpoint.save_hf_dtype
+    if dtype is None:
+        return
+    weights = config.model.params_dtype
+    if dtype in HF_QUANTIZATIONS:
+        return
+    if weights not in (torch.float32, HF_DTYPES[dtype]):
+        yield (
+            f"--save-hf-dtype {dtype} with weights in {weights}: models are cast from the weights, "
+            f"which would be rounded twice; convert checkpoints with convert.py --dtype {dtype}"
+        )

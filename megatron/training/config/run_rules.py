@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator
 
 import torch
@@ -13,10 +12,11 @@ from megatron.core.optimizer import get_update_rule
 from megatron.core.pipeline_parallel import check_group_size, groups_fit
 from megatron.core.pipeline_parallel.layer_ranges import COUNT_MTP_LAYERS
 from megatron.core.wings import resolve
-from megatron.training.config.options import HF_DTYPES, HF_QUANTIZATIONS
 from megatron.training.config.run_config import Config
 
-# Imported for the backend that they are about
+# Imported for the flags that they are about
+_FIND_SPLIT_PROBLEMS = "megatron.training.config.context_parallel_rules:find_split_problems"
+_FIND_EXPORT_PROBLEMS = "megatron.training.checkpoint.export:find_export_problems"
 _FIND_LOW_PRECISION_PROBLEMS = (
     "megatron.training.config.transformer_engine_rules:find_low_precision_problems"
 )
@@ -88,51 +88,16 @@ def _check_low_precision(config: Config, world_size: int) -> Iterator[str]:
 
 
 def _check_context_parallel(config: Config, world_size: int) -> Iterator[str]:
-    parallel = config.parallel
-    model = config.model
-    length = config.data.seq_length
-    cp_size = parallel.cp_size
-    tp_size = parallel.tp_size
-    comm_types = parallel.cp_comm_type
+    comm_types = config.parallel.cp_comm_type
+    num_layers = config.model.num_layers
     # Checked without context parallelism, too: the run may be continued with it.
-    if len(comm_types) not in (1, model.num_layers):
+    if len(comm_types) not in (1, num_layers):
         yield (
             f"--cp-comm-type {' '.join(comm_types)} has {len(comm_types)} values, --num-layers is "
-            f"{model.num_layers}: give one for all layers, or one for each"
+            f"{num_layers}: give one for all layers, or one for each"
         )
-    if cp_size <= 1:
-        return
-    context = f"--context-parallel-size {cp_size}"
-    # Ranks hold chunk i from the start and chunk i from the end of a sequence, because with a
-    # causal mask the work of a chunk grows with its position.
-    if length % (2 * cp_size):
-        yield (
-            f"--seq-length {length} is not divisible by 2 x {context} = {2 * cp_size}: a rank "
-            "has two chunks of a sequence. Change one of them"
-        )
-    elif parallel.sequence_parallel and length % (cp_size * tp_size):
-        yield (
-            f"--seq-length {length} is not divisible by {context} x --tensor-model-parallel-size "
-            f"{tp_size} = {cp_size * tp_size}, as --sequence-parallel needs it: change the "
-            "length, or leave out --sequence-parallel"
-        )
-    # Ulysses: every rank computes some of the heads over the whole sequence.
-    if "a2a" in comm_types and model.query_groups % (tp_size * cp_size):
-        heads_flag = (
-            "--num-query-groups" if model.group_query_attention else "--num-attention-heads"
-        )
-        yield (
-            f"--cp-comm-type a2a splits heads: {heads_flag} {model.query_groups} is not divisible "
-            f"by --tensor-model-parallel-size {tp_size} x {context} = {tp_size * cp_size}. Use "
-            "--cp-comm-type p2p or all_gather, or smaller sizes"
-        )
-    in_blocks = [comm_type for comm_type in comm_types if comm_type != "a2a"]
-    if in_blocks and model.attention_dropout:
-        yield (
-            f"--attention-dropout {model.attention_dropout} with {context} and --cp-comm-type "
-            f"{in_blocks[0]}: attention is computed in blocks, by kernels without dropout. Use "
-            "--attention-dropout 0, or --cp-comm-type a2a"
-        )
+    if config.parallel.cp_size > 1:
+        yield from resolve(_FIND_SPLIT_PROBLEMS)(config)
 
 
 def _check_backend(config: Config, world_size: int) -> Iterator[str]:
@@ -274,37 +239,9 @@ def _check_checkpoint(config: Config, world_size: int) -> Iterator[str]:
 
 
 def _check_hf_exports(config: Config, world_size: int) -> Iterator[str]:
-    """Check the options of models in Hugging Face format."""
     checkpoint = config.checkpoint
-    interval = checkpoint.save_hf_interval
-    if "://" in (checkpoint.save_hf or "") and interval is None:
-        yield (
-            f"--save-hf {checkpoint.save_hf}: models in object storage are converted from "
-            "checkpoints: give --save-hf-interval, or a directory"
-        )
-    yield from _check_hf_dtype(config)
-    if interval is None or checkpoint.save is None or checkpoint.save_hf is None:
-        return
-    if os.path.abspath(checkpoint.save_hf) == os.path.abspath(checkpoint.save):
-        yield (
-            f"--save-hf {checkpoint.save_hf} is the directory of --save: with --save-hf-interval "
-            "give another one"
-        )
-
-
-def _check_hf_dtype(config: Config) -> Iterator[str]:
-    """Check the data type of models in Hugging Face format."""
-    dtype = config.checkpoint.save_hf_dtype
-    if dtype is None:
-        return
-    weights = config.model.params_dtype
-    if dtype in HF_QUANTIZATIONS:
-        return
-    if weights not in (torch.float32, HF_DTYPES[dtype]):
-        yield (
-            f"--save-hf-dtype {dtype} with weights in {weights}: models are cast from the weights, "
-            f"which would be rounded twice; convert checkpoints with convert.py --dtype {dtype}"
-        )
+    if checkpoint.save_hf is not None or checkpoint.save_hf_dtype is not None:
+        yield from resolve(_FIND_EXPORT_PROBLEMS)(config)
 
 
 def _check_main_parameters(config: Config, world_size: int) -> Iterator[str]:
