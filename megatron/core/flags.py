@@ -51,6 +51,8 @@ def flag(
     default: Any,
     *names: str,
     choices: tuple[str, ...] | None = None,
+    aliases: Mapping[str, str] | None = None,
+    alias_note: str = "",
     parse: Callable[[str], Any] | None = None,
     required: bool = False,
     positive: bool = False,
@@ -73,7 +75,9 @@ def flag(
     that defaults to False is `--field-name`; one that defaults to True is `--no-field-name`.
     `names` overrides these spellings; a bool then takes the opposite of its default.
 
-    Values: `parse` converts a word when the type alone does not define the conversion. The type,
+    Values: `parse` converts a word when the type alone does not define the conversion. `aliases`
+    are words of older releases, forks and other libraries for choices, and `alias_note` is their
+    difference, if it is more than a name. The type,
     the `choices`, and the bounds `positive`, `at_least`, `at_most` (inclusive) and `below`
     (exclusive) are checked by the command line parser and by every instance of a `FlagSection`,
     whether its values come from the command line, from Python or from a checkpoint. The default 0
@@ -91,6 +95,8 @@ def flag(
     metadata = {
         "flags": names,
         "choices": choices,
+        "aliases": aliases or {},
+        "alias_note": alias_note,
         "parse": parse,
         "required": required,
         "positive": positive,

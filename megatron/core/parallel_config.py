@@ -49,7 +49,12 @@ class ParallelConfig(FlagSection):
     """
     context_parallel_size: int = flag(1, positive=True)
     """Number of ranks over which each sequence is split."""
-    cp_comm_type: list[str] = flag(("p2p",), choices=("p2p", "all_gather", "a2a"))
+    cp_comm_type: list[str] = flag(
+        ("p2p",),
+        choices=("p2p", "all_gather", "a2a"),
+        aliases={"a2a+p2p": "p2p"},
+        alias_note="p2p is used: other messages, the same results",
+    )
     """Exchange of keys and values between context-parallel ranks: in a ring (p2p), all at once
     (all_gather), or by exchanging positions for heads (a2a). One value for all layers, or one value
     per layer.

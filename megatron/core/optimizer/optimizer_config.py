@@ -21,7 +21,9 @@ _DTYPES = {
 class OptimizerConfig(FlagSection):
     """Options of the update rule, clipping, and loss scaling."""
 
-    optimizer: str = flag("adam", choices=("adam", "sgd", "ademamix", "muon", "lion"))
+    optimizer: str = flag(
+        "adam", choices=("adam", "sgd", "ademamix", "muon", "lion"), aliases={"dist_muon": "muon"}
+    )
     """Update rule: adam is AdamW (decoupled weight decay), sgd has momentum and weight decay in the
     gradient, muon orthogonalizes the updates of matrices, lion takes their signs, and both use adam
     for the other parameters; ademamix is adam with a second, slower mean.
@@ -230,7 +232,9 @@ class SchedulerConfig(FlagSection):
     lr_warmup_init: float = flag(0.0)
     """Learning rate at the start of the warmup."""
     lr_wsd_decay_style: str = flag(
-        "exponential", choices=("exponential", "linear", "cosine", "minus_sqrt")
+        "exponential",
+        choices=("exponential", "linear", "cosine", "minus_sqrt"),
+        aliases={"1-sqrt": "minus_sqrt"},
     )
     """Shape of the decay phase of WSD."""
     lr_wsd_decay_iters: int | None = flag(None, at_least=0)

@@ -311,7 +311,11 @@ class ExpertOptions:
     """Accepted with a capacity factor for compatibility, without effect: expert inputs are not
     padded, which does not change results.
     """
-    moe_token_dispatcher_type: str = flag("allgather", choices=("allgather", "alltoall"))
+    moe_token_dispatcher_type: str = flag(
+        "allgather",
+        choices=("allgather", "alltoall"),
+        aliases={"flex": "alltoall"},  # via DeepEP or HybridEP
+    )
     """Transport of tokens to experts: all tokens to all ranks, or each token to its experts' ranks.
     """
 

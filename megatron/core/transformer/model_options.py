@@ -108,6 +108,7 @@ class ModelOptions(ExpertOptions, ComputeOptions):
     position_embedding_type: str = flag(
         "learned_absolute",
         choices=("learned_absolute", "rope", "yarn", "alibi", "none"),
+        aliases={"rotary": "rope", "absolute": "learned_absolute"},
         decides="shapes",
     )
     """Kind of position embedding; yarn is rope with --rope-type yarn."""
@@ -227,7 +228,12 @@ class ModelOptions(ExpertOptions, ComputeOptions):
     """
 
     # Norms
-    normalization: str = flag("LayerNorm", choices=("LayerNorm", "RMSNorm"), decides="shapes")
+    normalization: str = flag(
+        "LayerNorm",
+        choices=("LayerNorm", "RMSNorm"),
+        aliases={"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"},
+        decides="shapes",
+    )
     """Kind of normalization."""
     apply_layernorm_1p: bool = flag(False, decides="mathematics")
     """Store norm weights zero-centered (w - 1): more precise in bf16, and weight decay pulls them

@@ -316,6 +316,10 @@ class TransformerConfig(ModelOptions, FlagSection):
             return self.norm_epsilon
         return self.latent_norm_epsilon
 
+    def select_latent_norms(self) -> TransformerConfig:
+        """Return the configuration with the epsilon of the norms of latent vectors."""
+        return dataclasses.replace(self, norm_epsilon=self.latent_epsilon)
+
     @property
     def rotary_stretch(self) -> float:
         return self.rotary_seq_len_interpolation_factor or 1.0

@@ -264,7 +264,7 @@ def check_same_model(
 
     Raises ValueError that names every argument by which the shape of the model differs.
     """
-    # Compare both sides in one spelling, e.g. of the default rope_type.
+    # Compare both sides in one spelling, e.g. of a default of RoPE.
     flags = normalize_stored_args(flags)
     wrong = _list_differences("shapes", flags, stored_args)
     if wrong:

@@ -37,23 +37,6 @@ _JUDGE_OPTIONS = "megatron.training.config.megatron_lm_options:judge_options"
 _ADD_ALIASES = "megatron.training.config.megatron_options:add_aliases"
 _FORMAT_HELP = "megatron.training.config.flag_help:format_help"
 
-# Field -> values of older releases, forks and other libraries -> the value here.
-OLD_VALUES: dict[str, dict[str, str]] = {
-    "optimizer": {"dist_muon": "muon"},
-    "moe_token_dispatcher_type": {"flex": "alltoall"},  # via DeepEP or HybridEP
-    "cp_comm_type": {"a2a+p2p": "p2p"},
-    "ckpt_format": {"fsdp_dtensor": "torch_dist"},
-    "normalization": {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"},
-    "lr_wsd_decay_style": {"1-sqrt": "minus_sqrt"},
-    "position_embedding_type": {"rotary": "rope", "absolute": "learned_absolute"},
-}
-
-NOTES_OF_OLD_VALUES = {
-    ("cp_comm_type", "a2a+p2p"): "p2p is used: other messages, the same results",
-    ("ckpt_format", "fsdp_dtensor"): "torch_dist is written, which every layout reads",
-}
-"""(field, value of OLD_VALUES) -> the difference, if it is more than a name."""
-
 
 # Fields.
 
@@ -153,8 +136,8 @@ class Spelling:
                 f"{name}: its value is empty, as an unset variable would be: give a value, "
                 f"or leave out {name}"
             )
-        # Old values are renamed before they are checked, so that `choices` has only the new ones.
-        word = OLD_VALUES.get(self.dest, {}).get(word, word)
+        # Aliases are renamed before they are checked, so that `choices` has only the new values.
+        word = self.metadata.get("aliases", {}).get(word, word)
         value = self._convert(name, word)
         for problem in find_value_problems(name, value, self.metadata, word):
             raise ValueError(problem)
@@ -341,9 +324,9 @@ def _store_value(
             command_line.problems.append(f"{name} needs at least one value")
             command_line.malformed.add(spelling.dest)
         return
+    note = spelling.metadata.get("alias_note")
     for word in words:
-        note = NOTES_OF_OLD_VALUES.get((spelling.dest, word))
-        if note is not None:
+        if note and word in spelling.metadata["aliases"]:
             command_line.notes.append(f"{name} {word}: {note}")
     try:
         command_line.flag_values[spelling.dest] = spelling.parse(name, words)

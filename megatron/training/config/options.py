@@ -441,7 +441,12 @@ class CheckpointConfig(FlagSection):
     """Take the shape of the model and its tokenizer from the checkpoint, overriding the command
     line.
     """
-    ckpt_format: str = flag("torch_dist", choices=("torch_dist", "torch"))
+    ckpt_format: str = flag(
+        "torch_dist",
+        choices=("torch_dist", "torch"),
+        aliases={"fsdp_dtensor": "torch_dist"},
+        alias_note="torch_dist is written, which every layout reads",
+    )
     """Format of saved checkpoints. torch is Megatron-LM's legacy format, whose files belong to one
     layout.
     """

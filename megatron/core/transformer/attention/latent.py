@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -92,7 +91,7 @@ class MultiLatentAttention(Attention):
 
     def _make_up_projection(self, inputs: int, outputs: int, normed: bool) -> ColumnParallelLinear:
         """Make a projection to heads, with the norm of its input if `normed`."""
-        config = replace(self.config, norm_epsilon=self.config.latent_epsilon)
+        config = self.config.select_latent_norms()
         spec = select_layer_spec(config)
         return spec.make_input_projection(
             config,

@@ -118,7 +118,7 @@ class TopKRouter(MegatronModule):
         return Routing(experts, probs, kept)
 
     def _compute_logits(self, tokens: Tensor) -> Tensor:
-        """Return the scores of all experts before normalization, `[t, experts]`.
+        """Return the scores of all experts, not normalized, `[t, experts]`.
 
         Small differences between scores decide between experts, so the dtype may be wider than that
         of the model (--moe-router-dtype).
