@@ -14,13 +14,16 @@ def run_digest(args: argparse.Namespace) -> int:
     """Print a digest of each tensor; return the exit status."""
     view = open_view(args.path, args.ckpt_step)
     keys = sorted(view.select_keys(args.keys))
-    total = sum(view.tensors[key].nbytes for key in keys)
+    # All keys are read, so their bytes are the length of the progress bar.
+    sizes = [view.tensors[key].nbytes for key in keys]
+    total = sum(sizes)
 
     # Compute the digests from slices, which bound the memory for large tensors.
     digests: dict[str, str] = {}
     with ProgressBar("digest", total, quiet=args.quiet or args.json) as progress:
         for key in keys:
-            rows = (tensor_slice for _, tensor_slice in view.iterate_slices(key))
+            slices = view.iterate_slices(key)
+            rows = (tensor_slice for _, tensor_slice in slices)
             digests[key] = compute_digest(rows)
             progress.add(view.tensors[key].nbytes)
 

@@ -20,18 +20,23 @@ NUM_LARGEST = 10  # tensors and files that are printed without --all
 
 def run_show(args: argparse.Namespace) -> int:
     """Print the contents of a checkpoint; return the exit status."""
-    path, checkpoint_format, *_ = require_checkpoint(args.path, args.ckpt_step)
+    checkpoint = require_checkpoint(args.path, args.ckpt_step)
+    path = checkpoint.directory
+    checkpoint_format = checkpoint.format
     if args.plot is not None and checkpoint_format != "torch_dist":
         raise ValueError(
             f"--plot: {path} is {checkpoint_format}, and only torch_dist records the contents of "
             "each file; use plan --plot"
         )
 
+    # Metadata only: no tensor is read.
     result = collect_contents(path, checkpoint_format, args.keys)
     if args.plot is not None:
         title = f"{path.name}: bytes in each file"
         shares = compute_file_shares(path)
         draw_shares(shares, args.plot, title, "file: __{rank}_{writer}.distcp")
+
+    # Report.
     if args.json:
         print_json(result, indent=1)
     else:
@@ -101,13 +106,14 @@ def print_files(files: dict[str, int | None], print_all: bool) -> None:
         largest = max(sizes.values())
         mean = sum(sizes.values()) / len(sizes)
         imbalance = largest / mean
-        balance = f"largest {format_size(largest)} = {imbalance:.2f} x the mean"
+        size = format_size(largest)
+        balance = f"largest {size} = {imbalance:.2f} x the mean"
         print_line(f"  files      {len(sizes)}, {balance}")
 
     # List missing files first, then the largest.
     names = list(files)
     if not print_all:
-        by_size = sorted(sizes, key=lambda name: sizes[name], reverse=True)
+        by_size = sorted(sizes, key=sizes.__getitem__, reverse=True)
         names = missing + by_size
         names = names[:NUM_LARGEST]
     for name in names:
@@ -129,7 +135,8 @@ def print_tensors(tensors: dict[str, dict[str, Any]], print_all: bool) -> None:
 
     # The column of keys is as wide as the longest one.
     width = max(map(len, keys), default=0)
-    print_line(f"  {'key':{width}}  {'shape':>20}  {'dtype':>9}  {'size':>10}  chunks")
+    header = f"{'key':{width}}  {'shape':>20}  {'dtype':>9}"
+    print_line(f"  {header}  {'size':>10}  chunks")
     for key in keys:
         tensor = tensors[key]
         shape = format_shape(tensor["shape"])

@@ -16,7 +16,9 @@ def plain_args(args: Mapping[str, Any]) -> dict[str, Any]:
 def _is_plain(value: Any) -> bool:
     """Return whether the value consists of None, booleans, numbers, texts and containers."""
     if isinstance(value, dict):
-        return all(type(name) is str for name in value) and all(map(_is_plain, value.values()))
+        # Other programs may read the file with `weights_only`, which refuses other keys.
+        has_plain_names = all(type(name) is str for name in value)
+        return has_plain_names and all(map(_is_plain, value.values()))
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
     return value is None or type(value) in (bool, int, float, str)
@@ -33,6 +35,7 @@ def refuse_other_models(
     wrong = []
     for name, accepted in accepted_values.items():
         if name in args and args[name] not in accepted:
-            wrong.append(f"{name} = {schema.format_value(args[name])}")
+            formatted = schema.format_value(args[name])
+            wrong.append(f"{name} = {formatted}")
     if wrong:
         raise ValueError(f"{location} was trained with {', '.join(wrong)}, which is not supported")

@@ -265,6 +265,7 @@ def _read_concatenated(
     first = 0  # of the tensor along the axis
     for tensor in tensors:
         length = tensor.shape[axis]
+        # The part of the box in this tensor, in its coordinates.
         start = max(box_start - first, 0)
         stop = min(box_stop - first, length)
         if start < stop:
@@ -361,7 +362,9 @@ def _read_rows(
     tensor: LazyTensor, first: int, count: int, offset: Shape, shape: Shape
 ) -> torch.Tensor:
     """Return rows of a tensor, with the columns of a box."""
-    return tensor.read((first, *offset[1:]), (count, *shape[1:]))
+    row_offset = (first, *offset[1:])
+    row_shape = (count, *shape[1:])
+    return tensor.read(row_offset, row_shape)
 
 
 def _promote(tensors: Sequence[LazyTensor]) -> torch.dtype:

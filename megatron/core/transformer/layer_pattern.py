@@ -28,9 +28,11 @@ def _evaluate(node: ast.expr) -> Any:
     if isinstance(node, ast.BinOp):
         left = _evaluate(node.left)
         right = _evaluate(node.right)
-        if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
+        # Lists are joined, or repeated by a number.
+        joins = isinstance(node.op, ast.Add) and isinstance(right, list)
+        repeats = isinstance(node.op, ast.Mult) and type(right) is int and right < MAX_REPEAT
+        if isinstance(left, list) and joins:
             return left + right
-        is_repeat = isinstance(left, list) and type(right) is int and right < MAX_REPEAT
-        if isinstance(node.op, ast.Mult) and is_repeat:
+        if isinstance(left, list) and repeats:
             return left * right
     raise ValueError(ast.dump(node))

@@ -35,7 +35,8 @@ def make_rampup_steps(rampup_batch_size: Sequence[int], global_batch_size: int) 
     for step in range(num_steps + 1):
         # A step begins with the first iteration that starts at or after its share of SAMPLES.
         begin = -(-step * samples // num_steps)  # rounded up
-        steps.append((begin, start + step * increment))
+        size = start + step * increment
+        steps.append((begin, size))
     return tuple(steps)
 
 
@@ -52,8 +53,11 @@ def make_token_steps(schedule: str, seq_length: int) -> tuple[Step, ...]:
             )
         count, unit, size = match.groups()
         # The schedule counts tokens, the run counts samples.
-        tokens = int(float(count) * _UNITS.get(unit, 1))
+        factor = _UNITS.get(unit, 1)
+        tokens = int(float(count) * factor)
         steps.append((tokens // seq_length, int(size)))
+
+    # A step ends where the next one begins, so they must be in order.
     starts = [start for start, _ in steps]
     is_ordered = starts == sorted(set(starts))
     if not steps or starts[0] != 0 or not is_ordered:

@@ -32,7 +32,8 @@ def format_help(sections: dict[str, type]) -> str:
     seen: set[str] = set()
     # The docstring of a section's class is its description.
     for title, section in sections.items():
-        summary = inspect.cleandoc(section.__doc__ or "").split("\n")[0]
+        doc = inspect.cleandoc(section.__doc__ or "")
+        summary = doc.split("\n")[0]
         group = parser.add_argument_group(title, summary)
         for flag_field in flag_fields(section):
             if flag_field.name not in seen:
@@ -51,14 +52,16 @@ def field_docs(section: type) -> dict[str, str]:
             if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr):
                 assert isinstance(statement.target, ast.Name)
                 text = ast.literal_eval(following.value)
-                docs[statement.target.id] = " ".join(text.split())
+                words = text.split()
+                docs[statement.target.id] = " ".join(words)
     return docs
 
 
 @functools.cache
 def _parse_classes(module: str) -> dict[str, ast.ClassDef]:
     # A whole module at once: `inspect.getsource` would parse it again for each class.
-    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    source = inspect.getsource(sys.modules[module])
+    tree = ast.parse(source)
     classes = {}
     for statement in tree.body:
         if isinstance(statement, ast.ClassDef):
@@ -88,7 +91,9 @@ def _add_help(group: argparse._ArgumentGroup, section: type, field: FlagField) -
         elif may_lack_word(field, section):
             options["nargs"] = "?"
     text = _make_help_text(section, field)
-    group.add_argument(option_names(field)[0], help=text.replace("%", "%%"), **options)
+    name = option_names(field)[0]
+    escaped_text = text.replace("%", "%%")
+    group.add_argument(name, help=escaped_text, **options)
 
 
 def _make_help_text(section: type, field: FlagField) -> str:
@@ -99,7 +104,8 @@ def _make_help_text(section: type, field: FlagField) -> str:
             text = text[0].lower() + text[1:]
         text = f"Disable this default: {text}"
     if field.metadata["choices"]:
-        text += f" One of {', '.join(field.metadata['choices'])}."
+        choices = ", ".join(field.metadata["choices"])
+        text += f" One of {choices}."
     default = field.default
     if isinstance(default, tuple):
         default = " ".join(map(str, default))
@@ -109,7 +115,9 @@ def _make_help_text(section: type, field: FlagField) -> str:
         if isinstance(expected, str):
             expected = (expected,)
         if isinstance(expected, tuple):
-            text += f" Only with --{name.replace('_', '-')} {' or '.join(expected)}."
+            dashed = name.replace("_", "-")
+            alternatives = " or ".join(expected)
+            text += f" Only with --{dashed} {alternatives}."
     for other_name in option_names(field)[1:]:
         text += f" Also {other_name}."
     return text

@@ -87,7 +87,8 @@ class ResultValidator:
         gathered: list[Any] = [None] * run.ps.world_size
         dist.all_gather_object(gathered, verdict)
         verdicts = [row for row in gathered if row is not None]
-        message = f"iteration {run.state.iteration + 1}: " + "; ".join(row[0] for row in verdicts)
+        messages = "; ".join(row[0] for row in verdicts)
+        message = f"iteration {run.state.iteration + 1}: {messages}"
         if all(reason.startswith("spiky loss") for _, reason, _ in verdicts):
             logger.warning(f"{message}. Training continues")
             return execute(run, step)
@@ -112,7 +113,9 @@ class ResultValidator:
             self._num_losses += 1
             self._largest = max(self._largest, abs(loss))
             return None
-        return f"spiky loss {loss:.6g}" if abs(loss) >= SPIKE * self._largest else None
+        if abs(loss) < SPIKE * self._largest:
+            return None
+        return f"spiky loss {loss:.6g}"
 
     def _diagnose(
         self,
@@ -184,9 +187,11 @@ def format_differences(differences: Sequence[float]) -> str:
     num_identical = ordered.count(0.0)
     if num_identical == len(ordered):
         return f"{title}{num_identical:,} samples, all identical"
+    # Quantiles are elements of the sorted list, without interpolation.
     texts = [f"avg= {sum(ordered) / len(ordered):.3E}"]
     for label, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("p99.9", 0.999)):
-        texts.append(f"{label}= {ordered[int(len(ordered) * share)]:.3E}")
+        index = int(len(ordered) * share)
+        texts.append(f"{label}= {ordered[index]:.3E}")
     return (
         f"{title}{len(ordered):,}/{num_identical:,} total/identical samples, rel. variability: "
         f"{', '.join(texts)}, max: {ordered[-1]:.3E}"

@@ -172,9 +172,9 @@ class ReplicaLink:
         # [header, MAC, rest of the page, content]
         view = view_bytes(frame)
         _HEADER.pack_into(view, 0, size, position, length, name.encode())
-        mac = self._authenticator.sign(
-            self._to_target, view[: _HEADER.size], view[PAGE : PAGE + length]
-        )
+        header = view[: _HEADER.size]
+        content = view[PAGE : PAGE + length]
+        mac = self._authenticator.sign(self._to_target, header, content)
         view[_HEADER.size : _HEADER.size + len(mac)] = mac
         try:
             dist.send(frame[: PAGE + length], self.target, self._group, _PIECES_TAG)
@@ -275,7 +275,9 @@ class ReplicaReceiver:
 
     def _check_authentic(self, view: memoryview, length: int) -> None:
         mac = view[_HEADER.size : _HEADER.size + self._authenticator.size]
-        buffers = (view[: _HEADER.size], view[PAGE : PAGE + length])
+        header = view[: _HEADER.size]
+        content = view[PAGE : PAGE + length]
+        buffers = (header, content)
         if not self._authenticator.is_valid(mac, self._from_source, *buffers):
             raise CheckpointError(
                 f"a message of rank {self._source} is not authentic: it was damaged, or another "
@@ -320,7 +322,8 @@ class ReplicaReceiver:
             # Compare with the checksums of the source.
             expected = decode_checksums(bytes(self._marker), str(path))
             names = expected.keys() | written.keys()
-            damaged = sorted(file for file in names if expected.get(file) != written.get(file))
+            differing = [file for file in names if expected.get(file) != written.get(file)]
+            damaged = sorted(differing)
             if damaged:
                 return f"{', '.join(damaged[:3])} came damaged"
             write_marker(path, bytes(self._marker))
