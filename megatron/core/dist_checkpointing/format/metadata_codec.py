@@ -84,6 +84,8 @@ _DECODE_DCP = "megatron.core.dist_checkpointing.format.dcp_metadata:decode_dcp"
 
 # ---- Encoding ----
 
+_JSON = json.JSONEncoder(separators=(",", ":"))
+
 T = TypeVar("T")
 
 # The opcodes of an object's entry in DCP's storage data, around the four values that vary.
@@ -183,27 +185,18 @@ class MetadataEncoder:
         # state_dict_metadata: shape, dtype and boxes of tensors, and the kind of objects
         boxes_start = stream.add(encode_text("state_dict_metadata"), b"}")
         stream.extend(self._boxes)
-        for key in objects:
-            stream.add(encode_text(key), BYTES_METADATA, SETITEM)
+        kinds = [encode_text(key) + BYTES_METADATA + SETITEM for key in objects]
+        stream.add(b"".join(kinds))
 
         # planner_data: a flat dictionary of all keys, which older versions of torch require
         stream.add(encode_text("planner_data"), b"}")
-        for key in (*self._keys, *objects):
-            stream.add(encode_text(key), encode_text(key), b"\x85", SETITEM)  # TUPLE1
+        keys = map(encode_text, (*self._keys, *objects))
+        stream.add(b"".join(key + key + b"\x85" + SETITEM for key in keys))  # TUPLE1
 
         # storage_data: the location of each box and object
         locations_start = stream.add(encode_text("storage_data"), b"}")
         stream.extend(self._locations)
-        for key, location in objects.items():
-            values = (
-                encode_text(key),
-                encode_text(location.file),
-                encode_integer(location.position),
-                encode_integer(location.length),
-            )
-            for opcodes, value in zip(_OBJECT_OPCODES, values, strict=False):
-                stream.add(opcodes, value)
-            stream.add(_OBJECT_OPCODES[-1])
+        stream.add(b"".join(map(_encode_object, objects, objects.values())))
 
         # The other fields
         stream.add(encode_text("storage_meta"), encode_storage_meta())
@@ -231,6 +224,8 @@ class MetadataEncoder:
         head.add(b"\x80\4")  # PROTO 4
         for memo_index, value in enumerate(self._encode_shared_values(files)):
             head.add(value, encode_put(memo_index), b"0")  # POP
+        # One part instead of three for each file: it is the same in the next save.
+        head.parts = [b"".join(head.parts)]
         return head
 
     def _encode_records(self, boxes_start: int, locations_start: int) -> tuple[bytes, bytes]:
@@ -294,6 +289,23 @@ class MetadataEncoder:
         self._tensor_records = records
 
 
+def _encode_object(key: str, location: Location) -> bytes:
+    """Return the entry of an object in the storage data."""
+    before_key, before_file, before_position, before_length, end = _OBJECT_OPCODES
+    opcodes = (
+        before_key,
+        encode_text(key),
+        before_file,
+        encode_text(location.file),
+        before_position,
+        encode_integer(location.position),
+        before_length,
+        encode_integer(location.length),
+        end,
+    )
+    return b"".join(opcodes)
+
+
 def _encode_boxes(section: _Section, table: BoxTable, memo: int) -> tuple[Any, ...]:
     """Append DCP's list of the boxes of a tensor, which gets number `memo` in the memo.
 
@@ -331,7 +343,7 @@ def _encode_locations(
 
 def _encode_json(value: Any) -> bytes:
     """Return JSON without spaces."""
-    return json.dumps(value, separators=(",", ":")).encode()
+    return _JSON.encode(value).encode()
 
 
 def _encode_json_list(values: Iterable[Any]) -> bytes:
