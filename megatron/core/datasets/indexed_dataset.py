@@ -64,8 +64,7 @@ class IndexedDataset:
     def __init__(self, prefix: str | os.PathLike, use_mmap: bool = True) -> None:
         self.prefix = os.fspath(prefix)
         self.use_mmap = use_mmap
-        index = _read_index(self.prefix)
-        self.dtype, self.lengths, self.offsets, self.documents = index
+        self.dtype, self.lengths, self.offsets, self.documents = _read_index(self.prefix)
         _check_tokens_file(self.prefix, self.dtype, self.lengths, self.offsets)
         # The file is open as long as the dataset exists.
         self._file = open(f"{self.prefix}.bin", "rb", buffering=0)  # noqa: SIM115
@@ -85,13 +84,11 @@ class IndexedDataset:
         The array is read-only, in the dtype of the file.
         """
         if not 0 <= sequence < len(self.lengths):
-            count = len(self.lengths)
-            raise IndexError(f"sequence {sequence} of {self.prefix}, which has {count}")
+            raise IndexError(f"sequence {sequence} of {self.prefix}, which has {len(self.lengths)}")
         length = int(self.lengths[sequence])
         if count is None:
             count = length - start
-        assert min(start, count) >= 0, (sequence, start, count)
-        assert start + count <= length, (sequence, start, count, length)
+        assert min(start, count) >= 0 and start + count <= length, (sequence, start, count, length)
         itemsize = self.dtype.itemsize
         offset = int(self.offsets[sequence]) + start * itemsize
         # A view of the mapped file, or a copy of the bytes without a map.
@@ -104,8 +101,7 @@ class IndexedDataset:
         """Read exactly `num_bytes`; a single `pread` may return fewer."""
         data = os.pread(self._file.fileno(), num_bytes, offset)
         while len(data) < num_bytes:
-            missing = num_bytes - len(data)
-            more = os.pread(self._file.fileno(), missing, offset + len(data))
+            more = os.pread(self._file.fileno(), num_bytes - len(data), offset + len(data))
             if not more:
                 raise OSError(
                     f"{self.prefix}.bin ended at byte {offset + len(data)} while it was read"
@@ -115,8 +111,7 @@ class IndexedDataset:
 
     def read_blocks(self, num_blocks: int) -> bytes:
         """Return `num_blocks` evenly spaced blocks of the .bin, from its first to its last byte."""
-        last_size = int(self.lengths[-1]) * self.dtype.itemsize
-        end = int(self.offsets[-1]) + last_size
+        end = int(self.offsets[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
         size = min(_BLOCK_SIZE, end)
         blocks = []
         for offset in np.linspace(0, end - size, num_blocks, dtype=np.int64).tolist():
@@ -188,8 +183,7 @@ def _check_offsets(path: str, lengths: np.ndarray, offsets: np.ndarray, itemsize
     end = 0
     block = 1 << 20  # bounds memory: an index can have 10^9 entries
     for first in range(0, len(lengths), block):
-        block_lengths = lengths[first : first + block].astype(np.int64)
-        sizes = block_lengths * itemsize
+        sizes = lengths[first : first + block].astype(np.int64) * itemsize
         block_offsets = offsets[first : first + block]
         expected = end + np.cumsum(sizes) - sizes
         is_wrong = (sizes < 0) | (block_offsets != expected)
@@ -200,8 +194,7 @@ def _check_offsets(path: str, lengths: np.ndarray, offsets: np.ndarray, itemsize
                 f"{path} is damaged: sequence {sequence} has {lengths[sequence]} tokens from byte "
                 f"{offsets[sequence]} on, but the one before ends at byte {expected[in_block]}"
             )
-        last = expected[-1] + sizes[-1]
-        end = int(last)
+        end = int(expected[-1] + sizes[-1])
 
 
 def _check_tokens_file(
@@ -212,8 +205,7 @@ def _check_tokens_file(
     Otherwise the .bin is truncated, or the .idx belongs to another dataset.
     """
     size = os.path.getsize(f"{prefix}.bin")
-    last_size = int(lengths[-1]) * dtype.itemsize
-    expected = int(offsets[-1]) + last_size
+    expected = int(offsets[-1]) + int(lengths[-1]) * dtype.itemsize
     if size == expected:
         return
     num_tokens = int(lengths.sum(dtype=np.int64))
@@ -267,9 +259,7 @@ def _find_similar_datasets(prefix: str) -> list[str]:
             if file.endswith(".idx"):
                 names.append(file.removesuffix(".idx"))
     # preprocess_data.py appends the key of the text to its --output-prefix.
-    prefix = f"{name}_"
-    similar = [candidate for candidate in names if name and candidate.startswith(prefix)]
+    similar = [candidate for candidate in names if name and candidate.startswith(f"{name}_")]
     if not similar:
         similar = difflib.get_close_matches(name, names, n=3, cutoff=0.75)
-    nearest = similar[:3]
-    return [os.path.join(directory, candidate) for candidate in nearest]
+    return [os.path.join(directory, candidate) for candidate in similar[:3]]
