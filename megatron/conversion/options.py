@@ -252,7 +252,8 @@ class WriteOptions(FlagSection):
     stacked_layers: bool = _target_switch(savers=("torch_dist",))
     """Write one tensor for all layers instead of one per layer."""
     hybrid_layers: bool = _target_switch(savers=("torch_dist",))
-    """Write a checkpoint of Megatron-core's HybridModel, with the layer pattern *- or *E."""
+    """Write a checkpoint of Megatron-core's HybridModel: attention and MLP become layers of their
+    own."""
     foreign: Path | None = None
     """Checkpoint with the tensors that the model does not have, instead of the source."""
     trusted: tuple[Path, ...] = ()

@@ -108,6 +108,12 @@ def read_experts(case: Case) -> None:
         run_convert(case.source, case, saver, "--workers", "1")
 
 
+def read_hybrid(case: Case) -> None:
+    """Read a checkpoint with experts and multi-token prediction, which few formats contain."""
+    saver = case.rng.choice(("torch_dist", "legacy"))
+    run_convert(case.source, case, saver, "--workers", "1")
+
+
 def verify_checkpoint(case: Case) -> None:
     """Checksums must find any change, except one of the tracker, which names the directory."""
     status = run_inspect("verify", str(case.source), "--quiet")
@@ -399,6 +405,15 @@ def build_converted(kind: str) -> Callable[[Path], None]:
     return build
 
 
+def build_hybrid(root: Path) -> None:
+    """A checkpoint of HybridModel with experts, windows and multi-token prediction."""
+    args = LLAMA_ARGS | {"num_experts": 2, "moe_ffn_hidden_size": 8, "mtp_num_layers": 1}
+    args |= {"window_size": (4, 0), "window_attn_skip_freq": [1, 1]}
+    write_torch_dist(random_source(args), root.with_name("gpt"))
+    options = WriteOptions(hybrid_layers=True)
+    convert(root.with_name("gpt"), root, "torch_dist", options=options)
+
+
 def build_data_set(root: Path) -> None:
     root.mkdir()
     with IndexedDatasetBuilder(root / "data", np.uint16) as builder:
@@ -516,6 +531,7 @@ BASES: dict[str, Callable[[Path], None]] = {
     "megatron legacy": build_golden(MEGATRON.format("0.16.1", "legacy")),
     "fsdp": build_unpacked("megatron_fsdp/mixtral_fp32"),
     "bridge": build_golden("bridge_0.6.2/llama_fp32/checkpoint"),
+    "hybrid": build_hybrid,
     "data": build_data_set,
     "text": build_text,
     "index": build_index_cache,
@@ -526,7 +542,7 @@ BASES: dict[str, Callable[[Path], None]] = {
     "markers": build_markers,
     "plain": build_plain_run,
 }
-SLOW_BASES = ("megatron", "megatron 0.12", "megatron legacy", "fsdp")  # with many tensors
+SLOW_BASES = ("megatron", "megatron 0.12", "megatron legacy", "fsdp", "hybrid")  # many tensors
 
 READERS = {
     "hf index": Reader("hf", {"model.safetensors.index.json": damaged_json}, read_checkpoint),
@@ -588,6 +604,11 @@ READERS = {
         read_checkpoint,
     ),
     "fsdp": Reader("fsdp", {"iter_*/.metadata": damaged_pickle, "iter_*/__*": None}, read_experts),
+    "hybrid": Reader(
+        "hybrid",
+        {"iter_*/.metadata": damaged_index, "iter_*/common.pt": damaged_archive},
+        read_hybrid,
+    ),
     "plain": Reader(
         "plain",
         {

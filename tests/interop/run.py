@@ -90,6 +90,18 @@ def check_megatron_core(python: Path, work: Path) -> None:
             )
 
 
+def check_hybrid(python: Path, work: Path) -> None:
+    """Check that its HybridModel continues from checkpoints that went through GPTModel."""
+    run(python, HERE / "megatron_core_hybrid.py", "write", work, quiet=True)
+    convert = (REPOSITORY / "tools" / "checkpoint" / "convert.py", "--saver", "torch_dist")
+    for theirs in sorted(work.iterdir()):
+        gpt = theirs.with_name(f"{theirs.name}-gpt")
+        ours = theirs.with_name(f"{theirs.name}-ours")
+        run(OURS, *convert, "--load-dir", theirs, "--save-dir", gpt, quiet=True)
+        run(OURS, *convert, "--hybrid-layers", "--load-dir", gpt, "--save-dir", ours, quiet=True)
+    run(python, HERE / "megatron_core_hybrid.py", "load", work, quiet=True)
+
+
 def check_megatron_lm(python: Path, work: Path, source: Path) -> None:
     """Check that its training program continues our run with our losses."""
     # 258 tokens with the end of a document, which 0.19 counts and 0.16 does not: nobody pads at TP1
@@ -412,6 +424,9 @@ PEERS = {
     ),
     "megatron-core-0.19": Peer(
         ("torch==2.13.0", "numpy", "megatron-core==0.19.2"), check_megatron_core, (3, 12)
+    ),
+    "megatron-core-hybrid": Peer(
+        ("torch==2.13.0", "numpy", "psutil", "megatron-core==0.19.2"), check_hybrid, (3, 12)
     ),
     "megatron-core-layouts": Peer(
         ("torch==2.13.0", "numpy", "megatron-core==0.19.2"), check_layouts, (3, 12)

@@ -203,7 +203,7 @@ class TorchDistSource:
             common = read_bridge_common(directory, common)
         if "args" in common and is_hybrid(self._keys):
             pattern = find_pattern(self._keys, self.description)
-            args = make_gpt_arguments(common["args"], pattern)
+            args = make_gpt_arguments(common["args"], pattern, self._keys)
             common = common | {"args": args}
             self._keys = {make_gpt_key(name): key for name, key in self._keys.items()}
         return common
