@@ -14,7 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, NoReturn, TypeVar
 
-from megatron.conversion.options import FORMAT_NAMES, EditOptions, ReadOptions, WriteOptions
+from megatron.conversion.options import (
+    FORMAT_NAMES,
+    READ_FORMATS,
+    EditOptions,
+    ReadOptions,
+    WriteOptions,
+)
 from megatron.core.flags import (
     CHANGED,
     FlagRule,
@@ -48,7 +54,7 @@ class ConvertOptions(FlagSection):
 
     load_dir: Path | None = flag(None, parse=path_of)
     """A run's --save directory, an iteration, or a model."""
-    loader: str = flag("auto", choices=("auto", *FORMAT_NAMES))
+    loader: str = flag("auto", choices=("auto", *READ_FORMATS))
     """Format of the source."""
     ckpt_step: int | None = flag(None)
     """Iteration to convert. Default: the newest."""

@@ -23,7 +23,7 @@ from megatron.core.run_checkpoint.formats import (
 from megatron.core.run_checkpoint.source import Source
 from megatron.core.wings import resolve
 
-_RENAMING_READERS = ("torch_dist", "hf")
+_RENAMING_READERS = ("torch_dist", "hf", "deepspeed")
 
 
 def open_checkpoint(

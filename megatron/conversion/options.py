@@ -15,6 +15,7 @@ from megatron.core.flags import CHANGED, FlagSection, flag
 from megatron.core.object_path import path_of
 
 FORMAT_NAMES = ("torch_dist", "legacy", "hf", "universal")
+READ_FORMATS = (*FORMAT_NAMES, "deepspeed")  # the last one is only read
 UNIVERSAL_STYLES = ("pipeline", "bigscience", "no-pipeline")  # of parameter names
 QKV_LAYOUTS = ("groups", "tp-blocks")  # of universal checkpoints
 NEW_ROWS = ("mean", "init", "zero")  # initial values of new rows of the vocabulary
@@ -138,6 +139,10 @@ class ReadOptions(FlagSection):
     value) or tp-blocks (Megatron-DeepSpeed since December 2024: for each tensor-parallel rank all
     queries, keys and values). Default: as its arguments imply.
     """
+    hf_config: Path | None = flag(None, "--hf-config", parse=path_of)
+    """Directory with the config.json of the model in a deepspeed source. Default: the source, or
+    the directory that contains it.
+    """
     no_optim: bool = flag(False)
     """Leave the optimizer state out, and merge the weights even if there are main parameters."""
     verify_source: bool | None = flag(None)
@@ -149,8 +154,8 @@ class ReadOptions(FlagSection):
     another rank has seen all of them.
     """
     renames: list[Rename] = flag((), "--rename", parse=parse_rename)
-    """New names OLD=NEW for tensors in the files of an hf or torch_dist source; one * in OLD and in
-    NEW matches any text, e.g. language_model.*=*
+    """New names OLD=NEW for tensors in the files of an hf, deepspeed or torch_dist source; one * in
+    OLD and in NEW matches any text, e.g. language_model.*=*
     """
     keep_foreign: bool | Path = flag(False, parse=path_of)
     """Keep tensors that the model does not have, under their names: convert.py copies them byte for

@@ -69,14 +69,22 @@ _OTHER_MODEL = "belongs to another model: leave it out (--no-optim) or remove it
 class HuggingFaceSource:
     """Weights of a model of transformers, with optimizer and run if an export left a sidecar.
 
-    Raises ValueError for a model that is not supported, or files that do not fit together.
+    `weights` are the tensors of the model if they are not in files of transformers. Raises
+    ValueError for a model that is not supported, or files that do not fit together.
     """
 
-    def __init__(self, directory: Path, read_options: ReadOptions | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        read_options: ReadOptions | None = None,
+        weights: Mapping[str, LazyTensor] | None = None,
+    ) -> None:
         read_options = read_options or ReadOptions()
         self.description = f"Hugging Face directory {directory}"
         self._directory = directory
-        refuse_adapter(directory)
+        self._files = weights
+        if weights is None:
+            refuse_adapter(directory)
 
         # Read config.json; of a multimodal model, that of its language model.
         hf, quantization, multimodal = self._read_config_file(read_options)
@@ -101,6 +109,7 @@ class HuggingFaceSource:
             files = dequantize(files, block, config.params_dtype, directory)
         zero_biases = family.list_unbiased_parts(hf)
         self._weights = StoredWeights(directory, files, family, config, zero_biases)
+        self.config = config
         self.tensors: dict[str, LazyTensor] = dict(self._weights.tensors)
 
         # Complete the arguments, and add optimizer and run, if an export left them.
@@ -114,6 +123,14 @@ class HuggingFaceSource:
         self._set_foreign_aside(family, files, multimodal, read_options)
         self.unused += family.list_unused_fields(hf, self.args)
 
+    def map_names(self) -> dict[str, str]:
+        """Return the name of each tensor in the files that is used -> its model-space key."""
+        return self._weights.map_names()
+
+    def _open_weights(self) -> Mapping[str, LazyTensor]:
+        """Return the tensors of the model by name."""
+        return open_weights(self._directory) if self._files is None else self._files
+
     def _read_config_file(
         self, read_options: ReadOptions
     ) -> tuple[dict[str, Any], Any, LanguageModel | None]:
@@ -124,13 +141,13 @@ class HuggingFaceSource:
         if (directory / CONFIG).exists():
             hf = read_json(directory / CONFIG)
         else:
-            hf = read_params(directory, open_weights(directory))
+            hf = read_params(directory, self._open_weights())
         quantization = hf.pop(QUANTIZATION, None)
         multimodal: LanguageModel | None = None
         with _errors_about(directory):
             wrapper = find_wrapper(hf)
         if wrapper is not None:
-            files = rename_tensors(open_weights(directory), read_options.renames, self.description)
+            files = rename_tensors(self._open_weights(), read_options.renames, self.description)
             with _errors_about(directory):
                 multimodal = wrapper.find_language_model(hf, files)
             hf = multimodal.text
@@ -149,7 +166,7 @@ class HuggingFaceSource:
         if multimodal is not None:
             files = multimodal.files
         else:
-            weights = use_transformers_layout(open_weights(self._directory), hf)
+            weights = use_transformers_layout(self._open_weights(), hf)
             files = rename_tensors(weights, read_options.renames, self.description)
         refuse_adapted_modules(files, self._directory)
         return files

@@ -93,6 +93,14 @@ class StoredWeights:
                 used.update(map(self._name, parameter.names))
         return sorted(set(self._files) - used)
 
+    def map_names(self) -> dict[str, str]:
+        """Return the name of each stored tensor that is used -> its model-space key."""
+        keys = {}
+        for key, parameters in self._parameters.items():
+            for parameter in parameters:
+                keys.update(dict.fromkeys(map(self._name, parameter.names), key))
+        return keys
+
     def _join(self, parameter: StoredParameter) -> LazyTensor:
         """Return a parameter, or the matrix of one expert."""
         return parameter.join([self._stored(name) for name in parameter.names])
@@ -185,6 +193,8 @@ class StoredWeights:
         """Refuse a head that differs from the embedding it is tied to: it would be lost."""
         for name in self._list_heads():
             head = self._files[name]
+            if head is self._stored(self._embedding_name):
+                continue
             if not torch.equal(head.read_all(), self.tensors[WORD_EMBEDDINGS].read_all()):
                 raise ValueError(
                     f"{self._directory}: config.json ties the head to the embedding, but {name} "

@@ -1,19 +1,31 @@
-"""Descriptions of the checkpoints in a directory: why none can be loaded, or which one is taken."""
+"""Descriptions of the checkpoints in a directory, for errors and warnings."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from megatron.core.dist_checkpointing import CheckpointDirectory, iteration_in_name
+from megatron.core.dist_checkpointing.files import METADATA_JSON
 from megatron.core.run_checkpoint.formats import (
-    describe_unread,
     find_problem,
     list_formats,
     list_newest_first,
     read_latest,
     read_tag,
 )
-from megatron.core.run_checkpoint.keys import ENGINE_LATEST, LATEST
+from megatron.core.run_checkpoint.keys import ENGINE_LATEST, ENGINE_MODEL_FILES, LATEST
+from megatron.core.wings import resolve
+
+# Checkpoints that are not read: the function that describes how to convert one in a directory, and
+# patterns of their files there.
+_UNREAD = {
+    "megatron.conversion.huggingface.adapters:describe_adapter": ("adapter_config.json",),
+    "megatron.conversion.deepspeed.engine:describe_engine_checkpoint": (f"*/{ENGINE_MODEL_FILES}",),
+    "megatron.conversion.megatron_lm.zarr:describe_zarr_checkpoint": (
+        METADATA_JSON,
+        f"*/{METADATA_JSON}",
+    ),
+}
 
 
 def describe_contents(root: Path) -> str:
@@ -75,5 +87,15 @@ def describe_alternative(root: Path, named: Path) -> str | None:
         return None
     return (
         f"DeepSpeed's {ENGINE_LATEST} names {saved}, but {LATEST} names {tag}: taking {tag}. To "
-        f"use {saved}, convert it (python -m deepspeed.checkpoint.ds_to_universal)"
+        f"use {saved}, give its directory"
     )
+
+
+def describe_unread(root: Path) -> str | None:
+    """Return the way to convert a checkpoint of a program that is not read, None without one."""
+    for entry, patterns in _UNREAD.items():
+        if any(any(root.glob(pattern)) for pattern in patterns):
+            description: str | None = resolve(entry)(root)
+            if description is not None:
+                return description
+    return None

@@ -54,7 +54,7 @@ from megatron.core.wings import resolve
 
 logger = logging.getLogger(__name__)
 
-_UNIVERSAL = re.compile(r"global_step(\d+)_universal")
+_DEEPSPEED = re.compile(r"global_step(\d+)(_universal)?")
 _MODEL_KEYS = ("embedding.", "decoder.")  # of torch_dist checkpoints
 _MAX_LISTED = 3  # damaged files in a message
 
@@ -86,8 +86,17 @@ def is_huggingface(directory: Path) -> bool:
     return isinstance(config, dict) and ("model_type" in config or "architectures" in config)
 
 
+def _is_model(directory: Path) -> bool:
+    # The config.json of a model may be copied next to the files of DeepSpeed.
+    return is_huggingface(directory) and not _is_engine(directory)
+
+
 def _is_universal(directory: Path) -> bool:
     return (directory / ZERO).is_dir()
+
+
+def _is_engine(directory: Path) -> bool:
+    return any(directory.glob(ENGINE_MODEL_FILES)) and not _is_universal(directory)
 
 
 class Format(NamedTuple):
@@ -101,7 +110,7 @@ class Format(NamedTuple):
     list_damage: str | None = None  # as `_list_damage`; None: files are checked when opened
 
 
-# Every format is both read and written.
+# Every format is both read and written, except for the last one, which is only read.
 FORMATS = {
     "torch_dist": Format(
         _is_torch_dist,
@@ -113,30 +122,23 @@ FORMATS = {
         "megatron.conversion.megatron_lm.legacy_reader:LegacySource",
         "megatron.conversion.megatron_lm.legacy_files:list_legacy_damage",
     ),
-    "hf": Format(is_huggingface, "megatron.conversion.huggingface.directory:HuggingFaceSource"),
+    "hf": Format(_is_model, "megatron.conversion.huggingface.directory:HuggingFaceSource"),
     "universal": Format(
         _is_universal,
         "megatron.conversion.deepspeed.universal:UniversalSource",
         "megatron.conversion.deepspeed.files:list_universal_damage",
     ),
+    "deepspeed": Format(
+        _is_engine,
+        "megatron.conversion.deepspeed.engine:open_engine_checkpoint",
+        "megatron.conversion.deepspeed.engine_files:list_engine_damage",
+    ),
 }
 
-# Checkpoints that are not read: the function that describes how to convert one in a directory, and
-# patterns of their files there.
-_UNREAD = {
-    "megatron.conversion.huggingface.adapters:describe_adapter": ("adapter_config.json",),
-    "megatron.conversion.deepspeed.engine:describe_engine_checkpoint": (
-        ENGINE_MODEL_FILES,
-        f"*/{ENGINE_MODEL_FILES}",
-    ),
-    "megatron.conversion.megatron_lm.zarr:describe_zarr_checkpoint": (
-        METADATA_JSON,
-        f"*/{METADATA_JSON}",
-    ),
-}
 _REQUIRE_CHECKSUMS = "megatron.conversion.opening:require_checksums"
 _OPEN_ANY = "megatron.conversion.opening:open_for_run"
 _DESCRIBE_ALTERNATIVE = "megatron.core.run_checkpoint.directory_contents:describe_alternative"
+_DESCRIBE_UNREAD = "megatron.core.run_checkpoint.directory_contents:describe_unread"
 _DESCRIBE_CONTENTS = "megatron.core.run_checkpoint.directory_contents:describe_contents"
 
 
@@ -227,9 +229,10 @@ def checkpoint_directory(root: Path, named: int | str) -> Path:
     if isinstance(named, str):
         return root / named
     directory = CheckpointDirectory(root).path(named)
-    deepspeed = root / f"global_step{named}_universal"
-    if deepspeed.is_dir() and not directory.is_dir():
-        return deepspeed
+    deepspeed = root / f"global_step{named}"
+    for path in (directory, root / f"{deepspeed.name}_universal", deepspeed):
+        if path.is_dir():
+            return path
     return directory
 
 
@@ -239,6 +242,21 @@ def read_latest(root: Path) -> str | None:
     Raises CheckpointError for anything but the name of a directory.
     """
     return read_tag(root / LATEST)
+
+
+def _read_deepspeed_tag(root: Path) -> tuple[str | None, str]:
+    """Return the directory that DeepSpeed's trackers name, if any, and the name of that tracker.
+
+    A checkpoint of the engine that was converted is read in its universal form.
+    """
+    tag = read_latest(root)
+    if tag is not None:
+        return tag, LATEST
+    tag = read_tag(root / ENGINE_LATEST)
+    # Other programs may have a file of this name, too.
+    if tag is not None and not _is_engine(root / tag):
+        tag = None
+    return tag, ENGINE_LATEST
 
 
 def read_tag(path: Path) -> str | None:
@@ -266,7 +284,10 @@ def is_checkpoint_itself(root: Path, loader: str = "auto") -> bool:
 
 def _contains_run(root: Path) -> bool:
     """Return whether training has saved checkpoints to `root`."""
-    return (root / TRACKER).is_file() or _contains_iterations(root)
+    if (root / TRACKER).is_file() or _contains_iterations(root):
+        return True
+    # The trainer of transformers stores its model next to the checkpoint of DeepSpeed.
+    return (root / ENGINE_LATEST).is_file() and any(root.glob(f"*/{ENGINE_MODEL_FILES}"))
 
 
 def _contains_iterations(root: Path) -> bool:
@@ -285,7 +306,7 @@ def find_named_checkpoint(root: Path, step: int | None) -> tuple[Path | None, st
     if step is not None:
         return checkpoint_directory(root, step), f"--ckpt-step {step}"
     try:
-        tag = read_latest(root)
+        tag, tracker = _read_deepspeed_tag(root)
         named = find_interrupted_commit(root) or read_tracker(root)
     except CheckpointError as error:
         return None, str(error)
@@ -299,7 +320,7 @@ def find_named_checkpoint(root: Path, step: int | None) -> tuple[Path | None, st
         return None, None
     if _contains_iterations(root):
         return None, "there is no tracker file"
-    return root / tag, f"{LATEST} names {tag}"
+    return root / tag, f"{tracker} names {tag}"
 
 
 def list_newest_first(root: Path, head: Path | None = None) -> list[Path]:
@@ -318,8 +339,8 @@ def list_newest_first(root: Path, head: Path | None = None) -> list[Path]:
     iterations: dict[Path, int] = {}
     for iteration in branch:
         iterations[checkpoints.path(iteration)] = iteration
-    for path in root.glob("global_step*_universal"):
-        match = _UNIVERSAL.fullmatch(path.name)
+    for path in sorted(root.glob("global_step*"), reverse=True):  # universal ones first
+        match = _DEEPSPEED.fullmatch(path.name)
         if match is not None:
             iterations[path] = int(match[1])
     ordered = sorted(iterations, key=lambda path: -iterations[path])
@@ -406,22 +427,12 @@ def find_checkpoint(
     raise NoCheckpointError(f"{root}: {reason}; {resolve(_DESCRIBE_CONTENTS)(root)}")
 
 
-def describe_unread(root: Path) -> str | None:
-    """Return the way to convert a checkpoint of a program that is not read, None without one."""
-    for entry, patterns in _UNREAD.items():
-        if any(any(root.glob(pattern)) for pattern in patterns):
-            description: str | None = resolve(entry)(root)
-            if description is not None:
-                return description
-    return None
-
-
 def _refuse_unread(root: Path) -> None:
     """Raise NoCheckpointError for a checkpoint of a program that is not read.
 
     A run would start from random weights otherwise.
     """
-    unread = describe_unread(root)
+    unread = resolve(_DESCRIBE_UNREAD)(root)
     if unread is not None:
         raise NoCheckpointError(unread)
 

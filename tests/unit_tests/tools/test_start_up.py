@@ -9,7 +9,7 @@ import torch
 
 from megatron.conversion.convert import WRITERS
 from megatron.conversion.deepspeed import names
-from megatron.conversion.options import FORMAT_NAMES, UNIVERSAL_STYLES
+from megatron.conversion.options import FORMAT_NAMES, READ_FORMATS, UNIVERSAL_STYLES
 from megatron.core.dist_checkpointing.box_table import get_itemsize
 from megatron.core.run_checkpoint.formats import FORMATS
 from tests import ROOT
@@ -82,7 +82,8 @@ def test_commands_import_torch():
 
 
 def test_choices_are_those_of_the_tables():
-    assert [*WRITERS] == [*FORMATS] == [*FORMAT_NAMES]
+    assert [*WRITERS] == [*FORMAT_NAMES]
+    assert [*FORMATS] == [*READ_FORMATS]
     assert [*names.STYLES] == [*UNIVERSAL_STYLES]
 
 
