@@ -58,6 +58,7 @@ from tests.fuzz.mutations import (
     damaged_yaml,
 )
 from tests.support.memory_source import LLAMA_ARGS, random_source
+from tests.support.quantized import decode_case
 
 GOLDEN = ROOT / "tests/golden"
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -311,6 +312,20 @@ def run_cli(module: object, argv: list[str]) -> None:
     module.cli()  # type: ignore[attr-defined]
 
 
+def decode_quantized(case: Case) -> None:
+    """Decode quantized matrices, each of which may be damaged."""
+    for folder in sorted(path for path in case.source.iterdir() if path.is_dir()):
+
+        def main(folder: Path = folder) -> None:
+            try:
+                for tensor in decode_case(folder, torch.bfloat16).values():
+                    tensor.read_all()
+            except ValueError as error:
+                raise SystemExit(f"error: {error}") from error
+
+        run_main(["decode"], main)
+
+
 def read_markers(case: Case) -> None:
     """List the checkpoints on the disk of a node, as at every start."""
     tier = LocalTier(case.source, 0, [0], Replication())
@@ -540,6 +555,7 @@ BASES: dict[str, Callable[[Path], None]] = {
     "tiktoken": build_tiktoken,
     "run": build_run,
     "markers": build_markers,
+    "quantized": build_golden("quantized"),
     "plain": build_plain_run,
 }
 SLOW_BASES = ("megatron", "megatron 0.12", "megatron legacy", "fsdp", "hybrid")  # many tensors
@@ -631,6 +647,14 @@ READERS = {
     "records": Reader("run", {"runs/*.jsonl": damaged_lines}, report_run),
     "markers": Reader(
         "markers", {"iter_*/.done-*": damaged_checksums, "iter_*/__*": None}, read_markers
+    ),
+    "quantized": Reader(
+        "quantized",
+        {
+            "*/model.safetensors": damaged_safetensors,
+            "*/quantization_config.json": damaged_json,
+        },
+        decode_quantized,
     ),
     "dataset": Reader("data", {"data.idx": None, "data.bin": None}, read_data_set),
     "text": Reader("text", {"text.jsonl": damaged_lines}, preprocess),

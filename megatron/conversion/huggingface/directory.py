@@ -19,11 +19,6 @@ from megatron.conversion.huggingface.model_tokenizer import (
     select_stated_ids,
 )
 from megatron.conversion.huggingface.other_layouts import read_params, use_transformers_layout
-from megatron.conversion.huggingface.quantized_weights import (
-    dequantize,
-    read_block_size,
-    refuse_other_quantization,
-)
 from megatron.conversion.huggingface.sidecar import (
     DIRECTORY,
     Sidecar,
@@ -46,6 +41,11 @@ from megatron.conversion.model_space.model import (
 from megatron.conversion.model_space.optimizer_states import optimizer_key
 from megatron.conversion.model_space.pieces import is_bitwise_equal
 from megatron.conversion.options import ReadOptions, rename_tensors
+from megatron.conversion.quantization.encodings import (
+    check_settings,
+    dequantize,
+    read_other_settings,
+)
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.dist_checkpointing.mapping import LazyTensor, Shape
 from megatron.core.run_checkpoint.keys import (
@@ -88,15 +88,16 @@ class HuggingFaceSource:
 
         # Read config.json; of a multimodal model, that of its language model.
         hf, quantization, multimodal = self._read_config_file(read_options)
-        block = None
         with _errors_about(directory):
             family = find_family(hf) if multimodal is None else multimodal.family
             self.args = family.read_config(hf, read_options.args, read_options.ignored_fields)
             if quantization is not None:
-                block = read_block_size(quantization)
+                check_settings(quantization)
 
         # Open the weights. Biases that config.json switches off are zero in a model with others.
         files = self._open_files(hf, multimodal, read_options)
+        if quantization is not None:
+            files = dequantize(files, quantization, _get_dtype(self.args), directory)
         if "mtp_num_layers" not in read_options.args and not _has_prediction_layers(
             files, self.args
         ):
@@ -105,8 +106,6 @@ class HuggingFaceSource:
         with _errors_about(directory):
             self.args["foreign_mixers"] = family.find_foreign_mixers(files, self.args)
         config = model_config(self.args, self.args["vocab_size"], self.description)
-        if block is not None:
-            files = dequantize(files, block, config.params_dtype, directory)
         zero_biases = family.list_unbiased_parts(hf)
         self._weights = StoredWeights(directory, files, family, config, zero_biases)
         self.config = config
@@ -155,7 +154,7 @@ class HuggingFaceSource:
         if QUANTIZATION in read_options.ignored_fields:
             return hf, None, multimodal
         if quantization is None:
-            refuse_other_quantization(directory)
+            quantization = read_other_settings(directory)
         return hf, quantization, multimodal
 
     def _open_files(
@@ -263,6 +262,13 @@ class HuggingFaceSource:
                 f"optimizer state in {self._directory / DIRECTORY} {_OTHER_MODEL}"
             )
         return value
+
+
+def _get_dtype(args: Mapping[str, Any]) -> torch.dtype:
+    """Return the dtype of the weights that config.json states."""
+    if args.get("bf16"):
+        return torch.bfloat16
+    return torch.float16 if args.get("fp16") else torch.float32
 
 
 @contextmanager

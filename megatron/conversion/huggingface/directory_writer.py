@@ -29,12 +29,6 @@ from megatron.conversion.huggingface.model_tokenizer import (
     select_stated_ids,
     write_generation_config,
 )
-from megatron.conversion.huggingface.quantized_weights import (
-    BLOCK_SIZE,
-    SCALES,
-    make_quantization_config,
-    quantize_blocks,
-)
 from megatron.conversion.huggingface.sidecar import (
     DIRECTORY,
     collect_optimizer_tensors,
@@ -62,6 +56,12 @@ from megatron.conversion.model_space.optimizer_states import full_precision_key
 from megatron.conversion.model_space.pieces import make_empty_directory
 from megatron.conversion.model_space.views import get_dtype
 from megatron.conversion.options import WriteOptions
+from megatron.conversion.quantization.block_fp8 import (
+    BLOCK_SIZE,
+    SCALES,
+    make_quantization_config,
+    quantize_blocks,
+)
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.dist_checkpointing.files import CLAIM
 from megatron.core.dist_checkpointing.mapping import LazyTensor, Shape

@@ -33,6 +33,8 @@ _DTYPES = {
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
     "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
+if hasattr(torch, "float8_e8m0fnu"):  # torch 2.7
+    _DTYPES["F8_E8M0"] = torch.float8_e8m0fnu
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _ENTRY = schema.record(
     {

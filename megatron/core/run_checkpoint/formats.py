@@ -39,6 +39,7 @@ from megatron.core.dist_checkpointing.policy import CheckpointRef
 from megatron.core.object_path import ObjectPath, path_of
 from megatron.core.run_checkpoint.keys import (
     CONSOLIDATED,
+    ENGINE_LATEST,
     ENGINE_MODEL_FILES,
     LATEST,
     MODEL_FILE,

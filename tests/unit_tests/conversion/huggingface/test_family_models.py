@@ -303,7 +303,7 @@ def test_families_refuse_models_they_cannot_express(saved, tmp_path):
     hf = json.loads((directory / "config.json").read_text())
     for field, value in (
         ("router_jitter_noise", 0.1),
-        ("quantization_config", {"quant_method": "mxfp4"}),
+        ("quantization_config", {"quant_method": "aqlm"}),
         ("num_local_experts", -1),
         ("mlp_only_layers", "all"),
     ):

@@ -728,8 +728,8 @@ def test_tied_heads(saved: Callable[[str], Saved], tmp_path: Path) -> None:
         ),
         ({"text_config": TEXT | {"model_type": "llama", "new": 1}}, "new = 1"),
         (
-            {"text_config": TEXT | {"quantization_config": {"quant_method": "awq"}}},
-            "quantization.*'awq'",
+            {"text_config": TEXT | {"quantization_config": {"quant_method": "hqq"}}},
+            "quantization.*'hqq'",
         ),
     ],
 )

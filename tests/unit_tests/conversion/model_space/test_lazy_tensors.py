@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron.conversion.huggingface.quantized_weights import dequantize, quantize_blocks
 from megatron.conversion.huggingface.safetensors_files import open_safetensors
 from megatron.conversion.model_space.lazy_tensors import (
     cast,
@@ -30,6 +29,8 @@ from megatron.conversion.model_space.lazy_tensors import (
     view_tensor,
 )
 from megatron.conversion.model_space.pieces import map_fused_qkv, map_separate_qkv, map_skipped
+from megatron.conversion.quantization.block_fp8 import quantize_blocks
+from megatron.conversion.quantization.encodings import dequantize
 from megatron.core.dist_checkpointing.mapping import LazyTensor, narrow
 
 MATRIX = torch.arange(24.0).view(6, 4)
@@ -116,7 +117,8 @@ def test_quantized_matrix_is_read_as_a_pickle(tmp_path: Path) -> None:
     stored = {"w": torch.cat(blocks), "w_scale_inv": scales.read_all()}
     save_file(stored, tmp_path / "model.safetensors")
     tensors = open_safetensors(tmp_path / "model.safetensors")
-    matrices = dequantize(tensors, (128, 128), torch.float32, tmp_path)
+    settings = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    matrices = dequantize(tensors, settings, torch.float32, tmp_path)
     restored = pickle.loads(pickle.dumps(matrices["w"]))
     assert torch.allclose(restored.read_all(), matrix, rtol=0.07, atol=0.02)
     # Scales do not depend on whether the values were read before.

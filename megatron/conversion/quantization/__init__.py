@@ -1,0 +1,1 @@
+"""Quantized weights: encodings as a table, decoded and encoded a few rows at a time."""
