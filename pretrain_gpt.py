@@ -40,6 +40,7 @@ with program_imports():
 
 # Imported if a flag requests it
 DRY_RUN = "megatron.planning.dry_run:dry_run"
+ADAPTERS = "megatron.training.adapters.targets:add_adapters"
 FILL_IN_THE_MIDDLE = "megatron.core.datasets.fill_in_the_middle:FillInTheMiddle"
 FINE_TUNING = "megatron.training.sft.dataset:build_sft_datasets"
 SMOKE = "megatron.planning.smoke:shrink"
@@ -48,7 +49,7 @@ RESTART = "megatron.training.restart.monitor:run_restartable"
 
 def model_provider(config: Config, chunk_spec: ChunkSpec) -> MegatronModule:
     """Build one pipeline chunk of the model."""
-    return GPTModel(
+    model = GPTModel(
         config.model,
         layers=chunk_spec.layers,
         pre_process=chunk_spec.pre_process,
@@ -62,6 +63,9 @@ def model_provider(config: Config, chunk_spec: ChunkSpec) -> MegatronModule:
         device=chunk_spec.device,
         stage=chunk_spec.ps.stage_group() if config.model.low_precision is not None else None,
     )
+    if config.lora.lora_rank is not None:
+        resolve(ADAPTERS)(model, config.lora, chunk_spec.rng)
+    return model
 
 
 def datasets_provider(

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.conversion.convert import convert
+from megatron.conversion.huggingface.adapter_writer import choose_adapter_family, write_adapter
+from megatron.conversion.huggingface.adapters import ADAPTER_CONFIG
 from megatron.conversion.huggingface.directory_writer import check_quantizable, remove_model
 from megatron.conversion.huggingface.export_plan import plan_export
 from megatron.conversion.huggingface.families import choose_family
@@ -32,6 +34,8 @@ from megatron.core.durable_files import check_free_space, discard, fsync_directo
 from megatron.core.object_files import check_conditional_requests
 from megatron.core.object_path import ObjectPath
 from megatron.core.run_checkpoint.formats import is_huggingface
+from megatron.core.run_checkpoint.native_reader import open_run_checkpoint
+from megatron.core.run_checkpoint.source import Source
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 logger = logging.getLogger(__name__)
@@ -177,6 +181,35 @@ class HuggingFaceExporter:
                 directory, target, "hf", options=self._options, progress=progress
             ),
         )
+
+
+class AdapterExporter:
+    """Writer of a run's adapters (--lora-rank) to the directory --save-hf, as files of PEFT."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def check_target(self, model: TransformerConfig) -> None:
+        """Raise ValueError before training if the adapters could not be written after it."""
+        choose_adapter_family(model, None)
+        directory = self._directory
+        is_adapter = (directory / ADAPTER_CONFIG).is_file()
+        if directory.exists() and not is_adapter and any(directory.iterdir()):
+            raise ValueError(
+                f"--save-hf {directory} exists and is not an adapter of PEFT: give another "
+                "directory"
+            )
+
+    def rewrite(self, directory: Path, progress: Progress) -> None:
+        """Replace the files of a torch_dist checkpoint by those of the adapters."""
+        source = open_run_checkpoint(directory)
+        assert source is not None
+        _replace_files(directory, lambda target: _write_adapter(source, target, progress))
+
+
+def _write_adapter(source: Source, target: Path, progress: Progress) -> None:
+    target.mkdir()
+    write_adapter(source, target, progress)
 
 
 def _replace_files(directory: Path, write: Callable[[Path], object]) -> None:

@@ -188,21 +188,26 @@ class MegatronModule(nn.Module):
             state.update(child_sharded_state_dict(child, f"{prefix}{name}."))
         return state
 
-    @torch.no_grad()
     def initialize(self, seed: int | None) -> None:
-        """Fill every parameter with values that depend on `seed` and on its key.
+        """Fill every parameter with values that depend on `seed` and on its key."""
+        initialize_parameters(self.sharded_state_dict(), seed)
 
-        Padding becomes zero. Without a seed all values do, for weights that are about to be loaded.
-        """
-        for key, entry in self.sharded_state_dict().items():
-            assert isinstance(entry, ShardedTensor) and isinstance(entry.local, nn.Parameter), key
-            # Boxes cover the elements of the global tensor; the remaining ones are padding.
-            entry.local.zero_()
-            if seed is None:
-                continue
-            fill = param_info(entry.local).init
-            for box in entry.boxes:
-                fill(box, key, entry.global_shape, seed)
+
+@torch.no_grad()
+def initialize_parameters(state: ShardedStateDict, seed: int | None) -> None:
+    """Fill the parameters in a sharded state dict with values that depend on `seed` and their keys.
+
+    Padding becomes zero. Without a seed all values do, for weights that are about to be loaded.
+    """
+    for key, entry in state.items():
+        assert isinstance(entry, ShardedTensor) and isinstance(entry.local, nn.Parameter), key
+        # Boxes cover the elements of the global tensor; the remaining ones are padding.
+        entry.local.zero_()
+        if seed is None:
+            continue
+        fill = param_info(entry.local).init
+        for box in entry.boxes:
+            fill(box, key, entry.global_shape, seed)
 
 
 def child_sharded_state_dict(child: nn.Module, prefix: str) -> ShardedStateDict:

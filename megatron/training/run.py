@@ -106,6 +106,16 @@ class KnownState(NamedTuple):
     entries: ShardedStateDict
 
 
+class BaseModel(NamedTuple):
+    """The frozen model that adapters belong to (--lora-rank)."""
+
+    directory: str
+    identity: str
+    """Depends on the values of all weights, in the dtype of the run, but not on the layout."""
+    model_type: str
+    """Family in transformers if the model was read from its files, otherwise empty."""
+
+
 @dataclass
 class Run:
     """Model, optimizer, schedules and position: the objects that every part of training uses."""
@@ -130,6 +140,7 @@ class Run:
     on_iteration: Callable[[], None] = lambda: None  # called after every iteration
     # Called by every training step; see `forward_backward`.
     compute_gradients: ComputeGradients = field(default_factory=lambda: forward_backward)
+    base_model: BaseModel | None = None  # that the adapters of --lora-rank belong to
     loaded: str | None = None  # the checkpoint that it continues from
     loading_seconds: float = 0.0
     exit_reason: str | None = None  # why it ended early

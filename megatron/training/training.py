@@ -83,6 +83,7 @@ logger = logging.getLogger(__name__)
 STEP_PROFILER = "megatron.training.reporting.profiling:StepProfiler"
 WATCHED = "megatron.training.operations.watch:watched"
 _COUNT_EPOCHS = "megatron.training.sft.dataset:set_length_in_samples"
+_CHECK_ADAPTERS = "megatron.training.adapters.base_model:check_adapters"
 _CHECK_EXPORT = "megatron.training.checkpoint.export:check_hf_target"
 _PLAN_EXPORTS = "megatron.training.checkpoint.export:plan_hf_exports"
 _CHECK_EARLIER_EXPORTS = "megatron.training.checkpoint.export:check_earlier_exports"
@@ -135,6 +136,8 @@ def pretrain(
         run.end_of_document = tokenizer.eod
         call_exporter(run, _CHECK_EXPORT)
         checkpoint = directory.load(checkpoint, partial(load_checkpoint, run))
+        if config.lora.lora_rank is not None:
+            resolve(_CHECK_ADAPTERS)(run)
         if config.checkpoint.ckpt_convert_format is not None:
             save_converted(run)
             return run

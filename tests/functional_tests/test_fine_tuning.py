@@ -85,18 +85,18 @@ def test_epochs_are_the_length_of_a_run(pool, work, tmp_path):
     assert losses == pytest.approx(expected.losses, abs=1e-5)
 
 
-def test_the_example_trains_and_exports(pool, work, tmp_path):
-    """The export contains the chat template and the defaults of generation."""
-    model = tmp_path / "base"
+def run_example(pool, work, script):
+    """Run the flags of an example with a small model and few iterations."""
+    model = work / "base"
     shutil.copytree(MODEL, model)
     write_tokenizer(model)
     defaults = {"eos_token_id": [257, 258], "temperature": 0.6}
     (model / "generation_config.json").write_text(json.dumps(defaults))
     result = subprocess.run(
-        ["bash", "examples/finetune/sft.sh"],
+        ["bash", f"examples/finetune/{script}"],
         cwd=ROOT,
         env=os.environ
-        | {"LAUNCH": "printf %s\\n", "MODEL": str(model), "RUN_DIR": str(tmp_path)}
+        | {"LAUNCH": "printf %s\\n", "MODEL": str(model), "RUN_DIR": str(work)}
         | {"DATA": str(GOLDEN / "conversations.jsonl")},
         capture_output=True,
         text=True,
@@ -110,6 +110,19 @@ def test_the_example_trains_and_exports(pool, work, tmp_path):
     )
     outcomes = pool.run(train, 1, " ".join(flags) + small, "")
     assert len(get_losses(outcomes)) == 2
+    return defaults
+
+
+def test_the_example_trains_and_exports(pool, tmp_path):
+    """The export contains the chat template and the defaults of generation."""
+    defaults = run_example(pool, tmp_path, "sft.sh")
     template = (tmp_path / "model/chat_template.jinja").read_text()
     assert template == (GOLDEN / "markers.jinja").read_text()
     assert json.loads((tmp_path / "model/generation_config.json").read_text()) == defaults
+
+
+def test_the_example_of_adapters_writes_files_of_peft(pool, tmp_path):
+    run_example(pool, tmp_path, "lora.sh")
+    fields = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert fields["base_model_name_or_path"] == str(tmp_path / "base")
+    assert (fields["r"], fields["lora_alpha"]) == (16, 32)

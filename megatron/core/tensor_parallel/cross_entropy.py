@@ -138,7 +138,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
         # Phase 4: dW and db, while that is in progress
         x = gather.wait().reshape(-1, hidden.shape[-1])
-        dw = compute_linear_weight_grad(ctx.weight, dlogits, x)
+        dw = None
+        if ctx.needs_input_grad[1]:
+            dw = compute_linear_weight_grad(ctx.weight, dlogits, x)
         db = dlogits.sum(0) if ctx.has_bias else None
         return reduced.wait(), dw, db, None, None, None, None, None
 

@@ -76,7 +76,12 @@ class GroupedLinear(MegatronModule):
 
     def project(self, x: Tensor, counts: Tensor) -> Tensor:
         """Return the products without the bias."""
-        return _GroupedProduct.apply(x, self.weight, counts)
+        return apply_grouped_product(x, self.weight, counts)
+
+
+def apply_grouped_product(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """Multiply the rows `x` `[n, in]` of each expert by its matrix of `[experts, out, in]`."""
+    return _GroupedProduct.apply(x, weight, counts)
 
 
 class _RepeatBias(torch.autograd.Function):

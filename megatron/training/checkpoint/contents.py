@@ -40,6 +40,8 @@ from megatron.training.run import KnownState, Run
 
 _GET_FP8_STATE = "megatron.training.checkpoint.fp8_state:get_fp8_state"
 
+_SEPARATE_ADAPTERS = "megatron.training.adapters.base_model:separate_adapters"
+
 CommonState = Callable[[], dict[str, Any]]
 
 
@@ -91,10 +93,12 @@ def _describe_tensors(run: Run) -> KnownState:
 
 
 def get_model_state(run: Run) -> ShardedStateDict:
-    """Return the weights of all chunks of this rank."""
+    """Return the weights of all chunks of this rank; with --lora-rank, those of the adapters."""
     state: ShardedStateDict = {}
     for chunk in run.chunks:
         state |= chunk.sharded_state_dict()
+    if run.config.lora.lora_rank is not None:
+        state, _ = resolve(_SEPARATE_ADAPTERS)(state)
     return state
 
 
@@ -140,6 +144,7 @@ def start_common_state(run: Run) -> CommonState:
         "train_data_fingerprint": run.train_data_fingerprint,
         "train_token_digest": run.train_token_digest,
         "end_of_document": run.end_of_document,
+        "lora_base_model": run.base_model and tuple(run.base_model),
     }
     common = megatron_common_state(make_namespace(config.flags(), derived), state)
     flags = config.flags()

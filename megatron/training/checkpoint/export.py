@@ -29,6 +29,7 @@ from megatron.training.run import Run
 logger = logging.getLogger(__name__)
 
 _HUGGING_FACE = "megatron.conversion.run_exports:HuggingFaceExporter"
+_ADAPTERS = "megatron.conversion.run_exports:AdapterExporter"
 _LEGACY = "megatron.conversion.run_exports:make_legacy_rewrite"
 
 
@@ -70,13 +71,17 @@ def make_legacy_rewrite(config: Config) -> Rewrite:
 
 
 def _make_exporter(config: Config) -> ModelExporter:
-    """Return the exporter of models to --save-hf."""
+    """Return the exporter of models, or of adapters, to --save-hf."""
     flags = config.checkpoint
     assert flags.save_hf is not None
+    exporter: ModelExporter
+    if config.lora.lora_rank is not None:
+        exporter = resolve(_ADAPTERS)(path_of(flags.save_hf))
+        return exporter
     dtype = flags.save_hf_dtype
     tokenizer = config.tokenizer
     names = (tokenizer.tokenizer_model, tokenizer.vocab_file, tokenizer.merge_file)
-    exporter: ModelExporter = resolve(_HUGGING_FACE)(
+    exporter = resolve(_HUGGING_FACE)(
         path_of(flags.save_hf),
         is_periodic=flags.save_hf_interval is not None,
         keep_last=flags.save_hf_keep_last,

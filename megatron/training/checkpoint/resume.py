@@ -36,6 +36,7 @@ from megatron.training.run import Run, TrainState
 
 logger = logging.getLogger(__name__)
 
+_LOAD_BASE_MODEL = "megatron.training.adapters.base_model:load_base_model"
 _FP8_STATE_TO_LOAD = "megatron.training.checkpoint.fp8_state:fp8_state_to_load"
 _RESTORE_FP8_STATE = "megatron.training.checkpoint.fp8_state:restore_fp8_state"
 
@@ -127,6 +128,8 @@ def load_checkpoint(run: Run, checkpoint: ChosenCheckpoint[Source]) -> None:
     config = run.config.checkpoint
     source = checkpoint.source
     began = time.perf_counter()
+    if run.config.lora.lora_rank is not None and not resolve(_LOAD_BASE_MODEL)(run, checkpoint):
+        return  # the checkpoint is the base model, without adapters
     # Select the parts to load, and check that they fit before anything changes.
     selection = _select_parts(run, checkpoint)
     training = selection.training
@@ -139,7 +142,7 @@ def load_checkpoint(run: Run, checkpoint: ChosenCheckpoint[Source]) -> None:
             _request_state(run, model, source, selection),
             source,
             strictness=config.dist_ckpt_strictness,
-            skip=lambda key: _is_skipped(key, with_optimizer, source.tensors),
+            skip=lambda key: is_skipped(key, with_optimizer, source.tensors),
             # Optionally, each replica reads a part of the common data, and sends it to the others.
             parallelization_group=run.ps.dp_cp.group if config.ckpt_fully_parallel_load else None,
         )
@@ -367,7 +370,7 @@ def _check_optimizer(config: OptimizerConfig, source: Source) -> None:
         )
 
 
-def _is_skipped(key: str, with_optimizer: bool, stored_keys: Collection[str]) -> bool:
+def is_skipped(key: str, with_optimizer: bool, stored_keys: Collection[str]) -> bool:
     """Return whether a load skips a key of the checkpoint that no rank has requested.
 
     It skips weights that have a main parameter in `stored_keys`, the state of an optimizer that is

@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.wings import resolve
 from megatron.training.config.arguments import flag_fields
 from megatron.training.config.batch_schedule import BatchSchedule
+from megatron.training.config.lora_options import LoraConfig
 from megatron.training.config.options import (
     CheckpointConfig,
     DataLoaderConfig,
@@ -48,6 +49,7 @@ class Config:
     parallel: ParallelConfig = _make_section("Parallelism")
     pipeline_layout: PipelineLayoutConfig = _make_section("Pipeline stages")
     training: TrainingConfig = _make_section("Training")
+    lora: LoraConfig = _make_section("Adapters")
     optimizer: OptimizerConfig = _make_section("Optimizer")
     scheduler: SchedulerConfig = _make_section("Schedules")
     data: GPTDatasetConfig = _make_section("Data")

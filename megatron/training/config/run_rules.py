@@ -204,6 +204,17 @@ def make_save_notes(config: Config) -> list[str]:
     return notes
 
 
+def _check_base_model(config: Config, world_size: int) -> Iterator[str]:
+    checkpoint = config.checkpoint
+    if config.lora.lora_rank is not None and not (
+        checkpoint.load or checkpoint.pretrained_checkpoint
+    ):
+        yield (
+            f"--lora-rank {config.lora.lora_rank} without a base model: adapters on random weights "
+            "are useless. Give --pretrained-checkpoint, or --load with --finetune"
+        )
+
+
 def _check_profile_ranks(config: Config, world_size: int) -> Iterator[str]:
     for rank in config.profiling.profile_ranks or []:
         if not 0 <= rank < world_size:
@@ -307,6 +318,7 @@ CHECKS: tuple[tuple[Callable[[Config, int], Iterator[str]], str], ...] = (
     (_check_main_parameters, "model optimizer"),
     (_check_legacy_optimizer, "checkpoint optimizer"),
     (_check_local_tier, "checkpoint"),
+    (_check_base_model, "checkpoint lora"),
     (_check_profile_ranks, "profiling"),
     (_check_hang_reports, "operations distributed"),
 )

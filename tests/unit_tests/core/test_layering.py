@@ -115,6 +115,7 @@ FORBIDDEN = {
     "pretrain_gpt": [
         "megatron.conversion",
         "megatron.planning",
+        "megatron.training.adapters",
         "megatron.training.restart",
         "megatron.training.sft",
     ],

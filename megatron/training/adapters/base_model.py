@@ -1,0 +1,231 @@
+"""The frozen model that adapters belong to: loaded at every launch, and never saved.
+
+Checkpoints of a run with adapters name it, with an identity that depends on its values. A launch
+that resumes loads it again from there, or from `--pretrained-checkpoint` if it has moved.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
+from megatron.core.dist_checkpointing.planning.coordination import Coordination
+from megatron.core.dist_checkpointing.policy import CheckpointRef, ChosenCheckpoint
+from megatron.core.module import initialize_parameters, param_info
+from megatron.core.object_path import path_of
+from megatron.core.optimizer.grad_norm import counts_for_model
+from megatron.core.parallel_state import ParallelState
+from megatron.core.run_checkpoint.formats import find_checkpoint, open_found
+from megatron.core.run_checkpoint.native_reader import load_from_source
+from megatron.core.run_checkpoint.source import Source
+from megatron.core.safe_files.schema import sequence, text
+from megatron.core.terminal import escape_control_chars
+from megatron.training.adapters.targets import (
+    find_unmatched_targets,
+    iterate_linear_layers,
+    list_available,
+)
+from megatron.training.checkpoint.resume import check_same_model, is_skipped
+from megatron.training.config.stored_args import normalize_stored_args
+from megatron.training.run import BaseModel, Run
+
+_BASE_MODEL = sequence(text(4096), limit=3, least=3)
+
+logger = logging.getLogger(__name__)
+
+_HASHED_ELEMENTS = 1 << 22  # at once
+_SAME_IN_ALL_LAUNCHES = ("lora_rank", "lora_alpha", "lora_targets")
+
+
+def separate_adapters(state: ShardedStateDict) -> tuple[ShardedStateDict, ShardedStateDict]:
+    """Return the parameters of the adapters, and those of the base model."""
+    adapters: ShardedStateDict = {}
+    base: ShardedStateDict = {}
+    for key, entry in state.items():
+        assert isinstance(entry, ShardedTensor) and entry.local is not None
+        (adapters if entry.local.requires_grad else base)[key] = entry
+    return adapters, base
+
+
+def load_base_model(run: Run, checkpoint: ChosenCheckpoint[Source]) -> bool:
+    """Load the frozen weights, and give the adapters initial values. Collective.
+
+    Returns whether `checkpoint` contains adapters, which the caller loads; if not, it is the base
+    model itself.
+    """
+    source = checkpoint.source
+    flags = run.config.checkpoint
+    stored_base = _read_base_model(source)
+    if stored_base is not None:
+        _check_same_adapters(run.config.flags(), source)
+        directory = flags.pretrained_checkpoint or stored_base.directory
+        ref, base = _open_base_model(run, directory)
+        directory = str(ref.directory.absolute())
+    elif checkpoint.choice.weights_only:
+        base = source
+        directory = str(checkpoint.directory.absolute())
+    else:
+        raise ValueError(
+            f"--lora-rank {run.config.lora.lora_rank}: {source.description} contains a whole model "
+            "with its training state, not adapters. To train adapters on it, give it as "
+            "--pretrained-checkpoint, or add --finetune"
+        )
+
+    state: ShardedStateDict = {}
+    for chunk in run.chunks:
+        state |= chunk.sharded_state_dict()
+    adapters, frozen = separate_adapters(state)
+    initialize_parameters(adapters, run.config.loader.seed)
+    for warning in check_same_model(
+        run.config.flags(), normalize_stored_args(base.args), base.description
+    ):
+        logger.warning(warning)
+    load_from_source(
+        frozen,
+        base,
+        strictness=flags.dist_ckpt_strictness,
+        skip=lambda key: is_skipped(key, False, base.tensors),
+    )
+    identity = compute_identity(frozen, run.ps)
+    run.base_model = BaseModel(directory, identity, base.args.get("hf_model_type") or "")
+    logger.info(f"the adapters belong to the frozen weights of {base.description}")
+    if stored_base is not None:
+        _check_same_base_model(run.base_model, stored_base, source)
+        return True
+    run.optimizer.reload_model_params(adapters)
+    run.loaded = base.description
+    return False
+
+
+def _read_base_model(source: Source) -> BaseModel | None:
+    """Return the base model that a checkpoint of adapters names, None for any other checkpoint."""
+    stored = source.args.get("lora_base_model")
+    if stored is None:
+        return None
+    directory, identity, model_type = _BASE_MODEL(stored, f"{source.description}: lora_base_model")
+    return BaseModel(directory, identity, model_type)
+
+
+def check_adapters(run: Run) -> None:
+    """Raise ValueError without a base model, or for targets that match nothing. Collective."""
+    lora = run.config.lora
+    if run.base_model is None:
+        raise ValueError(
+            f"--lora-rank {lora.lora_rank} without a base model: adapters on random weights are "
+            "useless. Give --pretrained-checkpoint (or --load with --finetune)"
+        )
+    paths = []
+    for chunk in run.chunks:
+        paths += list_available(iterate_linear_layers(chunk))
+    # Layers may differ between pipeline stages.
+    all_paths: list[list[str]] = [[]] * run.ps.world_size
+    dist.all_gather_object(all_paths, paths)
+    paths = [path for paths_of_rank in all_paths for path in paths_of_rank]
+    unmatched = find_unmatched_targets(paths, lora.lora_targets)
+    if unmatched:
+        raise ValueError(
+            f"--lora-targets {' '.join(unmatched)}: no layer has that name. Use names of layers or "
+            f"projections, e.g. {' '.join(sorted(set(paths))[:4])}"
+        )
+
+
+def _open_base_model(run: Run, directory: str) -> tuple[CheckpointRef, Source]:
+    """Open the base model of a run that resumes. Collective."""
+    ranks = Coordination.of(None)
+
+    def find() -> CheckpointRef:
+        ref = find_checkpoint(path_of(directory))
+        if ref is None:
+            raise ValueError(
+                f"{directory}, the base model of the adapters, contains no checkpoint: give the "
+                "directory that it has been moved to as --pretrained-checkpoint"
+            )
+        return ref
+
+    ref = ranks.run_on_rank0(find)
+    verify = run.config.checkpoint.ckpt_verify
+    return ref, ranks.run_on_all(lambda: open_found(ref, optimizer=False, verify=verify))
+
+
+def _check_same_adapters(flags: Mapping[str, Any], source: Source) -> None:
+    """Raise ValueError if the adapters in a checkpoint differ from those of the flags."""
+    differences = []
+    for name in _SAME_IN_ALL_LAUNCHES:
+        stored = source.args.get(name)
+        value = flags[name]
+        if isinstance(value, list | tuple):
+            stored, value = sorted(stored or ()), sorted(value)
+        if stored != value:
+            flag_name = f"--{name.replace('_', '-')}"
+            text = escape_control_chars(str(stored))
+            differences.append(f"{flag_name}: {text} in the checkpoint, {value} now")
+    if differences:
+        raise ValueError(
+            f"{source.description} contains other adapters: {'; '.join(differences)}. Change the "
+            "flags, or begin a new run with another --save"
+        )
+
+
+def _check_same_base_model(base: BaseModel, stored: BaseModel, source: Source) -> None:
+    """Raise ValueError if the frozen weights are not those that the adapters were trained on."""
+    dtype, _, _ = base.identity.partition(":")
+    stored_dtype, _, _ = stored.identity.partition(":")
+    if dtype != stored_dtype:
+        logger.warning(
+            f"{source.description} was trained on {stored_dtype} weights, and continues on "
+            f"{dtype}: whether the base model is the same is not checked"
+        )
+    elif base.identity != stored.identity:
+        raise ValueError(
+            f"{base.directory} is another base model (identity {base.identity}) than the adapters "
+            f"in {source.description} were trained on ({stored.identity}, loaded from "
+            f"{escape_control_chars(stored.directory)}): give that one as --pretrained-checkpoint"
+        )
+
+
+# ---- Identity ----
+
+
+def compute_identity(state: ShardedStateDict, ps: ParallelState) -> str:
+    """Return a digest of the values of all parameters, the same at every layout. Collective.
+
+    It sums the bits of the elements, and their squares, as integers modulo 2^64, with a factor for
+    each key: sums of integers do not depend on the layout.
+    """
+    device = torch.device("cpu")
+    totals = [torch.zeros(2, dtype=torch.int64)]
+    dtype = ""
+    for key, entry in state.items():
+        assert isinstance(entry, ShardedTensor) and entry.local is not None
+        dtype = str(entry.dtype).removeprefix("torch.")
+        device = entry.local.device
+        info = param_info(entry.local)  # type: ignore[arg-type]
+        is_first_replica = ps.config.splits_experts or ps.dp_cp.is_first
+        if not (is_first_replica and counts_for_model(info, ps, sharded=False)):
+            continue
+        digest = hashlib.sha256(key.encode()).digest()
+        factors = [int.from_bytes(digest[start : start + 7], "little") for start in (0, 7)]
+        weight = torch.tensor(factors, dtype=torch.int64, device=device)
+        for box in entry.boxes:
+            totals.append(_sum_bits(box.tensor) * weight)
+    total = torch.stack([part.to(device) for part in totals]).sum(0)
+    dist.all_reduce(total)
+    words = [value % (1 << 64) for value in total.tolist()]
+    return f"{dtype}:{words[0]:016x}{words[1]:016x}"
+
+
+def _sum_bits(values: torch.Tensor) -> torch.Tensor:
+    """Return the sums of the elements' bits and of their squares, as int64 that wrap around."""
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    sums = torch.zeros(2, dtype=torch.int64, device=values.device)
+    bits = values.detach().reshape(-1).view(integers[values.element_size()])
+    for block in bits.split(_HASHED_ELEMENTS):
+        wide = block.to(torch.int64)
+        sums += torch.stack((wide.sum(), wide.square().sum()))
+    return sums

@@ -1,0 +1,71 @@
+"""Flags of low-rank adapters (LoRA, DoRA)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron.core.flags import CHANGED, FlagRule, FlagSection, flag
+
+_WITH_RANK = {"lora_rank": CHANGED}
+
+
+@dataclass
+class LoraConfig(FlagSection):
+    """Low-rank adapters on a frozen base model."""
+
+    RULES = (
+        FlagRule(
+            _WITH_RANK,
+            requires={"transformer_impl": "local"},
+            excludes={
+                "compile": True,
+                "use_mup": True,
+                "num_experts": CHANGED,
+                "mtp_num_layers": CHANGED,
+                "ema_decay": CHANGED,
+                "save_hf_interval": CHANGED,
+                "save_hf_dtype": CHANGED,
+                "ckpt_convert_format": CHANGED,
+            },
+            reason="adapters do not support it. Train the whole model, or merge the adapters first",
+        ),
+        FlagRule(
+            _WITH_RANK,
+            requires={"ckpt_format": "torch_dist"},
+            reason="Megatron-LM's legacy files contain whole models",
+        ),
+        FlagRule(
+            {**_WITH_RANK, "moe_router_enable_expert_bias": True},
+            requires={"moe_router_bias_update_rate": 0.0},
+            reason="the bias of the router belongs to the base model, which is frozen",
+        ),
+    )
+
+    lora_rank: int | None = flag(None, positive=True)
+    """Train adapters W + alpha / rank * B A of this rank instead of the weights, which are loaded
+    from --pretrained-checkpoint (or --load with --finetune) and frozen. Gradients, optimizer and
+    checkpoints contain the adapters only.
+    """
+    lora_alpha: float | None = flag(None, positive=True, requires=_WITH_RANK)
+    """Scale of the adapters, which is divided by the rank. Default: --lora-rank, a scale of 1."""
+    lora_dropout: float = flag(0.0, at_least=0, below=1, requires=_WITH_RANK)
+    """Dropout of the input of the adapters."""
+    lora_targets: list[str] = flag(
+        ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"), requires=_WITH_RANK
+    )
+    """Linear layers that get adapters, by name (linear_qkv, experts.linear_fc1), or projections in
+    them (q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj). Each projection has
+    matrices of its own.
+    """
+
+    @property
+    def lora_scale(self) -> float:
+        """Return the factor of B A."""
+        assert self.lora_rank is not None
+        alpha = self.lora_rank if self.lora_alpha is None else self.lora_alpha
+        return alpha / self.lora_rank
+
+    def find_problems(self) -> Iterator[str]:
+        if not self.lora_targets:
+            yield "--lora-targets is empty: name at least one layer, e.g. linear_qkv"

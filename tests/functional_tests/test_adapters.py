@@ -1,0 +1,116 @@
+"""Adapters train on a frozen base model with the same result at every layout."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron.conversion.convert import convert
+from megatron.conversion.options import EditOptions, WriteOptions
+from tests.support.lora_runs import FLAGS, LORA, MODEL, SHAPE, TRAINING
+from tests.support.training_harness import DISTRIBUTED_OPTIMIZER, get_losses, train, whole
+
+BASE = f"--pretrained-checkpoint {MODEL} "
+LAYOUTS = {
+    "tp2": "--tensor-model-parallel-size 2",
+    "tp2_sp": "--tensor-model-parallel-size 2 --sequence-parallel",
+    "pp2": "--pipeline-model-parallel-size 2",
+    "dp2": DISTRIBUTED_OPTIMIZER,
+    "recompute": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+}
+
+
+@pytest.fixture(scope="module")
+def saved(pool, tmp_path_factory):
+    """Return the directory of a run of 4 iterations with checkpoints every 2, and its outcome."""
+    directory = tmp_path_factory.mktemp("adapters")
+    flags = f"{FLAGS} {BASE} --save {directory / 'run'} --save-interval 2 "
+    outcomes = pool.run(train, 1, f"{flags} --save-hf {directory / 'adapter'}", "")
+    return directory, outcomes
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_train_the_same_adapters(pool, saved, layout):
+    _, expected = saved
+    outcomes = pool.run(train, 2, f"{FLAGS} {BASE} {LAYOUTS[layout]}", "")
+    assert get_losses(outcomes) == pytest.approx(get_losses(expected), abs=1e-5)
+    expected_tensors = whole(expected)
+    tensors = whole(outcomes)
+    assert tensors.keys() == expected_tensors.keys()
+    for key, tensor in tensors.items():
+        torch.testing.assert_close(tensor, expected_tensors[key], atol=1e-5, rtol=1e-4, msg=key)
+
+
+def test_only_adapters_are_trained_and_saved(saved):
+    directory, outcomes = saved
+    losses = get_losses(outcomes)
+    assert losses[3] < losses[0]
+    keys = whole(outcomes).keys()
+    assert all(".lora_" in key for key in keys)
+    size = sum(path.stat().st_size for path in (directory / "run/iter_0000004").iterdir())
+    base_size = (MODEL / "model.safetensors").stat().st_size
+    assert size < base_size
+
+
+@pytest.mark.parametrize("layout", ["", "tp2_sp", "pp2", "dp2"])
+def test_resume_at_another_layout(pool, saved, tmp_path, layout):
+    """Optimizer state included; bitwise at the same layout. The base model is read again from the
+    path in the checkpoint.
+    """
+    directory, expected = saved
+    shutil.copytree(directory / "run/iter_0000002", tmp_path / "run/iter_0000002")
+    (tmp_path / "run/latest_checkpointed_iteration.txt").write_text("2")
+    flags = f"{FLAGS} --load {tmp_path / 'run'} {LAYOUTS.get(layout, '')}"
+    losses = get_losses(pool.run(train, 2 if layout else 1, flags, ""))
+    if layout:
+        assert losses == pytest.approx(get_losses(expected)[2:], abs=1e-5)
+    else:
+        assert losses == get_losses(expected)[2:]
+
+
+def test_another_base_model_is_an_error(pool, saved, tmp_path):
+    directory, _ = saved
+    shutil.copytree(MODEL, tmp_path / "base")
+    path = tmp_path / "base/model.safetensors"
+    tensors = load_file(path)
+    save_file(tensors, path, {"format": "pt"})
+    flags = f"{FLAGS} --load {directory / 'run'} --pretrained-checkpoint {tmp_path / 'base'} "
+    outcomes = pool.run(train, 1, f"{flags} --train-iters 5", "")  # the same values elsewhere
+    assert len(get_losses(outcomes)) == 1
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] += 1e-3
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(ValueError, match=f"{tmp_path}/base is another base model"):
+        pool.run(train, 1, flags, "")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (f"{LORA} --lora-alpha 16 --load RUN", "--lora-alpha: 8.0 in the checkpoint, 16.0 now"),
+        (f"{LORA} --lora-targets q_proj --load RUN", "contains other adapters: --lora-targets"),
+        (f"{LORA} --load EMPTY", "without a base model"),
+        (f"{LORA} --lora-targets linear_qkv router {BASE}", "--lora-targets router: no layer has"),
+    ],
+)
+def test_wrong_launches_are_errors(pool, saved, tmp_path, flags, message):
+    directory, _ = saved
+    flags = flags.replace("RUN", str(directory / "run")).replace("EMPTY", str(tmp_path))
+    with pytest.raises(ValueError, match=message):
+        pool.run(train, 1, f"{SHAPE} {TRAINING} {flags}", "")
+
+
+def test_export_is_an_adapter_of_peft_for_the_base_model(pool, saved, tmp_path):
+    """Merged into the base model, it has the losses of the run."""
+    directory, _ = saved
+    fields = json.loads((directory / "adapter/adapter_config.json").read_text())
+    assert fields["base_model_name_or_path"] == str(MODEL)
+    projections = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    assert fields["target_modules"] == projections
+    options = WriteOptions(edits=EditOptions(adapters=(directory / "adapter",)))
+    convert(MODEL, tmp_path / "merged", "hf", options=options)
+    once = f"{SHAPE} {TRAINING} --finetune --train-iters 1 --load "
+    adapted = pool.run(train, 1, f"{once} {directory / 'run'} {LORA}", "")
+    merged = pool.run(train, 1, f"{once} {tmp_path / 'merged'}", "")
+    assert get_losses(adapted) == pytest.approx(get_losses(merged), abs=1e-6)
