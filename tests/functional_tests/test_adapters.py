@@ -34,7 +34,10 @@ def saved(pool, tmp_path_factory):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_train_the_same_adapters(pool, saved, layout):
     _, expected = saved
-    outcomes = pool.run(train, 2, f"{FLAGS} {BASE} {LAYOUTS[layout]}", "")
+    assert_same(pool.run(train, 2, f"{FLAGS} {BASE} {LAYOUTS[layout]}", ""), expected)
+
+
+def assert_same(outcomes, expected):
     assert get_losses(outcomes) == pytest.approx(get_losses(expected), abs=1e-5)
     expected_tensors = whole(expected)
     tensors = whole(outcomes)
@@ -101,16 +104,27 @@ def test_wrong_launches_are_errors(pool, saved, tmp_path, flags, message):
         pool.run(train, 1, f"{SHAPE} {TRAINING} {flags}", "")
 
 
-def test_export_is_an_adapter_of_peft_for_the_base_model(pool, saved, tmp_path):
-    """Merged into the base model, it has the losses of the run."""
+def test_dora_trains_the_same_at_every_layout_and_is_exported(pool, tmp_path):
+    flags = f"{FLAGS} {BASE} --lora-dora --save {tmp_path / 'run'} --save-hf {tmp_path / 'adapter'}"
+    expected = pool.run(train, 1, f"{FLAGS} {BASE} --lora-dora", "")
+    assert_same(pool.run(train, 2, f"{flags} {LAYOUTS['tp2_sp']}", ""), expected)
+    assert_same_merged(pool, tmp_path, f"{LORA} --lora-dora")
+
+
+def assert_same_merged(pool, directory, lora):
+    """Assert that the export, merged into the base model, has the losses of the run."""
+    options = WriteOptions(edits=EditOptions(adapters=(directory / "adapter",)))
+    convert(MODEL, directory / "merged", "hf", options=options)
+    once = f"{SHAPE} {TRAINING} --finetune --train-iters 1 --load "
+    adapted = pool.run(train, 1, f"{once} {directory / 'run'} {lora}", "")
+    merged = pool.run(train, 1, f"{once} {directory / 'merged'}", "")
+    assert get_losses(adapted) == pytest.approx(get_losses(merged), abs=1e-6)
+
+
+def test_export_is_an_adapter_of_peft_for_the_base_model(pool, saved):
     directory, _ = saved
     fields = json.loads((directory / "adapter/adapter_config.json").read_text())
     assert fields["base_model_name_or_path"] == str(MODEL)
     projections = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
     assert fields["target_modules"] == projections
-    options = WriteOptions(edits=EditOptions(adapters=(directory / "adapter",)))
-    convert(MODEL, tmp_path / "merged", "hf", options=options)
-    once = f"{SHAPE} {TRAINING} --finetune --train-iters 1 --load "
-    adapted = pool.run(train, 1, f"{once} {directory / 'run'} {LORA}", "")
-    merged = pool.run(train, 1, f"{once} {tmp_path / 'merged'}", "")
-    assert get_losses(adapted) == pytest.approx(get_losses(merged), abs=1e-6)
+    assert_same_merged(pool, directory, LORA)

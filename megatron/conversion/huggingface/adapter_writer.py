@@ -28,7 +28,7 @@ from megatron.core.durable_files import write_json
 from megatron.core.run_checkpoint.source import Source
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-_MATRIX = re.compile(r"(.+)\.(\w+)\.(lora_[AB])")
+_MATRIX = re.compile(r"(.+)\.(\w+)\.(lora_A|lora_B|lora_magnitude_vector)")
 _NUMBER = re.compile(r"^.*?\.\d+\.")  # of the layer, with everything before it
 
 
@@ -39,6 +39,7 @@ class ProjectionMatrices:
     a: torch.Tensor  # [rank, in]
     b: torch.Tensor  # [rows, rank]
     rows: torch.Tensor  # [rows], ascending
+    magnitude: torch.Tensor | None = None  # [rows], of DoRA
 
 
 def has_adapters(source: Source) -> bool:
@@ -57,10 +58,13 @@ def write_adapter(source: Source, directory: Path, progress: Progress = no_progr
     tensors: dict[str, LazyTensor] = {}
     ranks: dict[str, int] = {}  # by module of transformers
     for parameter, matrices in _match_layers(source, family, config):
-        for module, a, b in split_matrices(parameter, matrices):
-            tensors[f"base_model.model.{module}.lora_A.weight"] = view_tensor(a)
-            tensors[f"base_model.model.{module}.lora_B.weight"] = view_tensor(b)
-            ranks[module] = a.shape[0]
+        for module, stored in split_matrices(parameter, matrices):
+            name = f"base_model.model.{module}"
+            tensors[f"{name}.lora_A.weight"] = view_tensor(stored.a)
+            tensors[f"{name}.lora_B.weight"] = view_tensor(stored.b)
+            if stored.magnitude is not None:
+                tensors[f"{name}.lora_magnitude_vector"] = view_tensor(stored.magnitude)
+            ranks[module] = stored.a.shape[0]
     write_weight_files(directory, "adapter_model", tensors, 1 << 62, 1, progress)
     fields = _make_fields(source.args, ranks, _list_modules(family, config))
     fields["base_model_name_or_path"] = base
@@ -104,7 +108,10 @@ def _match_layers(
         for projection, pair in layers[layer].items():
             a = pair["lora_A"].read_all()
             b = pair["lora_B"].read_all()
-            matrices[projection] = ProjectionMatrices(a, b, row_ids[projection])
+            magnitude = pair.get("lora_magnitude_vector")
+            matrices[projection] = ProjectionMatrices(
+                a, b, row_ids[projection], None if magnitude is None else magnitude.read_all()
+            )
         yield parameter, matrices
 
 
@@ -144,25 +151,42 @@ class _AnyProjection(dict[str, torch.Tensor]):
 
 def split_matrices(
     parameter: StoredParameter, matrices: Mapping[str, ProjectionMatrices]
-) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Yield the modules of transformers that have adapters, with their matrices A and B."""
+) -> Iterator[tuple[str, ProjectionMatrices]]:
+    """Yield the modules of transformers that have adapters, with their matrices.
+
+    Raises ValueError for a magnitude without those of the other rows of the module, of which only
+    the base model has the norms.
+    """
     for name, row_ids in zip(parameter.names, list_stored_rows(parameter), strict=True):
-        involved = []
+        module = name.removesuffix(".weight")
+        pairs = []
+        blocks = []
+        magnitudes = []
+        is_adapted = torch.zeros(len(row_ids), dtype=torch.bool)
         for pair in matrices.values():
             # Position of each stored row in the projection, -1 if it computes another row.
             positions = torch.full((parameter.shape[0],), -1)
             positions[pair.rows] = torch.arange(len(pair.rows))
             stored_positions = positions[row_ids]
-            if (stored_positions >= 0).any():
-                involved.append((pair, stored_positions))
-        if not involved:
+            is_other = stored_positions < 0
+            if is_other.all():
+                continue
+            pairs.append(pair)
+            is_adapted |= ~is_other
+            stored_positions = stored_positions.clamp(min=0)
+            blocks.append(pair.b[stored_positions].masked_fill(is_other.unsqueeze(1), 0.0))
+            if pair.magnitude is not None:
+                magnitudes.append(pair.magnitude[stored_positions].masked_fill(is_other, 0.0))
+        if not pairs:
             continue
-        blocks = []
-        for pair, positions in involved:
-            block = pair.b[positions.clamp(min=0)]
-            blocks.append(block.masked_fill(positions.lt(0).unsqueeze(1), 0.0))
-        a = torch.cat([pair.a for pair, _ in involved])
-        yield name.removesuffix(".weight"), a, torch.cat(blocks, 1)
+        if magnitudes and not is_adapted.all():
+            raise ValueError(
+                f"{module} needs the magnitudes of all of its rows, but only "
+                f"{', '.join(matrices)} were trained: add its other projections to --lora-targets"
+            )
+        a = torch.cat([pair.a for pair in pairs])
+        magnitude = sum(magnitudes[1:], magnitudes[0]) if magnitudes else None
+        yield module, ProjectionMatrices(a, torch.cat(blocks, 1), row_ids, magnitude)
 
 
 def list_stored_rows(parameter: StoredParameter) -> list[torch.Tensor]:
@@ -204,6 +228,7 @@ def _make_fields(
         "r": rank,
         "lora_alpha": alpha,
         "lora_dropout": args["lora_dropout"],
+        "use_dora": args["lora_dora"],
         "target_modules": _name_targets(ranks, modules),
         "rank_pattern": rank_pattern,
         "alpha_pattern": alpha_pattern,

@@ -8,7 +8,7 @@ from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
-    apply_column_parallel,
+    apply_linear,
     compute_padded_vocab_size,
 )
 from megatron.core.tensor_parallel.random import (
@@ -22,7 +22,7 @@ __all__ = [
     "RowParallelLinear",
     "TensorParallelRng",
     "VocabParallelEmbedding",
-    "apply_column_parallel",
+    "apply_linear",
     "checkpoint",
     "compute_padded_vocab_size",
     "get_loss_chunk_elements",

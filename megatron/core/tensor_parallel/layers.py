@@ -203,11 +203,8 @@ class _Linear(torch.autograd.Function):
         return *gradients, None
 
 
-def apply_column_parallel(
-    x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, sequence_parallel: bool
-) -> Tensor:
-    """Return the product of a column-parallel layer. Collective over TP."""
-    layout = LinearLayout(tp, column=True, sequence_parallel=sequence_parallel)
+def apply_linear(x: Tensor, weight: Tensor, bias: Tensor | None, layout: LinearLayout) -> Tensor:
+    """Return the product of a column- or a row-parallel layer. Collective over TP."""
     return _Linear.apply(x, weight, bias, layout)
 
 

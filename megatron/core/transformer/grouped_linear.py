@@ -84,6 +84,11 @@ def apply_grouped_product(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     return _GroupedProduct.apply(x, weight, counts)
 
 
+def repeat_rows(values: Tensor, counts: Tensor, num_rows: int) -> Tensor:
+    """Repeat row e of `[experts, n]` `counts[e]` times, `num_rows` in total."""
+    return _RepeatBias.apply(values, counts, num_rows, True)
+
+
 class _RepeatBias(torch.autograd.Function):
     """Repeat row e of `[experts, n]` `counts[e]` times; gradients are summed in a fixed order.
 

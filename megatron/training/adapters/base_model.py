@@ -26,6 +26,7 @@ from megatron.core.run_checkpoint.native_reader import load_from_source
 from megatron.core.run_checkpoint.source import Source
 from megatron.core.safe_files.schema import sequence, text
 from megatron.core.terminal import escape_control_chars
+from megatron.training.adapters.layers import reset_magnitudes
 from megatron.training.adapters.targets import (
     find_unmatched_targets,
     iterate_linear_layers,
@@ -40,7 +41,7 @@ _BASE_MODEL = sequence(text(4096), limit=3, least=3)
 logger = logging.getLogger(__name__)
 
 _HASHED_ELEMENTS = 1 << 22  # at once
-_SAME_IN_ALL_LAUNCHES = ("lora_rank", "lora_alpha", "lora_targets")
+_SAME_IN_ALL_LAUNCHES = ("lora_rank", "lora_alpha", "lora_targets", "lora_dora")
 
 
 def separate_adapters(state: ShardedStateDict) -> tuple[ShardedStateDict, ShardedStateDict]:
@@ -92,6 +93,8 @@ def load_base_model(run: Run, checkpoint: ChosenCheckpoint[Source]) -> bool:
         strictness=flags.dist_ckpt_strictness,
         skip=lambda key: is_skipped(key, False, base.tensors),
     )
+    for chunk in run.chunks:
+        reset_magnitudes(chunk)
     identity = compute_identity(frozen, run.ps)
     run.base_model = BaseModel(directory, identity, base.args.get("hf_model_type") or "")
     logger.info(f"the adapters belong to the frozen weights of {base.description}")

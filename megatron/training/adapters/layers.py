@@ -1,4 +1,7 @@
-"""Linear layers with low-rank adapters: `Y = X W^T + scale (X A^T) B^T`, W frozen (Hu et al. 2021).
+"""Linear layers with low-rank adapters, whose weight W is frozen.
+
+    LoRA    W' = W + scale B A                                  Hu et al. 2021
+    DoRA    W' = m (W + scale B A) / ||W + scale B A||          Liu et al. 2024, norms of rows
 
 A layer that computes several projections (q, k and v; gate and up) has matrices A and B for each,
 as PEFT has. They are split so that only `[s, b, rank]` is exchanged between ranks:
@@ -9,8 +12,8 @@ as PEFT has. They are split so that only `[s, b, rank]` is exchanged between ran
     experts (fc1)     per expert, replicated   rows are split      none: dA is summed over ETP
     experts (fc2)     per expert, columns      replicated          none: dB is summed over ETP
 
-The input and output of experts are whole and partial as those of the frozen product: the token
-dispatcher sums both.
+The magnitudes m `[out]` are split like the rows of B. The input and output of experts are whole and
+partial as those of the frozen product: the token dispatcher sums both.
 """
 
 from __future__ import annotations
@@ -35,13 +38,23 @@ from megatron.core.module import (
     param_info,
 )
 from megatron.core.sharding import Sharding
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, TensorParallelRng
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    TensorParallelRng,
+    apply_linear,
+)
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_parallel,
     gather_input,
     reduce_output,
+    start_all_reduce,
 )
-from megatron.core.transformer.grouped_linear import GroupedLinear, apply_grouped_product
+from megatron.core.transformer.grouped_linear import (
+    GroupedLinear,
+    apply_grouped_product,
+    repeat_rows,
+)
 
 Linear = ColumnParallelLinear | RowParallelLinear | GroupedLinear
 
@@ -53,6 +66,7 @@ class AdapterOptions:
     rank: int
     scale: float
     dropout: float
+    has_magnitudes: bool  # DoRA
     rng: TensorParallelRng
 
 
@@ -63,25 +77,36 @@ class RowLayout:
     repeats: int
     widths: tuple[int, ...]
 
-    def join(self, outputs: Sequence[Tensor | None], like: Tensor) -> Tensor:
+    def join(self, outputs: Sequence[Tensor | None], like: Tensor, default: float = 0.0) -> Tensor:
         """Return `[..., rows]` from the outputs `[..., repeats * width]` of the projections.
 
-        Projections without an adapter (None) become zero. `like` has the shape of the result.
+        Those without an adapter (None) have the `default`. `like` has the shape of the result.
         """
         if len(outputs) == 1 and outputs[0] is not None:
             return outputs[0]
         blocks = []
         for width, output in zip(self.widths, outputs, strict=True):
             shape = (*like.shape[:-1], self.repeats, width)
-            blocks.append(like.new_zeros(shape) if output is None else output.reshape(shape))
+            if output is None:
+                output = like.new_full(shape, default)
+            blocks.append(output.reshape(shape))
         return torch.cat(blocks, -1).flatten(-2)
+
+    def split(self, weight: Tensor) -> list[Tensor]:
+        """Return the rows of each projection of a weight `[..., rows, in]`."""
+        groups = weight.unflatten(-2, (self.repeats, sum(self.widths)))
+        return [rows.flatten(-3, -2) for rows in groups.split(self.widths, -2)]
 
 
 class LowRankMatrices(MegatronModule):
-    """The matrices A and B of one projection, of each expert for experts."""
+    """The matrices A and B of one projection, of each expert for experts; magnitudes for DoRA."""
 
     def __init__(
-        self, weight: torch.nn.Parameter, num_rows: int, rank: int, sequence_parallel: bool
+        self,
+        weight: torch.nn.Parameter,
+        num_rows: int,
+        options: AdapterOptions,
+        sequence_parallel: bool,
     ) -> None:
         """`weight` is that of the layer, and `num_rows` the rows of the projection on all ranks."""
         super().__init__()
@@ -92,10 +117,15 @@ class LowRankMatrices(MegatronModule):
         init = Normal(1 / math.sqrt(3 * num_columns))
         a_info = _describe_matrix(info, init, row_dim + 1, sequence_parallel)
         b_info = _describe_matrix(info, Constant(0.0), row_dim, sequence_parallel)
-        a_shape = (*lead, rank, num_columns)
-        b_shape = (*lead, num_rows, rank)
+        a_shape = (*lead, options.rank, num_columns)
+        b_shape = (*lead, num_rows, options.rank)
         self.lora_A = make_parameter(a_shape, weight.dtype, weight.device, a_info)
         self.lora_B = make_parameter(b_shape, weight.dtype, weight.device, b_info)
+        self.lora_magnitude_vector = None
+        if options.has_magnitudes:
+            shape = (*lead, num_rows)
+            magnitude = make_parameter(shape, weight.dtype, weight.device, b_info)
+            self.lora_magnitude_vector = magnitude
 
 
 def _describe_matrix(info: ParamInfo, init: Init, dim: int, sequence_parallel: bool) -> ParamInfo:
@@ -112,6 +142,7 @@ def _describe_matrix(info: ParamInfo, init: Init, dim: int, sequence_parallel: b
 class AdaptedLayer(MegatronModule):
     """Base of the classes that a linear layer gets with its adapters."""
 
+    weight: torch.nn.Parameter
     adapter: AdapterOptions
     rows: RowLayout
     projections: tuple[str | None, ...]
@@ -120,6 +151,11 @@ class AdaptedLayer(MegatronModule):
         """Return the matrices of each projection, None for one without adapter."""
         return [None if name is None else getattr(self, name) for name in self.projections]
 
+    def list_magnitudes(self) -> list[torch.nn.Parameter | None]:
+        """Return the magnitudes of each projection, None for one without adapter."""
+        matrices = self.list_matrices()
+        return [None if pair is None else pair.lora_magnitude_vector for pair in matrices]
+
     def drop(self, x: Tensor, is_split: bool) -> Tensor:
         """Apply the dropout; TP ranks draw different numbers if x `is_split` between them."""
         if not (self.adapter.dropout and self.training):
@@ -127,16 +163,65 @@ class AdaptedLayer(MegatronModule):
         with self.adapter.rng.fork_if(is_split):
             return F.dropout(x, self.adapter.dropout)
 
+    @torch.no_grad()
+    def compute_norms(self) -> list[Tensor | None]:
+        """Return the norms `[..., rows]` of the rows of each projection, fp32.
 
-class AdaptedColumn(AdaptedLayer):
-    """Column-parallel layer: B is split by rows. With sequence parallelism x is `[s/tp, b, in]`."""
+        Collective over TP where columns are split. DoRA does not differentiate them.
+        """
+        sharding = param_info(self.weight).sharding
+        norms: list[Tensor | None] = []
+        for weight, pair in zip(self.rows.split(self.weight), self.list_matrices(), strict=True):
+            if pair is None:
+                norms.append(None)
+                continue
+            product = pair.lora_B.float() @ pair.lora_A.float()
+            squares = weight.float().add(product, alpha=self.adapter.scale).square().sum(-1)
+            if sharding.dim == self.weight.dim() - 1:
+                squares = start_all_reduce(squares, sharding.axis).wait()
+            norms.append(squares.sqrt())
+        return norms
+
+    def compute_factors(self, magnitudes: Sequence[Tensor | None]) -> Tensor:
+        """Return the factor of each row of W + scale B A, `[..., rows]`; 1 without adapter."""
+        factors: list[Tensor | None] = []
+        for magnitude, norm in zip(magnitudes, self.compute_norms(), strict=True):
+            factor = None
+            if magnitude is not None and norm is not None:
+                factor = (magnitude / norm).to(magnitude.dtype)
+            factors.append(factor)
+        return self.rows.join(factors, self.weight[..., 0], default=1.0)
+
+    @torch.no_grad()
+    def reset_magnitudes(self) -> None:
+        """Set the magnitudes to the norms, so that the adapters do not change the layer."""
+        for pair, norm in zip(self.list_matrices(), self.compute_norms(), strict=True):
+            if pair is not None and norm is not None:
+                assert pair.lora_magnitude_vector is not None
+                pair.lora_magnitude_vector.copy_(norm)
+
+
+class AdaptedDenseLayer(AdaptedLayer):
+    """Layer whose product is split over TP."""
+
+    def compute_change(self, x: Tensor) -> Tensor:
+        """Return `scale B A x`, in the shape of the output."""
+        raise NotImplementedError
 
     def project(self, x: Tensor) -> Tensor:
-        y: Tensor = super().project(x)  # type: ignore[misc]
-        return y + self.compute_change(x, y)
+        layer: Any = self
+        if not self.adapter.has_magnitudes:
+            y: Tensor = super().project(x)  # type: ignore[misc]
+            return y + self.compute_change(x)
+        y = apply_linear(x, self.weight, None, layer.layout) + self.compute_change(x)
+        y = y * self.compute_factors(self.list_magnitudes())
+        return y if layer.bias is None else y + layer.bias
 
-    def compute_change(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return `scale B A x` in the shape of y."""
+
+class AdaptedColumn(AdaptedDenseLayer):
+    """Column-parallel layer: B is split by rows. With sequence parallelism x is `[s/tp, b, in]`."""
+
+    def compute_change(self, x: Tensor) -> Tensor:
         layer: Any = self
         matrices = self.list_matrices()
         all_a = torch.cat([pair.lora_A for pair in matrices if pair is not None])
@@ -144,21 +229,17 @@ class AdaptedColumn(AdaptedLayer):
         hidden = F.linear(self.drop(x, layer.sequence_parallel), all_a) * self.adapter.scale
         hidden = gather_input(hidden, layer.tp, layer.sequence_parallel)  # [s, b, n * rank]
         parts = iter(hidden.split(self.adapter.rank, -1))
-        outputs = [
-            None if pair is None else F.linear(next(parts), pair.lora_B) for pair in matrices
-        ]
-        return self.rows.join(outputs, y)
+        outputs: list[Tensor | None] = []
+        for pair in matrices:
+            outputs.append(None if pair is None else F.linear(next(parts), pair.lora_B))
+        like = hidden[..., :1].expand(*hidden.shape[:-1], self.weight.shape[0])
+        return self.rows.join(outputs, like)
 
 
-class AdaptedRow(AdaptedLayer):
+class AdaptedRow(AdaptedDenseLayer):
     """Row-parallel layer: A is split by columns, like the input `[s, b, in/tp]`."""
 
-    def project(self, x: Tensor) -> Tensor:
-        y: Tensor = super().project(x)  # type: ignore[misc]
-        return y + self.compute_change(x)
-
     def compute_change(self, x: Tensor) -> Tensor:
-        """Return `scale B A x`, `[s, b, out]`, or `[s/tp, b, out]` with sequence parallelism."""
         layer: Any = self
         (pair,) = self.list_matrices()
         assert pair is not None
@@ -172,7 +253,7 @@ class AdaptedExperts(AdaptedLayer):
 
     Inputs of fc1 are whole and its outputs split over ETP; inputs of fc2 are split and its outputs
     summands. The change has the state of the frozen product in both, so it is not exchanged. The
-    gradient of a replicated matrix is a summand on each ETP rank.
+    gradient of a replicated parameter is a summand on each ETP rank.
     """
 
     def project(self, x: Tensor, counts: Tensor) -> Tensor:
@@ -188,15 +269,21 @@ class AdaptedExperts(AdaptedLayer):
                 b = _sum_gradient(pair.lora_B)
                 output = apply_grouped_product(next(parts).contiguous(), b, counts)
             outputs.append(output)
-        return y + self.rows.join(outputs, y)
+        y = y + self.rows.join(outputs, y)
+        if not self.adapter.has_magnitudes:
+            return y
+        magnitudes: list[Tensor | None] = []
+        for magnitude in self.list_magnitudes():
+            magnitudes.append(None if magnitude is None else _sum_gradient(magnitude))
+        return y * repeat_rows(self.compute_factors(magnitudes), counts, len(y))
 
 
-def _sum_gradient(matrix: torch.nn.Parameter) -> Tensor:
-    """Return a matrix of experts whose gradient is summed over ETP if it is replicated."""
-    sharding = param_info(matrix).sharding
+def _sum_gradient(param: torch.nn.Parameter) -> Tensor:
+    """Return a parameter of experts whose gradient is summed over ETP if it is replicated."""
+    sharding = param_info(param).sharding
     if sharding.is_split:
-        return matrix
-    return copy_to_tensor_parallel(matrix, sharding.axis)
+        return param
+    return copy_to_tensor_parallel(param, sharding.axis)
 
 
 @cache
@@ -226,7 +313,7 @@ def adapt_layer(
     for name, width in zip(names, rows.widths, strict=True):
         if name is not None:
             num_rows = rows.repeats * width * num_ranks
-            matrices = LowRankMatrices(layer.weight, num_rows, options.rank, sequence_parallel)
+            matrices = LowRankMatrices(layer.weight, num_rows, options, sequence_parallel)
             layer.add_module(name, matrices)
     # A subclass of its class: the norm, checkpoints and callers of the layer stay as they are.
     adapted: Any = layer
@@ -234,3 +321,10 @@ def adapt_layer(
     adapted.adapter = options
     adapted.rows = rows
     adapted.projections = tuple(names)
+
+
+def reset_magnitudes(model: MegatronModule) -> None:
+    """Set the magnitudes of DoRA to the norms of the loaded weights. Collective over TP."""
+    for module in model.modules():
+        if isinstance(module, AdaptedLayer) and module.adapter.has_magnitudes:
+            module.reset_magnitudes()

@@ -29,7 +29,9 @@ PROJECTIONS = {
 def add_adapters(model: MegatronModule, lora: LoraConfig, rng: TensorParallelRng) -> None:
     """Freeze the parameters of a pipeline chunk, and add trained adapters to it."""
     assert lora.lora_rank is not None
-    options = AdapterOptions(lora.lora_rank, lora.lora_scale, lora.lora_dropout, rng)
+    options = AdapterOptions(
+        lora.lora_rank, lora.lora_scale, lora.lora_dropout, lora.lora_dora, rng
+    )
     for param in model.parameters():
         param.requires_grad_(False)
         set_param_info(param, replace(param_info(param), trained=False))
@@ -42,6 +44,12 @@ def add_adapters(model: MegatronModule, lora: LoraConfig, rng: TensorParallelRng
             for name in list_projections(path, len(rows.widths))
         ]
         if any(names):
+            if lora.lora_dropout and isinstance(layer, GroupedLinear):
+                raise ValueError(
+                    f"--lora-dropout {lora.lora_dropout:g} with adapters of experts ({path}): "
+                    "ranks that share tokens would drop different elements, and PEFT does not "
+                    "support it either. Use --lora-dropout 0, or --lora-targets linear_qkv"
+                )
             adapt_layer(layer, names, rows, options)
             has_adapters = True
     if not has_adapters:

@@ -21,7 +21,6 @@ class LoraConfig(FlagSection):
             excludes={
                 "compile": True,
                 "use_mup": True,
-                "num_experts": CHANGED,
                 "mtp_num_layers": CHANGED,
                 "ema_decay": CHANGED,
                 "save_hf_interval": CHANGED,
@@ -58,6 +57,14 @@ class LoraConfig(FlagSection):
     them (q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj). Each projection has
     matrices of its own.
     """
+
+    lora_dora: bool = flag(
+        False,
+        requires=_WITH_RANK,
+        excludes={"lora_dropout": CHANGED},
+        reason="the norm of a row includes B A, which applies to the same input as W",
+    )
+    """Also train the length of every row of the weights (DoRA): m (W + B A) / ||W + B A||."""
 
     @property
     def lora_scale(self) -> float:

@@ -26,8 +26,9 @@ from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     TensorParallelRng,
-    apply_column_parallel,
+    apply_linear,
 )
+from megatron.core.tensor_parallel.layers import LinearLayout
 from megatron.core.transformer.attention.core import CoreAttention
 from megatron.core.transformer.grouped_linear import GroupedLinear
 from megatron.core.transformer.layer_spec import LOCAL, LayerSpec
@@ -336,7 +337,8 @@ def te_cross_entropy(
     """Compute `linear_cross_entropy` using a kernel on the logits, which exist twice for a
     while.
     """
-    logits = apply_column_parallel(hidden, weight, bias, tp, sequence_parallel)  # [s, b, v/tp]
+    layout = LinearLayout(tp, column=True, sequence_parallel=sequence_parallel)
+    logits = apply_linear(hidden, weight, bias, layout)  # [s, b, v/tp]
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
     num_rows = weight.shape[0]

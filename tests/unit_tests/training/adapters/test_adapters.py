@@ -1,6 +1,7 @@
 """Adapters have the gradients of `W + alpha / r B A`, and their flags are checked."""
 
 import shlex
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.func import functional_call
 from megatron.core.models import GPTModel
 from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.adapters.layers import reset_magnitudes
 from megatron.training.adapters.targets import add_adapters, find_unmatched_targets
 from megatron.training.config.lora_options import LoraConfig
 from megatron.training.config.parsing import parse_args
@@ -32,20 +34,24 @@ CONFIG = TransformerConfig(
     hidden_dropout=0.0,
     attention_dropout=0.0,
 )
+EXPERTS = replace(
+    CONFIG, num_experts=4, moe_ffn_hidden_size=48, moe_shared_expert_intermediate_size=48
+)
 LORA = LoraConfig(lora_rank=3, lora_alpha=12.0)
 TOKENS = torch.arange(20).view(2, 10) * 7 % 40
 
 
-def build(lora=None):
-    """Return the model with the same base weights; adapters have random matrices A and B."""
-    model = GPTModel(CONFIG)
+def build(lora=None, config=CONFIG):
+    """Return the model with the same base weights; adapters have random values."""
+    model = GPTModel(config)
     if lora is not None:
         add_adapters(model, lora, TensorParallelRng(0, 0))
     model.initialize(1)
+    reset_magnitudes(model)
     generator = torch.Generator().manual_seed(2)
     for name, param in model.named_parameters():
-        if name.endswith("lora_B"):
-            param.data.normal_(0, 0.1, generator=generator)
+        if ".lora_" in name and not name.endswith("lora_A"):
+            param.data.add_(torch.randn(param.shape, generator=generator), alpha=0.1)
     return model
 
 
@@ -68,8 +74,22 @@ def find_rows(path):
     return slice(None)
 
 
-def test_gradients_are_those_of_the_formula():
-    adapted = build(LORA)
+def adapt_weight(weight, rows, matrices, path):
+    """Return the weight with the change of one projection, by the formula."""
+    adapted = weight[..., rows, :] + 4.0 * matrices[f"{path}.lora_B"] @ matrices[f"{path}.lora_A"]
+    magnitude = matrices.get(f"{path}.lora_magnitude_vector")
+    if magnitude is not None:
+        norm = adapted.norm(dim=-1, keepdim=True).detach()
+        adapted = magnitude.unsqueeze(-1) * adapted / norm
+    result = weight.clone()
+    result[..., rows, :] = adapted
+    return result
+
+
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("config", [CONFIG, EXPERTS], ids=["dense", "experts"])
+def test_gradients_are_those_of_the_formula(config, dora):
+    adapted = build(replace(LORA, lora_dora=dora), config)
     loss = compute_loss(adapted)
     loss.backward()
     matrices = {
@@ -77,30 +97,29 @@ def test_gradients_are_those_of_the_formula():
         for name, param in adapted.named_parameters()
         if ".lora_" in name
     }
-    plain = build()
+    plain = build(config=config)
     weights = {name: param.detach().clone() for name, param in plain.named_parameters()}
     paths = [name.removesuffix(".lora_A") for name in matrices if name.endswith("lora_A")]
-    assert len(paths) == 2 * 7
+    assert len(matrices) == (3 if dora else 2) * len(paths) and len(paths) >= 2 * 7
     for path in paths:
-        product = matrices[f"{path}.lora_B"] @ matrices[f"{path}.lora_A"]
         key = f"{path.rpartition('.')[0]}.weight"
-        change = torch.zeros_like(weights[key])
-        change[find_rows(path)] = 4.0 * product
-        weights[key] = weights[key] + change
+        weights[key] = adapt_weight(weights[key], find_rows(path), matrices, path)
     expected = compute_loss(plain, weights)
     expected.backward()
     assert loss.item() == pytest.approx(expected.item(), abs=1e-6)
     gradients = dict(adapted.named_parameters())
     for name, matrix in matrices.items():
-        assert matrix.grad.norm() > 1e-5
+        assert matrix.grad.norm() > 1e-6
         torch.testing.assert_close(gradients[name].grad, matrix.grad, atol=1e-6, rtol=1e-5)
 
 
-def test_new_adapters_do_not_change_the_model():
+@pytest.mark.parametrize("dora", [False, True])
+def test_new_adapters_do_not_change_the_model(dora):
     model = GPTModel(CONFIG)
-    add_adapters(model, LORA, TensorParallelRng(0, 0))
+    add_adapters(model, replace(LORA, lora_dora=dora), TensorParallelRng(0, 0))
     model.initialize(1)
-    assert torch.equal(compute_loss(model), compute_loss(build()))
+    reset_magnitudes(model)
+    torch.testing.assert_close(compute_loss(model), compute_loss(build()), rtol=1e-6, atol=0)
 
 
 def test_targets_name_layers_or_projections():
@@ -135,6 +154,7 @@ def test_dropout_changes_the_adapters_in_training_only():
     ("flags", "message"),
     [
         ("", "without a base model"),
+        ("--lora-dora --lora-dropout 0.1", "--lora-dora and --lora-dropout 0.1 are mutually excl"),
         ("--use-mup", "--use-mup are mutually exclusive"),
         ("--compile", "--compile are mutually exclusive"),
         ("--ckpt-format torch", "requires --ckpt-format torch_dist"),

@@ -1,0 +1,74 @@
+"""Adapters of experts train the same at every layout: the configurations of Megatron-Bridge#5635.
+
+They ran there and trained wrong numbers, without an error: the output of an adapter was whole where
+that of the frozen product is a summand, or was scaled by the number of ranks.
+"""
+
+import pytest
+import torch
+
+from tests.support.lora_runs import TRAINING
+from tests.support.training_harness import DISTRIBUTED_OPTIMIZER, get_losses, train, whole
+
+MODEL = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 48 --swiglu "
+    "--position-embedding-type rope --normalization RMSNorm --disable-bias-linear "
+    "--untie-embeddings-and-output-weights --max-position-embeddings 32 --num-experts 4 "
+    "--moe-router-topk 2 --moe-ffn-hidden-size 24 --moe-shared-expert-intermediate-size 16 "
+    "--moe-aux-loss-coeff 0 --tokenizer-type NullTokenizer --vocab-size 59 "
+    "--make-vocab-size-divisible-by 4 --init-method-std 0.2 "
+)
+LORA = "--lora-rank 4 --lora-alpha 8 "
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+LAYOUTS = {
+    "ep2": (2, f"--expert-model-parallel-size 2 {DISTRIBUTED_OPTIMIZER}"),
+    "etp2": (2, TP2),
+    "tp2_etp1": (2, f"{TP2} --expert-tensor-parallel-size 1 --use-distributed-optimizer"),
+    "tp2_ep2_etp2": (
+        4,
+        f"{TP2} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def base(pool, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("experts") / "base"
+    pool.run(train, 1, f"{MODEL} {TRAINING} --save {directory} --train-iters 1", "")
+    return directory
+
+
+def run(pool, base, size, flags):
+    flags = f"{MODEL} {TRAINING} {LORA} --pretrained-checkpoint {base} {flags}"
+    return pool.run(train, size, flags, "")
+
+
+@pytest.fixture(scope="module")
+def single(pool, base):
+    return {dora: run(pool, base, 1, dora) for dora in ("", "--lora-dora")}
+
+
+def assert_same(outcomes, expected):
+    assert get_losses(outcomes) == pytest.approx(get_losses(expected), abs=1e-5)
+    expected_tensors = whole(expected)
+    tensors = whole(outcomes)
+    assert tensors.keys() == expected_tensors.keys()
+    assert any("mlp.experts.experts.linear_fc2.down_proj.lora_B" in key for key in tensors)
+    for key, tensor in tensors.items():
+        torch.testing.assert_close(tensor, expected_tensors[key], atol=2e-5, rtol=1e-3, msg=key)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_train_the_same_adapters_of_experts(pool, base, single, layout):
+    size, flags = LAYOUTS[layout]
+    assert_same(run(pool, base, size, flags), single[""])
+
+
+def test_bridge_5635_dropout_of_experts(pool, base):
+    with pytest.raises(ValueError, match=r"--lora-dropout 0\.1 with adapters of experts"):
+        run(pool, base, 2, f"{TP2} --lora-dropout 0.1")
+
+
+def test_bridge_5635_dora_of_experts_and_shared_experts(pool, base, single):
+    size, flags = LAYOUTS["tp2_ep2_etp2"]
+    assert_same(run(pool, base, size, f"{flags} --lora-dora"), single["--lora-dora"])
