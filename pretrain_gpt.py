@@ -19,6 +19,7 @@ with program_imports():
     from torch import Tensor
 
     from megatron.core.datasets import build_datasets
+    from megatron.core.datasets.indexed_dataset import is_dataset
     from megatron.core.models import ChunkSpec, GPTModel, TokenLosses
     from megatron.core.module import MegatronModule
     from megatron.core.terminal import print_text
@@ -44,6 +45,7 @@ ADAPTERS = "megatron.training.adapters.targets:add_adapters"
 FILL_IN_THE_MIDDLE = "megatron.core.datasets.fill_in_the_middle:FillInTheMiddle"
 FINE_TUNING = "megatron.training.sft.dataset:build_sft_datasets"
 SMOKE = "megatron.planning.smoke:shrink"
+TEXT = "megatron.training.data.text_corpus:tokenize_data_paths"
 RESTART = "megatron.training.restart.monitor:run_restartable"
 
 
@@ -79,7 +81,12 @@ def datasets_provider(
     fim = None
     if config.data.fim_data and not config.data.mock_data:
         fim = resolve(FILL_IN_THE_MIDDLE)(config.data, tokenizer)
-    return build_datasets(config.data, num_samples, tokenizer.eod, config.model.vocab_size, fim)
+    token_files = None
+    if not all(map(is_dataset, config.data.data_paths())):
+        token_files = resolve(TEXT)(config.data, tokenizer)
+    return build_datasets(
+        config.data, num_samples, tokenizer.eod, config.model.vocab_size, fim, token_files
+    )
 
 
 def loss_func(losses: Tensor, loss_mask: Tensor) -> Loss:

@@ -1,4 +1,5 @@
-"""Cost of `tools/preprocess_data.py` relative to its tokenizer alone, in processor time.
+"""Cost of `tools/preprocess_data.py`, and of text as --data-path, relative to the tokenizer alone, in
+processor time.
 
 The text is the source of Python's standard library as JSON lines; the tokenizer is a byte-level BPE
 trained on a part of it. Reading, JSON, worker queues and writing add to the tokenizer, so the limit
@@ -17,6 +18,7 @@ import hashlib
 import json
 import os
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
@@ -37,6 +39,18 @@ tokenizer = build_tokenizer(TokenizerConfig(**json.loads(sys.argv[1])))
 texts = [json.loads(line)["text"] for line in open(sys.argv[2], encoding="utf-8")]
 if len(sys.argv) > 3:
     sum(len(tokenizer.tokenize(text)) for text in texts)
+"""
+TEXT_AS_DATA_PATH = """
+import json, sys
+from megatron.core.datasets import GPTDatasetConfig
+from megatron.training.data.text_corpus import tokenize_data_paths
+from megatron.training.data.tokenizer import TokenizerConfig, build_tokenizer
+tokenizer = build_tokenizer(TokenizerConfig(**json.loads(sys.argv[1])))
+config = GPTDatasetConfig(
+    seq_length=1, data_path=[sys.argv[4]], data_cache_path=sys.argv[2],
+    tokenization_workers=int(sys.argv[3]),
+)
+tokenize_data_paths(config, tokenizer)
 """
 
 
@@ -116,6 +130,7 @@ class Benchmark:
     def __init__(self, directory: Path, through_transformers: bool) -> None:
         self.corpus = directory / "corpus.jsonl"
         self._output = directory / "out"
+        self._cache = directory / "cache"
         texts = read_sources()
         write_corpus(self.corpus, texts)
         write_tokenizer(directory, texts[:200])
@@ -152,10 +167,27 @@ class Benchmark:
         whole = measure_cpu_seconds(tool.root, [*command, str(self.corpus)], tool.python)
         return whole - start_up
 
+    def measure_text(self, workers: int) -> float:
+        """Return the seconds until text as --data-path is tokenized, without start-up."""
+        shutil.rmtree(self._cache, ignore_errors=True)
+        config = json.dumps(self._tokenizer)
+        command = ["-c", TEXT_AS_DATA_PATH, config, str(self._cache), str(workers)]
+        start_up = measure_cpu_seconds(OURS.root, [*command, str(self._small_corpus)])
+        shutil.rmtree(self._cache)
+        return measure_cpu_seconds(OURS.root, [*command, str(self.corpus)]) - start_up
+
     def hash_output(self) -> str:
         """Return the digest of the tokens that the last tool has written."""
-        path = self._output.with_name("out_text_document.bin")
-        return hashlib.sha256(path.read_bytes()).hexdigest()
+        return _hash_file(self._output.with_name("out_text_document.bin"))
+
+    def hash_cache(self) -> str:
+        """Return the digest of the tokens in the cache."""
+        (path,) = self._cache.glob("*.bin")
+        return _hash_file(path)
+
+
+def _hash_file(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def measure_turns(benchmark: Benchmark, tools: list[Tool], turns: int) -> dict[str, list[float]]:
@@ -169,6 +201,10 @@ def measure_turns(benchmark: Benchmark, tools: list[Tool], turns: int) -> dict[s
                 label = f"{tool.name}, --workers {workers}"
                 seconds[label].append(benchmark.measure_tool(tool, workers))
                 digests.add(benchmark.hash_output())
+        for workers in (1, 2):
+            label = f"text as --data-path, --tokenization-workers {workers}"
+            seconds[label].append(benchmark.measure_text(workers))
+            digests.add(benchmark.hash_cache())
         assert len(digests) == 1, "not the same tokens"
     return seconds
 

@@ -13,7 +13,14 @@ from megatron.core.datasets.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.core.progress import ProgressBar
 from megatron.core.terminal import print_line
 from megatron.training.data.document_encoder import DocumentEncoder, WorkerLimits, encode_chunks
-from megatron.training.data.documents import BadLine, Chunk, count_bytes, find_files, read_chunks
+from megatron.training.data.documents import (
+    BadLine,
+    Chunk,
+    check_bad_lines,
+    count_bytes,
+    find_files,
+    read_chunks,
+)
 from megatron.training.data.preprocess_config import PreprocessConfig
 from megatron.training.data.tokenizer import TokenizerConfig, build_tokenizer
 
@@ -100,17 +107,7 @@ def _read_all_chunks(paths: list[str], config: PreprocessConfig) -> Iterator[Chu
     max_bytes = int(config.max_document_mb * 1e6)
     for path in paths:
         is_json = config.is_json(path)
-        yield from read_chunks(path, is_json, config.text_documents, max_bytes)
-
-
-def check_bad_lines(bad_lines: list[BadLine], limit: int) -> None:
-    """Raise ValueError with the first bad line beyond `limit`, the number that may be skipped."""
-    if len(bad_lines) <= limit:
-        return
-    hint = ""
-    if limit > 0:
-        hint = f" (bad line {limit + 1}; --skip-bad-lines {limit} allows {limit})"
-    raise ValueError(f"{bad_lines[limit]}{hint}")
+        yield from read_chunks(path, is_json, config.text_documents, max_bytes, config.keys)
 
 
 def check_outputs(builders: Mapping[str, IndexedDatasetBuilder], num_files: int) -> None:

@@ -38,9 +38,10 @@ from megatron.training.config.arguments import build
 from megatron.training.config.options import CheckpointConfig, DistributedConfig, LoggingConfig
 from megatron.training.config.parsing import make_flag_parser
 from megatron.training.config.run_config import Config
+from megatron.training.data.data_files import find_data_files
+from megatron.training.data.text_corpus import is_text
 from megatron.training.data.tokenizer import TokenizerConfig, build_tokenizer
 from megatron.training.reporting.dashboards import check_dashboards
-from megatron.training.sft.examples import find_data_files
 
 
 @dataclass(frozen=True)
@@ -139,14 +140,13 @@ def _check_dashboards(flags: LaunchFlags) -> None:
 def _find_data_problems(flags: LaunchFlags) -> list[str]:
     if flags.data is None:
         return []
-    open_data: Callable[[str], object] = IndexedDataset
-    if flags.data.sft:
-        open_data = find_data_files
     problems = []
-    prefixes = [prefix for blend, _ in flags.data.sources().values() for prefix in blend.prefixes]
-    for prefix in dict.fromkeys(prefixes):
+    for path in flags.data.data_paths():
+        open_data: Callable[[str], object] = IndexedDataset
+        if flags.data.sft or is_text(path):
+            open_data = find_data_files
         try:
-            open_data(prefix)
+            open_data(path)
         except ValueError as error:
             problems.append(str(error))
     return problems

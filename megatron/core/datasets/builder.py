@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
@@ -39,11 +39,13 @@ def build_datasets(
     eod: int,
     vocab_size: int,
     fim: Reorder | None = None,
+    token_files: Mapping[str, str] | None = None,
 ) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
     """Return (train, valid, test) with at least `num_samples` samples each.
 
-    A split for which 0 samples are requested, or that has no data, is None; a number of None means
-    one pass over the data. This is not a collective: any rank may call it at any time, and the
+    `token_files` are the prefixes of data paths that are not prefixes themselves. A split for which
+    0 samples are requested, or that has no data, is None; a number of None means one pass over the
+    data. This is not a collective: any rank may call it at any time, and the
     index cache is safe to share. If one rank of a node has built the datasets, the others need not
     verify the cache again (`config.verify_index_cache`).
     """
@@ -52,7 +54,7 @@ def build_datasets(
     if config.mock_data:
         build = partial(_build_mock, config, eod, vocab_size)
     else:
-        build = _Builder(config, eod, vocab_size, fim).build
+        build = _Builder(config, eod, vocab_size, fim, token_files or {}).build
     datasets = []
     for split, count in zip(SPLITS, num_samples, strict=True):
         dataset = None
@@ -83,23 +85,24 @@ class _Builder:
     """Builds the datasets of token files; each file is opened once for all splits and blends."""
 
     def __init__(
-        self, config: GPTDatasetConfig, eod: int, vocab_size: int, fim: Reorder | None
+        self,
+        config: GPTDatasetConfig,
+        eod: int,
+        vocab_size: int,
+        fim: Reorder | None,
+        token_files: Mapping[str, str],
     ) -> None:
         self.config = config
         self.fim = fim
         self.eod = eod
         self.vocab_size = vocab_size
         self.sources = config.sources()
-
-        # Open every prefix once, although splits and blends may share it.
-        prefixes: dict[str, None] = {}  # an ordered set
-        for blend, _ in self.sources.values():
-            prefixes.update(dict.fromkeys(blend.prefixes))
+        prefixes = config.data_paths()
 
         def open_prefix(prefix: str) -> IndexedDataset:
-            return IndexedDataset(prefix, config.mmap_bin_files)
+            return IndexedDataset(token_files.get(prefix, prefix), config.mmap_bin_files)
 
-        opened = self._map("opening data", open_prefix, list(prefixes))
+        opened = self._map("opening data", open_prefix, prefixes)
         self.indexed = dict(zip(prefixes, opened, strict=True))
 
     def _map(
@@ -151,7 +154,7 @@ class _Builder:
             members,
             blend.weights,
             size,
-            find_cache_directory(self.config, blend.prefixes[0]),
+            find_cache_directory(self.config, self.indexed[blend.prefixes[0]].prefix),
             f"BlendedDataset-{split}",
             self.config.verify_index_cache,
         )

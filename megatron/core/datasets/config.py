@@ -121,8 +121,18 @@ class GPTDatasetConfig(FlagSection):
     """Seed of the shuffles of documents and samples, and of all other random numbers of a run."""
     data_path: list[str] | None = flag(None)
     """Data of all splits, divided by --split: a prefix (of a .bin and an .idx), several prefixes,
-    or weights and prefixes in turn (30 a 70 b).
+    or weights and prefixes in turn (30 a 70 b). Instead of a prefix, text may be given, which is
+    tokenized before training: a JSONL (.gz, .zst) or parquet file, a pattern, or the folder of a
+    data set.
     """
+    json_keys: str = flag("text")
+    """Field of JSON lines, or column of tables, with the text of --data-path."""
+    append_eod: bool = flag(True)
+    """Append the end-of-document token to every document of the text of --data-path."""
+    skip_bad_lines: int = flag(0, at_least=0)
+    """Skip up to N lines of the text of --data-path that cannot be tokenized, and report them."""
+    tokenization_workers: int | None = flag(None, positive=True)
+    """Processes per node that tokenize the text of --data-path. Default: one per core."""
     split: str | None = flag(None)
     """Shares of train, validation and test in --data-path, e.g. 969,30,1 (the default). A split
     without a share does not exist.
@@ -140,8 +150,8 @@ class GPTDatasetConfig(FlagSection):
     --train-data-path, --valid-data-path and --test-data-path.
     """
     data_cache_path: str | None = flag(None)
-    """Directory of the built indices, shared by all ranks. Default: cache/GPTDataset_indices next
-    to the data.
+    """Directory of the built indices, and of the tokens of text, shared by all ranks. Default:
+    cache/GPTDataset_indices next to the data.
     """
     mock_data: bool = flag(False)
     """Train on generated sequences with a structure that a model can learn, without data files."""
@@ -251,6 +261,13 @@ class GPTDatasetConfig(FlagSection):
     @property
     def extra_tokens(self) -> int:
         return int(self.add_extra_token_to_sequence)
+
+    def data_paths(self) -> list[str]:
+        """Return the data paths of all splits, each once, although splits and blends share them."""
+        paths: dict[str, None] = {}  # an ordered set
+        for blend, _ in self.sources().values():
+            paths.update(dict.fromkeys(blend.prefixes))
+        return list(paths)
 
     def sources(self) -> dict[Split, tuple[Blend, Fractions]]:
         """Return the blend of each split with data, and the range of each member that it reads.

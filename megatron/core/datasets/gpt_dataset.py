@@ -28,6 +28,7 @@ Sample = dict[str, np.ndarray]
 Reorder = Callable[[np.ndarray, np.random.RandomState], np.ndarray]
 """Reorders documents of a row of tokens, whose length is unchanged (fill-in-the-middle)."""
 
+CACHE_NAME = "GPTDataset_indices"
 PADDING = -1  # marks positions without a token until `finish_sample`
 
 
@@ -358,4 +359,7 @@ def find_cache_directory(config: GPTDatasetConfig, prefix: str) -> Path:
     """Return the directory of the indices of `prefix`."""
     if config.data_cache_path is not None:
         return Path(config.data_cache_path)
-    return Path(prefix).parent / "cache" / "GPTDataset_indices"
+    directory = Path(prefix).parent
+    if directory.name == CACHE_NAME:  # token files that were made from text
+        return directory
+    return directory / "cache" / CACHE_NAME

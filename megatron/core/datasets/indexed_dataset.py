@@ -17,13 +17,13 @@ A dataset exists when its .idx exists, because the builder writes it last.
 
 from __future__ import annotations
 
-import contextlib
-import difflib
 import mmap
 import os
 import struct
 
 import numpy as np
+
+from megatron.core.wings import resolve
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -41,6 +41,8 @@ DTYPES: dict[int, np.dtype] = {
 }
 DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
 
+_EXPLAIN_PREFIX = "megatron.core.datasets.file_problems:explain_prefix"
+_EXPLAIN_SIZE = "megatron.core.datasets.file_problems:explain_size"
 _BLOCK_SIZE = 4096  # bytes, a page: the least that a disk reads
 UINT16_VOCAB_LIMIT = 65500  # Megatron-LM's limit, a little below 2**16
 
@@ -50,6 +52,11 @@ def token_dtype(vocab_size: int) -> np.dtype:
     if vocab_size < UINT16_VOCAB_LIMIT:
         return np.dtype(np.uint16)
     return np.dtype(np.int32)
+
+
+def is_dataset(prefix: str) -> bool:
+    """Return whether a data path is the prefix of a dataset."""
+    return os.path.isfile(f"{prefix}.idx")
 
 
 class IndexedDataset:
@@ -131,9 +138,8 @@ def _read_index(prefix: str) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarr
     path = f"{prefix}.idx"
     for needed in (path, f"{prefix}.bin"):
         if not os.path.isfile(needed):
-            raise ValueError(
-                f"no dataset at {prefix!r}: {needed} does not exist. {_explain_prefix(prefix)}"
-            )
+            hint = resolve(_EXPLAIN_PREFIX)(prefix)
+            raise ValueError(f"no dataset at {prefix!r}: {needed} does not exist. {hint}")
     size = os.path.getsize(path)
     if size < HEADER.size:
         raise ValueError(
@@ -208,58 +214,5 @@ def _check_tokens_file(
     expected = int(offsets[-1]) + int(lengths[-1]) * dtype.itemsize
     if size == expected:
         return
-    num_tokens = int(lengths.sum(dtype=np.int64))
-    message = (
-        f"{prefix}.bin has {size} bytes, but {prefix}.idx describes {num_tokens} tokens in "
-        f"{len(lengths)} sequences of {dtype.name}, which end at byte {expected}"
-    )
-    if size == 0:
-        raise ValueError(
-            f"{message}: the .bin is empty, write it again with tools/preprocess_data.py"
-        )
-    # The size may fit another dtype, which shows that the files do not belong together.
-    fitting = []
-    for candidate_dtype in DTYPES.values():
-        if candidate_dtype.kind in "iu" and candidate_dtype.itemsize * num_tokens == size:
-            fitting.append(candidate_dtype.name)
-    if fitting:
-        raise ValueError(
-            f"{message}: the .bin appears to have {' or '.join(fitting)} tokens, so the .idx "
-            "belongs to another dataset"
-        )
-    reason = "is truncated" if size < expected else "does not belong to this .idx"
-    raise ValueError(
-        f"{message}: the .bin {reason}, write both again with tools/preprocess_data.py"
-    )
-
-
-def _explain_prefix(prefix: str) -> str:
-    """Return a hint at the probable mistake in a data path."""
-    if prefix.endswith((".bin", ".idx")):
-        return f"A data path is the common prefix of both files: pass {prefix[:-4]!r}"
-    with contextlib.suppress(ValueError):
-        float(prefix)
-        return "It looks like a weight: each weight of a blend must be followed by a path"
-    if os.path.isfile(prefix):
-        return f"It is a file: convert text with tools/preprocess_data.py --input {prefix}"
-    similar = _find_similar_datasets(prefix)
-    if similar:
-        return f"Did you mean {' or '.join(similar)}?"
-    return (
-        "A data path is the common prefix of a .bin and an .idx that tools/preprocess_data.py wrote"
-    )
-
-
-def _find_similar_datasets(prefix: str) -> list[str]:
-    """Return datasets next to `prefix` whose names begin with its name or are similar to it."""
-    directory, name = os.path.split(prefix)
-    names = []
-    with contextlib.suppress(OSError):
-        for file in sorted(os.listdir(directory or ".")):
-            if file.endswith(".idx"):
-                names.append(file.removesuffix(".idx"))
-    # preprocess_data.py appends the key of the text to its --output-prefix.
-    similar = [candidate for candidate in names if name and candidate.startswith(f"{name}_")]
-    if not similar:
-        similar = difflib.get_close_matches(name, names, n=3, cutoff=0.75)
-    return [os.path.join(directory, candidate) for candidate in similar[:3]]
+    explain_size = resolve(_EXPLAIN_SIZE)
+    raise ValueError(explain_size(prefix, dtype, lengths, size, expected))

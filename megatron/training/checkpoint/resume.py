@@ -55,6 +55,8 @@ _DATA_FLAGS = (
     "dataloader_type",
     "fim_data",
     "fim_rate",
+    "json_keys",
+    "append_eod",
     "sft",
     "sft_train_on",
     "sft_too_long",

@@ -37,6 +37,7 @@ CHUNKS_AHEAD = 4  # per worker: bounds the memory and keeps all workers busy
 WORKER_MEMORY = 4 << 30  # bytes that tokenizing a small document may add to a worker
 MEMORY_PER_BYTE = 512  # additional bytes of memory per byte of a document
 SECONDS_PER_BYTE = 2e-5  # additional processor time: 50 kB/s is slow even for Python
+DOCUMENT_CPU_SECONDS = 60.0
 MAX_KEYS_SHOWN = 8
 
 Tokens = tuple[np.ndarray, list[int], list[int]]

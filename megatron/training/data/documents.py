@@ -1,4 +1,4 @@
-"""Read documents from text files: JSON lines or plain text, optionally compressed with gzip."""
+"""Read documents from JSON lines and plain text, optionally compressed, and from tables."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ import glob
 import gzip
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO, cast
 
 from megatron.core.terminal import escape_control_chars
+from megatron.core.wings import resolve
 
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
+TABLE_SUFFIXES = (".parquet", ".arrow")
+COMPRESSED_SUFFIXES = (".gz", ".zst")
+MAX_DOCUMENT_MB = 256.0
 CHUNK_BYTES = 1 << 18  # text per unit of work
 SKIP_BYTES = 1 << 20  # read at once from the rest of a line that is too long
 
@@ -73,51 +77,97 @@ def find_files(patterns: list[str]) -> list[str]:
 
 def count_bytes(paths: Iterable[str]) -> int | None:
     """Return the size of the uncompressed text; None if it is unknown before reading."""
-    if any(path.endswith(".gz") or not os.path.isfile(path) for path in paths):
+    encoded = COMPRESSED_SUFFIXES + TABLE_SUFFIXES
+    if any(path.endswith(encoded) or not os.path.isfile(path) for path in paths):
         return None
     return sum(os.path.getsize(path) for path in paths)
 
 
-def is_json_file(path: str) -> bool:
-    return path.removesuffix(".gz").endswith(JSON_SUFFIXES)
+def strip_compression(path: str) -> str:
+    """Return a path without .gz or .zst."""
+    for suffix in COMPRESSED_SUFFIXES:
+        path = path.removesuffix(suffix)
+    return path
+
+
+def has_fields(path: str) -> bool:
+    """Return whether the documents of a file are JSON objects or rows of a table, by its name."""
+    return path.endswith(TABLE_SUFFIXES) or strip_compression(path).endswith(JSON_SUFFIXES)
 
 
 def read_chunks(
-    path: str, is_json: bool, text_documents: str, max_document_bytes: int
+    path: str,
+    is_json: bool,
+    text_documents: str,
+    max_document_bytes: int,
+    columns: Sequence[str],
 ) -> Iterator[Chunk]:
     """Yield the documents of a file in chunks of about `CHUNK_BYTES`.
 
-    `text_documents` defines the documents of plain text: see `SPLITTERS`. Raises ValueError if the
-    file cannot be read.
+    `text_documents` defines the documents of plain text: see `SPLITTERS`. Of tables only `columns`
+    are read, each row as a JSON object. Raises ValueError if the file cannot be read.
     """
-    split = split_into_lines if is_json else SPLITTERS[text_documents]
-    open_file = gzip.open if path.endswith(".gz") else open
-    try:
-        with open_file(path, "rb") as file:
-            documents: list[tuple[int, bytes]] = []
-            bad_lines: list[BadLine] = []
+    documents: list[tuple[int, bytes]] = []
+    bad_lines: list[BadLine] = []
+    size = 0
+    for line_number, content in _read_documents(
+        path, is_json, text_documents, max_document_bytes, columns
+    ):
+        if content is None:
+            reason = (
+                f"the document is larger than {max_document_bytes / 1e6:g} MB: "
+                "raise --max-document-mb, or split it"
+            )
+            bad_lines.append(BadLine(path, line_number, reason))
+        else:
+            documents.append((line_number, content))
+            size += len(content)
+        # A bad line ends its chunk, so that it is reported without delay.
+        if size >= CHUNK_BYTES or bad_lines:
+            yield Chunk(path, is_json, documents, bad_lines, size)
+            documents = []
+            bad_lines = []
             size = 0
-            file_lines = read_lines(cast(BinaryIO, file), max_document_bytes)
-            for line_number, content in split(file_lines, max_document_bytes):
-                if content is None:
-                    reason = (
-                        f"the document is larger than {max_document_bytes / 1e6:g} MB: "
-                        "raise --max-document-mb, or split it"
-                    )
-                    bad_lines.append(BadLine(path, line_number, reason))
-                else:
-                    documents.append((line_number, content))
-                    size += len(content)
-                # A bad line ends its chunk, so that it is reported without delay.
-                if size >= CHUNK_BYTES or bad_lines:
-                    yield Chunk(path, is_json, documents, bad_lines, size)
-                    documents = []
-                    bad_lines = []
-                    size = 0
-            if documents:
-                yield Chunk(path, is_json, documents, bad_lines, size)
+    if documents:
+        yield Chunk(path, is_json, documents, bad_lines, size)
+
+
+def _read_documents(
+    path: str, is_json: bool, text_documents: str, limit: int, columns: Sequence[str]
+) -> Iterator[Line]:
+    """Yield the documents of a file. Raises ValueError if it cannot be read."""
+    if path.endswith(TABLE_SUFFIXES):
+        yield from resolve(_READ_ROWS)(path, columns, limit)
+        return
+    split = split_into_lines if is_json else SPLITTERS[text_documents]
+    try:
+        with _open_decompressed(path) as file:
+            yield from split(read_lines(file, limit), limit)
     except (OSError, EOFError) as error:  # EOFError: a truncated .gz
         raise ValueError(f"{escape_control_chars(path)}: cannot be read: {error}") from error
+
+
+_READ_ROWS = "megatron.training.data.data_files:read_rows"
+_OPEN_ZSTANDARD = "megatron.training.data.data_files:open_zstandard"
+
+
+def _open_decompressed(path: str) -> BinaryIO:
+    if path.endswith(".zst"):
+        file: BinaryIO = resolve(_OPEN_ZSTANDARD)(path)
+        return file
+    if path.endswith(".gz"):
+        return cast(BinaryIO, gzip.open(path, "rb"))
+    return open(path, "rb")
+
+
+def check_bad_lines(bad_lines: list[BadLine], limit: int) -> None:
+    """Raise ValueError with the first bad line beyond `limit`, the number that may be skipped."""
+    if len(bad_lines) <= limit:
+        return
+    hint = ""
+    if limit > 0:
+        hint = f" (bad line {limit + 1}; --skip-bad-lines {limit} allows {limit})"
+    raise ValueError(f"{bad_lines[limit]}{hint}")
 
 
 def read_lines(file: BinaryIO, limit: int) -> Iterator[Line]:

@@ -12,8 +12,10 @@ import contextlib
 import functools
 import logging
 import socket
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -36,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_EXCHANGE_SECONDS = 5.0  # between two messages of ranks that wait for datasets
 _DIGESTED_BLOCKS = 256  # of token files: at 5 ms each, 1.3 s at the start of a launch
 _PATH_FLAGS = ("data_path", "train_data_path", "data_args_path", "per_split_data_args_path")
 
@@ -103,15 +106,32 @@ def build_on_one_rank_per_node_first(build: Callable[[bool], T], needs_data: boo
     # The first rank on each host that needs data: ranks of a host share the page cache.
     is_first = needs_data and hosts.index(local_host) == dist.get_rank()
     datasets = None
-    try:
-        if is_first:
-            datasets = build(True)
-    finally:
-        # Also after an error: the other ranks then have the same error instead of waiting.
-        dist.barrier()
+    is_built = threading.Event()
+    with ThreadPoolExecutor(1) as threads:
+        builders = threads.submit(_await_builders, is_built)
+        try:
+            if is_first:
+                datasets = build(True)
+        finally:
+            # Also after an error: the other ranks then have the same error instead of waiting.
+            is_built.set()
+            builders.result()
     if needs_data and not is_first:
         datasets = build(False)
     return datasets
+
+
+def _await_builders(is_built: threading.Event) -> None:
+    """Return when all ranks have built their datasets. Collective.
+
+    The ranks exchange messages meanwhile, because a collective that waits for the tokens of large
+    text would exceed its timeout.
+    """
+    ranks = Coordination.of(None)
+    while True:
+        is_built.wait(_EXCHANGE_SECONDS)
+        if ranks.all_true(is_built.is_set()):
+            return
 
 
 def count_samples(run: Run) -> tuple[int, int, int]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.core.flags import FlagSection, flag
-from megatron.training.data.documents import is_json_file
+from megatron.training.data.documents import MAX_DOCUMENT_MB, has_fields
 
 
 @dataclass
@@ -24,12 +24,12 @@ class PreprocessConfig(FlagSection):
     output_prefix: str | None = flag(None)
     """Prefix of the output files <prefix>_<key>_document.bin and .idx."""
     input_format: str = flag("auto", choices=("auto", "jsonl", "text"))
-    """auto: .jsonl, .ndjson and .json (also .gz) contain one JSON object per line, other files
-    plain text.
+    """auto: .jsonl, .ndjson and .json (also .gz, .zst) contain one JSON object per line, .parquet
+    and .arrow a table, other files plain text.
     """
     json_keys: list[str] | None = flag(None)
-    """Fields of the JSON objects, each written to its own files. A field is a string, or a list of
-    strings that is one document of several sequences. Default: text.
+    """Fields of the JSON objects, or columns of tables, each written to its own files. A field is
+    a string, or a list of strings that is one document of several sequences. Default: text.
     """
     text_documents: str = flag("file", choices=("file", "block", "line"))
     """Documents of plain text: each file, each block of lines between blank lines, or each line."""
@@ -41,7 +41,7 @@ class PreprocessConfig(FlagSection):
     """Skip up to N lines that cannot be tokenized, and report them, instead of stopping at the
     first one.
     """
-    max_document_mb: float = flag(256.0, positive=True)
+    max_document_mb: float = flag(MAX_DOCUMENT_MB, positive=True)
     """Size of a document, in MB, above which it is a bad line."""
     document_cpu_seconds: float = flag(60.0, positive=True)
     """Processor time for a small document, in seconds, after which it is a bad line; large
@@ -63,7 +63,7 @@ class PreprocessConfig(FlagSection):
         return self.json_keys or ["text"]
 
     def is_json(self, path: str) -> bool:
-        """Return whether a file contains JSON lines."""
+        """Return whether a file contains JSON lines or a table."""
         if self.input_format == "auto":
-            return is_json_file(path)
+            return has_fields(path)
         return self.input_format == "jsonl"

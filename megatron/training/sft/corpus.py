@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import mmap
 import os
 from pathlib import Path
 
 import numpy as np
-import xxhash
 
 from megatron.core.datasets import GPTDatasetConfig, IndexedDataset
 from megatron.core.datasets.gpt_dataset import find_cache_directory
 from megatron.core.datasets.index_cache import compute_digest
-from megatron.core.datasets.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.core.datasets.ordered_workers import OrderedWorkers
 from megatron.core.progress import ProgressBar
+from megatron.training.data.data_files import find_data_files
+from megatron.training.data.token_cache import SMALL_BYTES, cached_tokens, compute_file_digest
 from megatron.training.sft.chat_template import ExampleEncoder
-from megatron.training.sft.examples import find_data_files, read_example_chunks
+from megatron.training.sft.examples import read_example_chunks
 
 logger = logging.getLogger(__name__)
 
 CACHE_VERSION = 1  # of the tokens and masks that the same input results in
-SMALL_BYTES = 1 << 20  # files below this are tokenized by this process
 
 
 class SFTCorpus:
@@ -39,18 +38,18 @@ class SFTCorpus:
         for path in paths:
             self.files += find_data_files(path)
         self.name = " ".join(paths)
+        self.cache_directory = find_cache_directory(config, self.files[0])
         # Equal digests mean equal tokens and masks.
         self.digest = compute_digest(
             {
                 "class": "SFTCorpus",
                 "version": CACHE_VERSION,
-                "files": [_compute_file_digest(path) for path in self.files],
+                "files": [compute_file_digest(path, self.cache_directory) for path in self.files],
                 "tokenizer": _compute_tokenizer_digest(encoder),
                 "train_on": encoder.train_on,
                 "exclude": encoder.exclude,
             }
         )
-        self.cache_directory = find_cache_directory(config, self.files[0])
         prefix = self.cache_directory / f"{self.digest}-SFTCorpus"
         if not Path(f"{prefix}.idx").exists():
             self._tokenize(prefix, encoder)
@@ -81,43 +80,20 @@ class SFTCorpus:
 
     def _tokenize(self, prefix: Path, encoder: ExampleEncoder) -> None:
         """Write the examples to the cache."""
-        try:
-            builder = IndexedDatasetBuilder(prefix, np.int32)
-        except OSError as error:
-            raise ValueError(
-                f"the tokens of {self.name} cannot be stored in {self.cache_directory} "
-                f"({error.strerror}): give a writable directory with --data-cache-path"
-            ) from None
         num_bytes = sum(os.path.getsize(path) for path in self.files)
         num_workers = (os.cpu_count() or 1) if num_bytes > SMALL_BYTES else 0
         workers = OrderedWorkers(encoder, read_example_chunks(self.files), num_workers)
-        try:
-            with ProgressBar(f"tokenizing {self.name}", None, "tokens") as progress:
-                for _, encoded in workers:
-                    num_examples = len(encoded.lengths) // 2
-                    builder.add(encoded.tokens, encoded.lengths, [2] * num_examples)
-                    progress.add(len(encoded.tokens))
+        with (
+            cached_tokens(prefix, np.int32, self.name) as builder,
+            ProgressBar(f"tokenizing {self.name}", None, "tokens") as progress,
+            contextlib.closing(workers),
+        ):
+            for _, encoded in workers:
+                num_examples = len(encoded.lengths) // 2
+                builder.add(encoded.tokens, encoded.lengths, [2] * num_examples)
+                progress.add(len(encoded.tokens))
             if builder.num_documents == 0:
                 raise ValueError(f"--data-path {self.name} has no examples: the files are empty")
-        except BaseException:
-            builder.discard()
-            raise
-        finally:
-            workers.close()
-        # Another node has written the same files meanwhile, which may be in use.
-        if Path(f"{prefix}.idx").exists():
-            builder.discard()
-        else:
-            builder.commit()
-
-
-def _compute_file_digest(path: str) -> str:
-    """Return the digest of a file's contents: times change with every copy to a node."""
-    with open(path, "rb") as file:
-        if os.path.getsize(path) == 0:
-            return ""
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            return xxhash.xxh3_128_hexdigest(content)
 
 
 def _compute_tokenizer_digest(encoder: ExampleEncoder) -> str:

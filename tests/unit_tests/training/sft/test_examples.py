@@ -5,10 +5,10 @@ import json
 
 import pytest
 
+from megatron.training.data.data_files import find_data_files
 from megatron.training.sft.examples import (
     Conversation,
     TextPair,
-    find_data_files,
     parse_example,
     read_example_chunks,
 )
@@ -106,7 +106,7 @@ def test_folders_and_patterns(tmp_path):
     with pytest.raises(ValueError, match=r"absent: no such file or folder"):
         find_data_files(str(tmp_path / "absent"))
     (tmp_path / "notes.txt").touch()
-    with pytest.raises(ValueError, match=r"notes\.txt: --sft reads \.jsonl"):
+    with pytest.raises(ValueError, match=r"notes\.txt: its name does not end with \.jsonl"):
         find_data_files(str(tmp_path / "notes.txt"))
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"empty: the folder has no \.jsonl"):
