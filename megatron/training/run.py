@@ -144,6 +144,8 @@ class Run:
     loaded: str | None = None  # the checkpoint that it continues from
     loading_seconds: float = 0.0
     exit_reason: str | None = None  # why it ended early
+    # Evaluates in addition to the validation split, on all ranks.
+    evaluate_further: Callable[[], None] = lambda: None
     validated: tuple[int, float] | None = None  # iteration and loss of the last validation
     hf_exports: ExportTarget | None = None  # models next to checkpoints (--save-hf-interval)
     # Identifies the order of samples; None until the data is built or a checkpoint is loaded.

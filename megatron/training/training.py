@@ -84,6 +84,7 @@ STEP_PROFILER = "megatron.training.reporting.profiling:StepProfiler"
 WATCHED = "megatron.training.operations.watch:watched"
 _COUNT_EPOCHS = "megatron.training.sft.dataset:set_length_in_samples"
 _CHECK_ADAPTERS = "megatron.training.adapters.base_model:check_adapters"
+_EVALUATIONS = "megatron.training.evaluation.loop:make_evaluations"
 _CHECK_EXPORT = "megatron.training.checkpoint.export:check_hf_target"
 _PLAN_EXPORTS = "megatron.training.checkpoint.export:plan_hf_exports"
 _CHECK_EARLIER_EXPORTS = "megatron.training.checkpoint.export:check_earlier_exports"
@@ -145,6 +146,8 @@ def pretrain(
             run.hf_exports = call_exporter(run, _PLAN_EXPORTS)
             run.saver.prepare(get_state_to_save(run))  # in the background of building the data
         data = build_data(run, tokenizer, datasets_provider)
+        if config.training.valid_domain:
+            run.evaluate_further = resolve(_EVALUATIONS)(run, tokenizer, datasets_provider)
 
         # Train, evaluate, save.
         with (
@@ -279,7 +282,7 @@ def train(run: Run, data: Data) -> None:
             # Evaluate before saving, so that the checkpoint has its validation loss.
             if is_multiple(iteration, training.eval_interval) and not (leave and leave.urgent):
                 with log.paused():
-                    evaluate_split(run, data.valid, "validation")
+                    validate(run, data)
             if decision.save or is_last:
                 save_if_finite(run, log, nan_check, last=is_last)
             elif decision.save_locally:
@@ -556,8 +559,14 @@ def evaluate_split(run: Run, split: Split, name: str) -> None:
         run.state.consumed_valid_samples += config.training.eval_iters * run.eval_batch_size
 
 
+def validate(run: Run, data: Data) -> None:
+    """Evaluate the validation split, and what the flags request in addition."""
+    evaluate_split(run, data.valid, "validation")
+    run.evaluate_further()
+
+
 def evaluate_at_the_end(run: Run, data: Data) -> None:
     """Evaluate the test split, and the validation split unless training has just done that."""
     if run.validated is None or run.validated[0] != run.state.iteration:
-        evaluate_split(run, data.valid, "validation")
+        validate(run, data)
     evaluate_split(run, data.test, "test")

@@ -71,6 +71,10 @@ class TrainingConfig(FlagSection):
     """Number of global batches per evaluation. 0 or a negative number disables evaluation."""
     eval_interval: int | None = flag(1000, positive=True)
     """Number of iterations between evaluations on the validation set."""
+    valid_domain: list[str] | None = flag(None)
+    """NAME=PATH of further validation sets. At every evaluation, the loss of each one over its
+    first --eval-iters global batches is reported as "validation NAME".
+    """
     eval_ema: bool = flag(
         False,
         requires={"ema_decay": True},

@@ -30,6 +30,7 @@ from megatron.core.datasets.index_cache import compute_digest
 from megatron.core.datasets.ordered_workers import OrderedWorkers
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.transformer.placement import WHOLE_SEQUENCES, ContextParallel
+from megatron.core.wings import resolve
 from megatron.training.config.options import DataLoaderConfig
 from megatron.training.data.tokenizer import Tokenizer
 from megatron.training.run import Batch, Datasets, DatasetsProvider, Run
@@ -38,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_CYCLIC_STREAM = "megatron.training.data.cyclic_stream:CyclicStream"
 _EXCHANGE_SECONDS = 5.0  # between two messages of ranks that wait for datasets
 _DIGESTED_BLOCKS = 256  # of token files: at 5 ms each, 1.3 s at the start of a launch
 _PATH_FLAGS = ("data_path", "train_data_path", "data_args_path", "per_split_data_args_path")
@@ -90,7 +92,7 @@ def build_data(run: Run, tokenizer: Tokenizer, provider: DatasetsProvider) -> Da
     for fingerprint, dataset, start in zip(fingerprints, datasets, consumed, strict=True):
         # Ranks without data also need to know which splits exist: all ranks evaluate together.
         exists = fingerprint is not None
-        splits.append(Split(exists, _make_iterator(run, dataset, start)))
+        splits.append(Split(exists, make_iterator(run, dataset, start)))
     return Data(*splits)
 
 
@@ -240,7 +242,8 @@ def compute_order_fingerprint(dataset: Dataset, config: DataLoaderConfig) -> str
     return compute_digest(description)
 
 
-def _make_iterator(run: Run, dataset: Dataset | None, consumed: int) -> DataIterator | None:
+def make_iterator(run: Run, dataset: Dataset | None, consumed: int) -> DataIterator | None:
+    """Return the micro-batches of this replica after `consumed` samples, None without a dataset."""
     if dataset is None:
         return None
     return DataIterator(
@@ -261,31 +264,6 @@ Stream = Callable[[int, int], list[int]]
 
 def _read_in_order(start: int, stop: int) -> list[int]:
     return list(range(start, stop))
-
-
-class CyclicStream:
-    """Endless stream: position p is entry p mod N of a permutation for the seed and epoch p
-    div N.
-    """
-
-    def __init__(self, num_samples: int, seed: int) -> None:
-        self.num_samples = num_samples
-        self.seed = seed
-        # One permutation in memory: batches are read in order.
-        self._permutation = functools.lru_cache(maxsize=1)(self._shuffle)
-
-    def __call__(self, start: int, stop: int) -> list[int]:
-        samples: list[int] = []
-        # A range can span several epochs.
-        while start < stop:
-            epoch, first = divmod(start, self.num_samples)
-            count = min(stop - start, self.num_samples - first)
-            samples += self._permutation(epoch)[first : first + count].tolist()
-            start += count
-        return samples
-
-    def _shuffle(self, epoch: int) -> np.ndarray:
-        return np.random.RandomState([self.seed, epoch]).permutation(self.num_samples)
 
 
 def iterate_microbatches(
@@ -408,7 +386,7 @@ class DataIterator:
         stream: Stream = _read_in_order
         end: int | None = len(dataset)
         if config.dataloader_type == "cyclic":
-            stream = CyclicStream(len(dataset), config.seed)
+            stream = resolve(_CYCLIC_STREAM)(len(dataset), config.seed)
             end = None
         # Lazy: workers read ahead as far as OrderedWorkers lets them.
         indices = iterate_microbatches(stream, end, *self._position)

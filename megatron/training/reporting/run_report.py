@@ -64,6 +64,7 @@ PEAK_TFLOPS = {
     "L40S": 362,
 }
 VALIDATION_LOSS = "lm loss validation"
+EVALUATIONS = (f"{VALIDATION_LOSS} ", "eval ")  # prefixes of the metrics of domains and tasks
 # Metrics of a save. Times are in seconds since it began, except for the time that training lost.
 SAVE_TIMES = (
     "save-staging-time",
@@ -151,10 +152,14 @@ def describe_launch(launch: RecordedLaunch, kept: int, max_points: int = MAX_POI
         end = {"reason": "no end recorded: killed, or still running", "failed": True}
     # Validation losses: (iteration, loss)
     validation = []
+    evaluations: dict[str, list[tuple[int, float]]] = {}  # of domains and tasks, by metric
     for row in launch.points:
         loss = row["values"].get(VALIDATION_LOSS)
         if loss is not None:
             validation.append((row["iteration"], loss))
+        for name, value in row["values"].items():
+            if name.startswith(EVALUATIONS) and not name.endswith(" ppl"):
+                evaluations.setdefault(name, []).append((row["iteration"], value))
 
     # Saves: (iteration, seconds by phase)
     saves = []
@@ -175,6 +180,7 @@ def describe_launch(launch: RecordedLaunch, kept: int, max_points: int = MAX_POI
         "speed": measure_speed(launch),
         "curves": {name: make_curve(launch, name, max_points) for name in CURVES},
         "validation": validation,
+        "evaluations": evaluations,
         "saves": saves,
     }
 

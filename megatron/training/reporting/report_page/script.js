@@ -526,8 +526,24 @@ function showCharts(run) {
   const { grid, add } = addCommonCharts(seriesOf, who);
   if (hasChanges(run, "loss_scale")) add("Loss scale", "factor, log scale", "loss_scale", { log: true });
   add("Load of the fullest expert", "tokens / mean over experts", "max_load_over_mean");
+  addEvaluationChart(grid, run.launches, "Validation loss by domain", "loss", "lm loss validation ");
   addMemoryChart(grid, seriesOf, run.summary.memory);
   addSavesChart(grid, run.launches);
+}
+
+/* One line for each metric whose name begins with `prefix`, over all launches. */
+function addEvaluationChart(parent, launches, title, unit, prefix) {
+  const names = [...new Set(launches.flatMap(launch => Object.keys(launch.evaluations)))].filter(name => name.startsWith(prefix));
+  if (!names.length) return;
+  const series = names.map((name, index) => ({
+    label: name.slice(prefix.length),
+    color: launchColor(index),
+    first: 0,
+    kept: Infinity,
+    joins: false,
+    points: launches.flatMap(launch => (launch.evaluations[name] || []).filter(point => point[0] <= launch.kept)),
+  }));
+  addLineChart(parent, { title, unit, series, legend: series.map(one => legendEntry(one.label, `background:${one.color}`)) });
 }
 
 /* Peak memory of the fullest and of the emptiest rank; older records have rank 0 alone. */

@@ -17,8 +17,8 @@ from megatron.core.datasets import GPTDatasetConfig, build_datasets
 from megatron.training.config.arguments import FlagParser
 from megatron.training.config.batch_schedule import BatchSchedule
 from megatron.training.config.options import DataLoaderConfig
+from megatron.training.data.cyclic_stream import CyclicStream
 from megatron.training.data.loaders import (
-    CyclicStream,
     DataIterator,
     compute_order_fingerprint,
 )

@@ -1,0 +1,1 @@
+"""Evaluation in the loop, besides the loss of the validation split."""
