@@ -109,7 +109,9 @@ def forward_step(chunk: MegatronModule, batch: Batch, activation: Tensor | None)
     )
     if isinstance(output, TokenLosses):
         loss = loss_func(output.next_token, batch["loss_mask"])
-        return loss._replace(mtp_totals=output.mtp_totals, mtp_num_tokens=output.mtp_num_tokens)
+        return loss._replace(
+            metric_totals=output.mtp_totals, metric_num_tokens=output.mtp_num_tokens
+        )
     return output if output.dim() == 3 else loss_func(output, batch["loss_mask"])
 
 

@@ -52,18 +52,19 @@ class Loss(NamedTuple):
     """Sum of the losses of all tokens that count; differentiable, fp32 scalar."""
     num_tokens: Tensor
     """Number of these tokens; scalar."""
-    mtp_totals: Tensor | None = None
-    """The same for each depth of multi-token prediction, `[depths]`; None without it."""
-    mtp_num_tokens: Tensor | None = None
+    metric_totals: Tensor | None = None
+    """The same for each of `Run.metric_names`, e.g. the depths of multi-token prediction,
+    `[metrics]`; None without them."""
+    metric_num_tokens: Tensor | None = None
 
     def stack(self) -> tuple[Tensor, Tensor]:
-        """Return all sums and numbers of tokens, `[1 + depths]` each."""
+        """Return all sums and numbers of tokens, `[1 + metrics]` each."""
         totals = self.total.unsqueeze(0)
         num_tokens = self.num_tokens.unsqueeze(0)
-        if self.mtp_totals is None or self.mtp_num_tokens is None:
+        if self.metric_totals is None or self.metric_num_tokens is None:
             return totals, num_tokens
-        totals = torch.cat((totals, self.mtp_totals))
-        return totals, torch.cat((num_tokens, self.mtp_num_tokens))
+        totals = torch.cat((totals, self.metric_totals))
+        return totals, torch.cat((num_tokens, self.metric_num_tokens))
 
 
 Batch = dict[str, Tensor]
@@ -141,6 +142,7 @@ class Run:
     # Called by every training step; see `forward_backward`.
     compute_gradients: ComputeGradients = field(default_factory=lambda: forward_backward)
     base_model: BaseModel | None = None  # that the adapters of --lora-rank belong to
+    metric_names: tuple[str, ...] = ()  # what `Loss` has in addition to the loss
     loaded: str | None = None  # the checkpoint that it continues from
     loading_seconds: float = 0.0
     exit_reason: str | None = None  # why it ended early
@@ -154,6 +156,8 @@ class Run:
     # Differences between the flags of the data and those of the loaded checkpoint.
     changed_data_flags: list[str] = field(default_factory=list)
     end_of_document: int | None = None  # token that ends documents in the data
+    # With --dpo: of each row of a data set, by the digest of its rows
+    reference_margins: dict[str, Tensor] = field(default_factory=dict)
     state: TrainState = field(default_factory=TrainState)
     known_state: KnownState | None = None  # of the last save
     # Destinations of metrics in addition to the log; empty except on rank 0.
@@ -228,6 +232,7 @@ def build_run(
     weights_seed = config.training.seed if random_weights else None
     chunks = build_chunks(config, ps, rng, model_provider, weights_seed)
     optimizer = MegatronOptimizer(chunks, config.optimizer, ps)
+    depths = range(1, config.model.num_mtp_layers + 1)
     saves = SaveLog()
     return Run(
         config=config,
@@ -243,6 +248,7 @@ def build_run(
         ),
         batches=config.batch_schedule(ps.dp.size),
         forward_step=forward_step,
+        metric_names=tuple(f"mtp_{depth} loss" for depth in depths),
         rng=rng,
         # Rank 0 writes the tokenizer into checkpoints.
         saver=make_saver(
@@ -312,11 +318,11 @@ def forward_backward(
     Returns fp32 [numerator, denominator] of this rank's losses, zeros except on the last stage: the
     sum over micro-batches of their mean loss and the number of micro-batches, or with
     --calculate-per-token-loss the sum over tokens and their number. The first row is the loss of
-    the next token, followed by a row per depth of multi-token prediction, [1 + depths, 2]. The
+    the next token, followed by a row for each of `metric_names`, [1 + metrics, 2]. The
     context-parallel ranks of a micro-batch have shares of its mean, which is over all of its
     tokens. The host does not wait for the device.
     """
-    num_losses = 1 + run.config.model.num_mtp_layers
+    num_losses = 1 + len(run.metric_names)
     totals = torch.zeros(num_losses, 2, dtype=torch.float32, device=run.device)
     users = [chunk for chunk in range(len(run.chunks)) if run.needs_batch(chunk)]
     feed = MicrobatchFeed(batches, users)
@@ -396,7 +402,7 @@ def _make_forward_step(
         if not isinstance(output, Loss):
             return output
         sums, num_tokens = output.stack()
-        # [1 + depths]; the report divides sums over all ranks by their numbers
+        # [1 + metrics]; the report divides sums over all ranks by their numbers
         # The scale keeps small fp16 gradients from underflow; the optimizer divides by it.
         if per_token:
             totals.add_(torch.stack((sums, num_tokens.float()), dim=1).detach())
@@ -427,7 +433,7 @@ def _sum_over_context(num_tokens: Tensor, ps: ParallelState) -> Tensor:
 def compute_objective(losses: Tensor, config: TransformerConfig) -> Tensor:
     """Return the loss of the next token plus the scaled mean of those of further tokens.
 
-    `losses` are `[1 + depths]`, as in `Loss.stack`.
+    `losses` are `[1 + metrics]`, as in `Loss.stack`.
     """
     if config.num_mtp_layers == 0:
         return losses[0]
@@ -443,7 +449,7 @@ def evaluate(run: Run, batches: Iterator[Batch] | None) -> float:
     for chunk in run.chunks:
         chunk.eval()
     num_microbatches = run.eval_batch_size // run.batches.samples_per_microbatch
-    totals = torch.zeros(1 + run.config.model.num_mtp_layers, 2, device=run.device)
+    totals = torch.zeros(1 + len(run.metric_names), 2, device=run.device)
     weights: AbstractContextManager[None] = nullcontext()
     if run.config.training.eval_ema:
         run.saver.before_update()  # a save in progress still copies the weights

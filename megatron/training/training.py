@@ -241,7 +241,14 @@ def train(run: Run, data: Data) -> None:
     """Train until the run is complete or must end early; log, evaluate and save on the way."""
     config = run.config
     training = run.config.training
-    log = TrainingLog(run.ps, run.device, run.flops_per_token, config.data.seq_length, config.model)
+    log = TrainingLog(
+        run.ps,
+        run.device,
+        run.flops_per_token,
+        config.data.seq_length,
+        config.model,
+        run.metric_names,
+    )
     nan_check = NanCheck(
         run.ps, training.check_for_nan_in_loss_and_grad, run.optimizer.grad_scaler.dynamic
     )

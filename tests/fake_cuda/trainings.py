@@ -53,7 +53,7 @@ def train_and_hash(
     evaluations = {key: value for key, value in points.items() if key[0].startswith("lm loss")}
     return {
         "losses": outcome.measured.losses,
-        "mtp_losses": outcome.measured.mtp_losses,
+        "mtp_losses": outcome.measured.metrics,
         "evaluations": evaluations,
         "grad_norms": repr(outcome.measured.grad_norms),
         "skipped": outcome.measured.skipped,

@@ -1,4 +1,4 @@
-"""Fine-tuning has the losses of TRL at every layout, and resumes with the same data and losses."""
+"""Fine-tuning and DPO have the losses of TRL at every layout, and resume with the same data and losses."""
 
 import json
 import os
@@ -37,17 +37,54 @@ def assert_losses_of_trl(losses, case):
     assert losses == pytest.approx(golden, abs=1e-5, rel=0)
 
 
+def get_validation(measured):
+    return {key: loss for key, loss in measured.points.items() if "validation" in key[0]}
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_losses_are_those_of_trl(pool, work, case):
     outcomes = pool.run(train, 1, make_run(work, case), "")
     assert_losses_of_trl(get_losses(outcomes), case)
 
 
+@pytest.mark.parametrize("case", ["packed_conversations", "preferences"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_losses_are_those_of_trl_at_every_layout(pool, work, layout):
-    flags = f"{make_run(work, 'packed_conversations')} {LAYOUTS[layout]}"
+def test_losses_are_those_of_trl_at_every_layout(pool, work, layout, case):
+    flags = f"{make_run(work, case)} {LAYOUTS[layout]}"
     outcomes = pool.run(train, 2, flags, "")
-    assert_losses_of_trl(get_losses(outcomes), "packed_conversations")
+    assert_losses_of_trl(get_losses(outcomes), case)
+
+
+def test_preferences_are_means_over_pairs(pool, work):
+    """Without --calculate-per-token-loss, and with other micro-batches."""
+    flags = make_run(work, "preferences").replace("--calculate-per-token-loss", "")
+    flags = flags.replace("--micro-batch-size 1", "--micro-batch-size 2")
+    outcomes = pool.run(train, 2, f"{flags} {LAYOUTS['cp2']}", "")
+    assert_losses_of_trl(get_losses(outcomes), "preferences")
+
+
+def test_preferences_continue_with_the_reference_of_the_run(pool, work, tmp_path):
+    """Bitwise at the same layout. The log has the rewards."""
+    flags = f"{make_run(work, 'preferences')} --split 6,2,0 --eval-iters 1 --eval-interval 2 "
+    expected = pool.run(train, 1, flags, "")[0].measured
+    flags += f"--save {tmp_path / 'run'} --save-interval 3 "
+    first = pool.run(train, 1, f"{flags} --exit-interval 3", "")[0].measured
+    shutil.copytree(tmp_path / "run", tmp_path / "other")
+    second = pool.run(train, 1, flags, "")[0].measured
+    assert first.losses + second.losses == expected.losses
+    assert first.metrics + second.metrics == expected.metrics
+    assert get_validation(first) | get_validation(second) == get_validation(expected)
+    accuracies, margins = zip(*expected.metrics, strict=True)
+    assert accuracies[0] == margins[0] == 0.0 and margins[-1] > 0 and set(accuracies) <= {0, 0.5, 1}
+    other = pool.run(train, 2, flags.replace("/run", "/other"), "")
+    assert get_losses(other) == pytest.approx(expected.losses[3:], abs=1e-5)
+
+    # Other data has no reference in this checkpoint, unless its weights become one.
+    changed = flags.replace("--split 6,2,0", "--split 5,3,0").replace(
+        "--train-iters 6", "--train-iters 8"
+    )
+    with pytest.raises(ValueError, match="no log-probabilities of the reference for the train"):
+        pool.run(train, 1, changed, "")
 
 
 def test_the_command_of_a_run_continues_it_with_the_same_samples(pool, work, tmp_path):
@@ -65,9 +102,8 @@ def test_the_command_of_a_run_continues_it_with_the_same_samples(pool, work, tmp
     second = pool.run(train, 1, flags, "")[0]
     assert first.losses + second.measured.losses == expected.losses
     assert second.consumed_train_samples == 16
-    validation = {key: loss for key, loss in expected.points.items() if "validation" in key[0]}
-    assert len(validation) >= 4
-    assert validation.items() <= (first.points | second.measured.points).items()
+    assert len(get_validation(expected)) >= 4
+    assert get_validation(first) | get_validation(second.measured) == get_validation(expected)
     other = pool.run(train, 2, flags.replace("/run", "/other"), "")
     assert get_losses(other) == pytest.approx(expected.losses[3:], abs=1e-5)
 
@@ -85,7 +121,7 @@ def test_epochs_are_the_length_of_a_run(pool, work, tmp_path):
     assert losses == pytest.approx(expected.losses, abs=1e-5)
 
 
-def run_example(pool, work, script):
+def run_example(pool, work, script, data="conversations"):
     """Run the flags of an example with a small model and few iterations."""
     model = work / "base"
     shutil.copytree(MODEL, model)
@@ -93,11 +129,11 @@ def run_example(pool, work, script):
     defaults = {"eos_token_id": [257, 258], "temperature": 0.6}
     (model / "generation_config.json").write_text(json.dumps(defaults))
     result = subprocess.run(
-        ["bash", f"examples/finetune/{script}"],
+        ["bash", f"examples/finetune/{script}.sh"],
         cwd=ROOT,
         env=os.environ
         | {"LAUNCH": "printf %s\\n", "MODEL": str(model), "RUN_DIR": str(work)}
-        | {"DATA": str(GOLDEN / "conversations.jsonl")},
+        | {"DATA": str(GOLDEN / f"{data}.jsonl")},
         capture_output=True,
         text=True,
         check=True,
@@ -113,16 +149,17 @@ def run_example(pool, work, script):
     return defaults
 
 
-def test_the_example_trains_and_exports(pool, tmp_path):
+@pytest.mark.parametrize("script, data", [("sft", "conversations"), ("dpo", "preferences")])
+def test_the_example_trains_and_exports(pool, tmp_path, script, data):
     """The export contains the chat template and the defaults of generation."""
-    defaults = run_example(pool, tmp_path, "sft.sh")
+    defaults = run_example(pool, tmp_path, script, data)
     template = (tmp_path / "model/chat_template.jinja").read_text()
     assert template == (GOLDEN / "markers.jinja").read_text()
     assert json.loads((tmp_path / "model/generation_config.json").read_text()) == defaults
 
 
 def test_the_example_of_adapters_writes_files_of_peft(pool, tmp_path):
-    run_example(pool, tmp_path, "lora.sh")
+    run_example(pool, tmp_path, "lora")
     fields = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
     assert fields["base_model_name_or_path"] == str(tmp_path / "base")
     assert (fields["r"], fields["lora_alpha"]) == (16, 32)

@@ -143,7 +143,7 @@ def values_of(curves: Sequence[Curve]) -> list[float]:
     """Return losses, norms of gradients, losses of experts and further tokens, and evaluations."""
     measured = curves[0].measured
     values = [*measured.losses, *measured.grad_norms]
-    values += [loss for losses in measured.mtp_losses for loss in losses]
+    values += [loss for losses in measured.metrics for loss in losses]
     for metrics in measured.experts:
         for name in sorted(metrics):
             values += metrics[name]

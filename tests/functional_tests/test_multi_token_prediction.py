@@ -41,14 +41,14 @@ def train_reference(pool, kind, more=""):
 def collect(measured):
     """Return all losses and gradient norms of a run."""
     values = [*measured.losses, *measured.grad_norms]
-    for losses in measured.mtp_losses:
+    for losses in measured.metrics:
         values += losses
     return values
 
 
 def assert_close(measured, expected):
     got = collect(measured)
-    assert len(measured.mtp_losses[0]) == 2
+    assert len(measured.metrics[0]) == 2
     assert got == pytest.approx(collect(expected), rel=1e-5)
 
 
@@ -77,4 +77,4 @@ def test_checkpoint_resumes_at_another_layout(pool, tmp_path, kind):
         assert_same(whole(loaded), whole(saved))
     resumed = train_kind(pool, kind, "pp2_interleaved", f"--load {tmp_path}")[0].measured
     assert resumed.losses == pytest.approx(expected.losses[3:], rel=1e-5)
-    assert resumed.mtp_losses[-1] == pytest.approx(expected.mtp_losses[-1], rel=1e-5)
+    assert resumed.metrics[-1] == pytest.approx(expected.metrics[-1], rel=1e-5)

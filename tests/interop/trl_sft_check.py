@@ -1,4 +1,4 @@
-"""Compare trl's SFTTrainer with the golden losses that `make test` compares with ours.
+"""Compare trl's SFTTrainer and DPOTrainer with the golden losses that `make test` compares with ours.
 
     python -m tests.interop.trl_sft_check PYTHON WORK [--write]
 
@@ -23,20 +23,22 @@ from tests.support.sft_runs import CASES, GLOBAL_BATCH, GOLDEN, STEPS
 
 
 def list_batches(flags: str) -> list[list[int]]:
-    """Return the examples of each global batch of a run of ours."""
+    """Return the records of each global batch of a run of ours."""
     argv = shlex.split(flags)
     config = parse_args(argv, 1, read_checkpoint_args(argv, 1))
     tokenizer = build_tokenizer(config.tokenizer)
     dataset, _, _ = build_sft_datasets(config, (STEPS * GLOBAL_BATCH, 0, 0), tokenizer)
     assert isinstance(dataset, SFTDataset)
+    per_record = dataset.corpus.examples_per_record
     batches = []
     for step in range(STEPS):
-        examples = []
+        records = []
         for sample in range(step * GLOBAL_BATCH, (step + 1) * GLOBAL_BATCH):
             epoch, position = divmod(sample, dataset.num_rows)
             row = shuffle_rows(config.data.seed, epoch, dataset.num_rows)[position]
-            examples += dataset.get_examples(int(row))
-        batches.append(examples)
+            examples = dataset.get_examples(int(row))
+            records += [example // per_record for example in examples[::per_record]]
+        batches.append(records)
     return batches
 
 
@@ -50,7 +52,8 @@ def main() -> None:
         cases[name] = {
             "data": str(GOLDEN / data),
             "batches": batches,
-            "max_length": sft_runs.SEQ_LENGTH + 1,
+            # A row contains one sequence, or two.
+            "max_length": sft_runs.SEQ_LENGTH // (2 if "--dpo" in packing else 1) + 1,
         }
     (work / "cases.json").write_text(json.dumps(cases))
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}

@@ -1,4 +1,5 @@
-"""Train the model in WORK/model with trl's SFTTrainer on given batches, in its own environment.
+"""Train the model in WORK/model with trl's SFTTrainer, or DPOTrainer for preferences, on given
+batches, in its own environment.
 
 WORK/cases.json contains, for each case, the file of its examples and the indices of the examples
 of each batch. Writes the tokens, labels and losses to WORK/trl.json.
@@ -13,11 +14,11 @@ import torch
 from datasets import Dataset
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
-from trl import SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 
-class BatchTrainer(SFTTrainer):
-    """SFTTrainer that reads given batches, and keeps the exact losses."""
+class BatchTrainer:
+    """Part of a trainer that reads given batches, and keeps the exact losses."""
 
     batches: list[list[int]]
     losses: list[float]
@@ -35,20 +36,32 @@ class BatchTrainer(SFTTrainer):
         return result
 
 
+class SFTBatchTrainer(BatchTrainer, SFTTrainer):
+    columns = ("input_ids", "labels")
+
+
+class DPOBatchTrainer(BatchTrainer, DPOTrainer):
+    columns = ("prompt_ids", "chosen_ids", "rejected_ids", "ref_chosen_logps", "ref_rejected_logps")
+
+
 def train(work: Path, data: str, batches: list[list[int]], max_length: int) -> dict[str, Any]:
     tokenizer = AutoTokenizer.from_pretrained(work / "tokenizer")
     examples = [json.loads(line) for line in Path(data).read_text().splitlines()]
     # Text and messages cannot share a column.
     groups: dict[str, list[int]] = {}
     for index, example in enumerate(examples):
-        is_text = isinstance(example.get("prompt"), str)
-        groups.setdefault("text" if is_text else "messages", []).append(index)
-    options = SFTConfig(
+        form = f"{type(example.get('prompt'))} {sorted(example)}"
+        groups.setdefault(form, []).append(index)
+    is_preference = "chosen" in examples[0]
+    objective: dict[str, Any] = {"assistant_only_loss": "messages" in examples[0]}
+    if is_preference:
+        objective = {"precompute_ref_log_probs": True, "beta": 0.1}
+    options = (DPOConfig if is_preference else SFTConfig)(
+        **objective,
         output_dir=str(work / "output"),
         max_steps=len(batches),
         per_device_train_batch_size=1,
         max_length=max_length,
-        assistant_only_loss="messages" in examples[0],
         learning_rate=5e-3,
         lr_scheduler_type="constant",
         weight_decay=0.1,
@@ -62,17 +75,18 @@ def train(work: Path, data: str, batches: list[list[int]], max_length: int) -> d
         save_strategy="no",
         model_init_kwargs={"dtype": "float32"},
     )
-    tokenized: dict[int, dict[str, list[int]]] = {}
+    trainer_class = DPOBatchTrainer if is_preference else SFTBatchTrainer
+    tokenized: dict[int, dict[str, Any]] = {}
     for indices in groups.values():
         rows = [examples[index] for index in indices]
-        trainer = BatchTrainer(
+        trainer = trainer_class(
             model=str(work / "model"),
             args=options,
             train_dataset=Dataset.from_list(rows),
             processing_class=tokenizer,
         )
         for index, row in zip(indices, trainer.train_dataset, strict=True):
-            tokenized[index] = {name: row[name] for name in ("input_ids", "labels")}
+            tokenized[index] = {name: row[name] for name in trainer.columns}
     trainer.train_dataset = Dataset.from_list([tokenized[index] for index in sorted(tokenized)])
     trainer.batches = batches
     trainer.losses = []

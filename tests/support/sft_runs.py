@@ -13,10 +13,12 @@ STEPS = 6
 GLOBAL_BATCH = 2
 SEQ_LENGTH = 96
 PACKED = "--reset-attention-mask --reset-position-ids"
+PREFERENCES = f"{PACKED} --dpo"
 CASES = {  # name -> (data, packing)
     "conversations": ("conversations.jsonl", ""),
     "packed_conversations": ("conversations.jsonl", PACKED),
     "packed_pairs": ("pairs.jsonl", PACKED),
+    "preferences": ("preferences.jsonl", PREFERENCES),
 }
 # The optimizer of `trl_sft_train.py`
 TRAINING = (

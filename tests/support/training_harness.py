@@ -66,14 +66,14 @@ class Measurements:
     skipped: list[bool] = field(default_factory=list)
     learning_rates: list[float] = field(default_factory=list)
     params_norms: list[float | None] = field(default_factory=list)
-    mtp_losses: list[list[float]] = field(default_factory=list)
+    metrics: list[list[float]] = field(default_factory=list)
     experts: list[dict[str, list[float]]] = field(default_factory=list)
     points: dict[tuple[str, int], float] = field(default_factory=dict)
 
     def interval(self, interval: Interval) -> None:
         self.losses += [it.lm_loss for it in interval.iterations]
         self.grad_norms += [it.grad_norm for it in interval.iterations]
-        self.mtp_losses += [it.mtp_losses for it in interval.iterations]
+        self.metrics += [list(it.metrics.values()) for it in interval.iterations]
         self.experts += [it.experts for it in interval.iterations]
         self.skipped += [it.skipped for it in interval.iterations]
         self.params_norms += [it.params_norm for it in interval.iterations]

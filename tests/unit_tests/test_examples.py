@@ -231,5 +231,9 @@ def test_every_script_is_tested():
         for path in (ROOT / "examples").rglob("*")
         if path.suffix in (".sh", ".sbatch") and "pretrain_gpt.py" in path.read_text()
     }
-    tested_elsewhere = {"examples/finetune/sft.sh", "examples/models/run.sh"}
+    tested_elsewhere = {
+        "examples/finetune/sft.sh",
+        "examples/finetune/dpo.sh",
+        "examples/models/run.sh",
+    }
     assert launching == {*SCRIPTS, "examples/demo/run.sh", *tested_elsewhere}

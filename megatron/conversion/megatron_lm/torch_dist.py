@@ -106,6 +106,7 @@ _NUMBERED = re.compile(r"decoder\.layers\.\d+\.")
 # Objects without content to convert, or that are read elsewhere.
 IGNORED_OBJECTS = (
     "rng_state/",
+    "reference_margins/",
     "optimizer.distributed.",
     "chained_",
     "common_state/",

@@ -225,6 +225,18 @@ class GPTDatasetConfig(FlagSection):
     """Text that does not count for the loss, as pairs of strings that it begins and ends with, e.g.
     "<think>" "</think>" "<tool_call>" "</tool_call>". Both strings are excluded, too.
     """
+    dpo: bool = flag(
+        False,
+        requires={"sft": True, "reset_attention_mask": True, "reset_position_ids": True},
+        excludes={"sft_train_on": "all", "mtp_num_layers": True},
+    )
+    """Direct preference optimization (Rafailov et al. 2023): the records of --sft have chosen and
+    rejected completions. A sample is a pair, and the reference the loaded model.
+    """
+    dpo_beta: float = flag(0.1, positive=True, requires={"dpo": True})
+    """Factor of the log-probability ratios in the loss of --dpo: larger values keep the model
+    closer to the reference.
+    """
 
     # These fields are not flags; callers may change them.
     # Read seq_length + 1 tokens per sample, so that each position has a label; otherwise the last

@@ -44,6 +44,8 @@ _SEPARATE_ADAPTERS = "megatron.training.adapters.base_model:separate_adapters"
 
 CommonState = Callable[[], dict[str, Any]]
 
+REFERENCE_MARGINS = "reference_margins/shard_0_1"  # of --dpo
+
 
 def get_state_to_save(run: Run, common: CommonState = dict) -> ShardedStateDict:
     """Return the tensors and objects that this rank contributes to a checkpoint.
@@ -63,6 +65,9 @@ def get_state_to_save(run: Run, common: CommonState = dict) -> ShardedStateDict:
         state |= resolve(_GET_FP8_STATE)(run.chunks, run.ps.ep, known_state.model)
     if not run.config.checkpoint.no_save_rng:
         state |= _get_generators(run)
+    if run.config.data.dpo:
+        margins = ShardedObject(REFERENCE_MARGINS, run.reference_margins, is_constant=True)
+        state[REFERENCE_MARGINS] = margins
     state[COMMON_STATE] = ShardedObject(COMMON_STATE, common, is_constant=True, is_deferred=True)
     return state
 

@@ -23,6 +23,7 @@ from megatron.core.transformer.transformer_config import (
 )
 from megatron.core.wings import resolve
 from megatron.training.checkpoint.contents import (
+    REFERENCE_MARGINS,
     find_rng_key,
     get_model_state,
     set_rng_state,
@@ -61,6 +62,7 @@ _DATA_FLAGS = (
     "sft_train_on",
     "sft_too_long",
     "sft_exclude",
+    "dpo",
 )
 _MAX_VALUE = 300  # characters of a value in a warning: a blend may have thousands of members
 # Flags that change the training of a run, besides its model, data and schedule. Learning rate,
@@ -83,6 +85,7 @@ _TRAINING_FLAGS = (
     "ema_decay",
     "apply_wd_to_qk_layernorm",
     "mtp_loss_scaling_factor",
+    "dpo_beta",
 )
 _EXPERT_FLAGS = (
     "moe_aux_loss_coeff",
@@ -163,6 +166,7 @@ def load_checkpoint(run: Run, checkpoint: ChosenCheckpoint[Source]) -> None:
             stored_state = report.objects.get(selection.generators)
         _restore_generators(run, unpack_own_state(stored_state, run.ps))
         _restore_fp8(run, model, report.objects, had_fp8=bool(source.args.get("fp8")))
+        run.reference_margins = report.objects.get(REFERENCE_MARGINS, {})
 
     run.loaded = source.description
     run.loading_seconds = time.perf_counter() - began
@@ -225,10 +229,14 @@ def _request_state(
     generators = selection.generators
     if generators is not None:
         requested_state[generators] = ShardedObject(generators, None)
-    has_fp8 = run.config.model.fp8 is not None
-    if has_fp8 and selection.training is not None and isinstance(source, RunCheckpoint):
+    if selection.training is not None and isinstance(source, RunCheckpoint):
         stored_objects = source.reader.metadata.objects
-        requested_state |= resolve(_FP8_STATE_TO_LOAD)(run.chunks, run.ps.ep, model, stored_objects)
+        if run.config.model.fp8 is not None:
+            requested_state |= resolve(_FP8_STATE_TO_LOAD)(
+                run.chunks, run.ps.ep, model, stored_objects
+            )
+        if REFERENCE_MARGINS in stored_objects:
+            requested_state[REFERENCE_MARGINS] = ShardedObject(REFERENCE_MARGINS, None)
     return requested_state
 
 
@@ -376,8 +384,8 @@ def is_skipped(key: str, with_optimizer: bool, stored_keys: Collection[str]) -> 
     """Return whether a load skips a key of the checkpoint that no rank has requested.
 
     It skips weights that have a main parameter in `stored_keys`, the state of an optimizer that is
-    not loaded, an average likewise, generators of other ranks and layouts, and the extra states of
-    Megatron-core.
+    not loaded, an average likewise, generators of other ranks and layouts, the reference of --dpo,
+    and the extra states of Megatron-core.
     """
     if key.startswith("optimizer."):
         return not with_optimizer
@@ -385,7 +393,7 @@ def is_skipped(key: str, with_optimizer: bool, stored_keys: Collection[str]) -> 
         return True
     if with_optimizer and f"optimizer.state.param.{key}" in stored_keys:
         return True
-    return key.startswith("rng_state/") or is_extra_state(key)
+    return key.startswith("rng_state/") or key == REFERENCE_MARGINS or is_extra_state(key)
 
 
 def _restore_position(run: Run, training: TrainingState, with_optimizer: bool) -> None:

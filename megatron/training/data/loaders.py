@@ -41,6 +41,7 @@ T = TypeVar("T")
 
 _CYCLIC_STREAM = "megatron.training.data.cyclic_stream:CyclicStream"
 _EXCHANGE_SECONDS = 5.0  # between two messages of ranks that wait for datasets
+_PREPARE_PREFERENCES = "megatron.training.sft.preferences:prepare_preferences"
 _DIGESTED_BLOCKS = 256  # of token files: at 5 ms each, 1.3 s at the start of a launch
 _PATH_FLAGS = ("data_path", "train_data_path", "data_args_path", "per_split_data_args_path")
 
@@ -85,6 +86,8 @@ def build_data(run: Run, tokenizer: Tokenizer, provider: DatasetsProvider) -> Da
     datasets = build_on_one_rank_per_node_first(build, needs_data) or (None, None, None)
     fingerprints, token_digest = _share_fingerprints(datasets, needs_data)
     _compare_with_checkpoint(run, datasets[0], token_digest)
+    if run.config.data.dpo:
+        resolve(_PREPARE_PREFERENCES)(run, datasets)
 
     # Training and validation continue where the run stopped; each test starts at the beginning.
     consumed = (run.state.consumed_train_samples, run.state.consumed_valid_samples, 0)

@@ -61,8 +61,7 @@ def make_iteration_scalars(iteration: Iteration) -> dict[str, float]:
         "num-zeros": iteration.num_zeros_in_grad,
         "params-norm": iteration.params_norm,
     }
-    for depth, loss in enumerate(iteration.mtp_losses, start=1):
-        values[f"mtp_{depth} loss"] = loss
+    values |= iteration.metrics
 
     # Metrics of experts: the mean over layers, and each layer
     for name, layer_values in iteration.experts.items():

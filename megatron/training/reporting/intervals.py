@@ -36,8 +36,8 @@ class Iteration:
     skipped: bool = False  # no update, because the gradient was not finite
     num_zeros_in_grad: float | None = None
     params_norm: float | None = None
-    # Losses of each depth of multi-token prediction.
-    mtp_losses: list[float] = field(default_factory=list)
+    # E.g., losses of each depth of multi-token prediction
+    metrics: dict[str, float] = field(default_factory=dict)
     # Auxiliary losses and loads of each layer with experts.
     experts: dict[str, list[float]] = field(default_factory=dict)
 
@@ -46,7 +46,7 @@ class OnDevice(NamedTuple):
     """Metrics of an iteration that are still on the device."""
 
     # fp32 [numerator, denominator] of this rank's micro-batches on the last stage, zeros elsewhere:
-    # of the next token and each depth of multi-token prediction, [1 + depths, 2].
+    # of the next token and of each metric, [1 + metrics, 2].
     losses: torch.Tensor
     step: StepResult
     params_norm: torch.Tensor | None = None
@@ -97,11 +97,13 @@ class Interval:
         return sum(iteration.lm_loss for iteration in counted) / len(counted)
 
     @property
-    def mean_mtp_losses(self) -> list[float]:
-        """Mean loss of each depth of multi-token prediction."""
+    def mean_metrics(self) -> dict[str, float]:
+        """Mean of each metric, e.g. of the losses of multi-token prediction."""
         counted = self._select_counted()
-        by_depth = zip(*(iteration.mtp_losses for iteration in counted), strict=True)
-        return [sum(losses) / len(counted) for losses in by_depth]
+        means = {}
+        for name in self.last.metrics:
+            means[name] = sum(iteration.metrics[name] for iteration in counted) / len(counted)
+        return means
 
     def _select_counted(self) -> Sequence[Iteration]:
         """Return the iterations that were not skipped, or all if all were."""
@@ -134,7 +136,7 @@ class Interval:
             "consumed_samples": last.consumed_train_samples,
             "batch_size": last.batch_size,
             "lm_loss": self.mean_loss,
-            **{f"mtp_{depth}_loss": loss for depth, loss in enumerate(self.mean_mtp_losses, 1)},
+            **{name.replace(" ", "_"): mean for name, mean in self.mean_metrics.items()},
             "grad_norm": last.grad_norm,
             "learning_rate": last.learning_rate,
             "loss_scale": last.loss_scale,
@@ -175,11 +177,13 @@ class TrainingLog:
         flops_per_token: float,
         seq_length: int,
         model: TransformerConfig | None = None,
+        metric_names: Sequence[str] = (),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._ps = ps
         self._device = device
         self._model = model
+        self._metric_names = metric_names
         self._clock = clock
         self._seq_length = seq_length
         self._flops_per_token = flops_per_token
@@ -225,11 +229,11 @@ class TrainingLog:
 
         iterations = []
         for index, (iteration, _) in enumerate(self._pending):
-            lm_loss, *mtp_losses = losses[index]
+            lm_loss, *metrics = losses[index]
             complete = replace(
                 iteration,
                 lm_loss=lm_loss,
-                mtp_losses=mtp_losses,
+                metrics=dict(zip(self._metric_names, metrics, strict=True)),
                 experts=experts[index],
                 **scalars[index],
             )

@@ -79,8 +79,8 @@ def format_log_line(interval: Interval, train_iters: int) -> str:
         f"global batch size: {last.batch_size:5d}",
         f"lm loss: {interval.mean_loss:.6E}",
     ]
-    for depth, loss in enumerate(interval.mean_mtp_losses, start=1):
-        log_fields.append(f"mtp_{depth} loss: {loss:.6E}")
+    for name, mean in interval.mean_metrics.items():
+        log_fields.append(f"{name}: {mean:.6E}")
     for name, values in last.experts.items():
         if name != LOAD:
             log_fields.append(f"{name}: {compute_mean(values):.6E}")

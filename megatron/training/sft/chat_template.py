@@ -11,7 +11,14 @@ import numpy as np
 
 from megatron.core.terminal import format_error
 from megatron.training.data.documents import BadLine, Chunk
-from megatron.training.sft.examples import Conversation, Message, TextPair, parse_example
+from megatron.training.sft.examples import (
+    Conversation,
+    Example,
+    Message,
+    TextPair,
+    parse_example,
+    parse_preference,
+)
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -34,11 +41,18 @@ class ExampleEncoder:
     """Function from a chunk of records to tokens and loss masks; runs in worker processes.
 
     `tokenizer` is one of transformers, `train_on` the value of --sft-train-on, and `exclude` that
-    of --sft-exclude.
+    of --sft-exclude. With `reads_pairs` (--dpo) a record is two examples.
     """
 
-    def __init__(self, tokenizer: Any, train_on: str, exclude: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        train_on: str,
+        exclude: Sequence[str] = (),
+        reads_pairs: bool = False,
+    ) -> None:
         self.tokenizer = tokenizer
+        self.reads_pairs = reads_pairs
         self.train_on = train_on
         if len(exclude) % 2:
             raise ValueError(
@@ -62,17 +76,21 @@ class ExampleEncoder:
         lengths: list[int] = []
         for line_number, content in chunk.documents:
             try:
-                ids, is_trained = self.encode(parse_example(content))
+                encoded = [self.encode(example) for example in self._parse(content)]
             except ValueError as error:
                 raise ValueError(
                     str(BadLine(chunk.path, line_number, format_error(error)))
                 ) from None
-            num_context = int(is_trained.argmax())
-            lengths += [num_context, len(ids) - num_context]
-            rows.append(np.where(is_trained, ids, ~ids))
+            for ids, is_trained in encoded:
+                num_context = int(is_trained.argmax())
+                lengths += [num_context, len(ids) - num_context]
+                rows.append(np.where(is_trained, ids, ~ids))
         return EncodedExamples(np.concatenate(rows), lengths)
 
-    def encode(self, example: Conversation | TextPair) -> tuple[np.ndarray, np.ndarray]:
+    def _parse(self, content: bytes) -> tuple[Example, ...]:
+        return parse_preference(content) if self.reads_pairs else (parse_example(content),)
+
+    def encode(self, example: Example) -> tuple[np.ndarray, np.ndarray]:
         """Return token ids (int32 [length]) and whether each is trained on (bool [length])."""
         if isinstance(example, TextPair):
             ids, is_trained = self._encode_text(example)
@@ -95,7 +113,7 @@ class ExampleEncoder:
             )
         return ids, is_trained
 
-    def _exclude(self, example: Conversation | TextPair, is_trained: np.ndarray) -> None:
+    def _exclude(self, example: Example, is_trained: np.ndarray) -> None:
         """Clear the tokens of all text that --sft-exclude specifies."""
         if isinstance(example, TextPair):
             text = self._join(example)

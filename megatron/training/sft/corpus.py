@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron.core.datasets import GPTDatasetConfig, IndexedDataset
+from megatron.core.datasets.config import Fractions, compute_sequence_range
 from megatron.core.datasets.gpt_dataset import find_cache_directory
 from megatron.core.datasets.index_cache import compute_digest
 from megatron.core.datasets.ordered_workers import OrderedWorkers
@@ -27,8 +28,8 @@ CACHE_VERSION = 1  # of the tokens and masks that the same input results in
 class SFTCorpus:
     """Examples of the files of `paths`, in their order.
 
-    `first_trained` are the positions of the first token of each example that is trained on, and
-    `lengths` the numbers of its tokens.
+    A record is one example, or a chosen and a rejected one. `first_trained` are the positions of
+    the first token of each example that is trained on, and `lengths` the numbers of its tokens.
     """
 
     def __init__(
@@ -39,10 +40,11 @@ class SFTCorpus:
             self.files += find_data_files(path)
         self.name = " ".join(paths)
         self.cache_directory = find_cache_directory(config, self.files[0])
+        self.examples_per_record = 2 if encoder.reads_pairs else 1
         # Equal digests mean equal tokens and masks.
         self.digest = compute_digest(
             {
-                "class": "SFTCorpus",
+                "class": "PreferenceCorpus" if encoder.reads_pairs else "SFTCorpus",
                 "version": CACHE_VERSION,
                 "files": [compute_file_digest(path, self.cache_directory) for path in self.files],
                 "tokenizer": _compute_tokenizer_digest(encoder),
@@ -68,14 +70,20 @@ class SFTCorpus:
         is_trained = stored >= 0
         return np.where(is_trained, stored, ~stored), is_trained
 
+    def find_examples(self, fractions: Fractions) -> tuple[int, int]:
+        """Return the half-open range of the examples of a split."""
+        first, last = compute_sequence_range(fractions, len(self) // self.examples_per_record)
+        return first * self.examples_per_record, last * self.examples_per_record
+
     def locate(self, example: int) -> str:
         """Return the file and line of an example, for messages. Reads the files again."""
-        num_examples = 0
+        record = example // self.examples_per_record
+        num_records = 0
         for chunk in read_example_chunks(self.files):
-            if example < num_examples + len(chunk.documents):
-                line_number, _ = chunk.documents[example - num_examples]
+            if record < num_records + len(chunk.documents):
+                line_number, _ = chunk.documents[record - num_records]
                 return f"{chunk.path}:{line_number}"
-            num_examples += len(chunk.documents)
+            num_records += len(chunk.documents)
         raise AssertionError(f"{self.name} has no example {example}")
 
     def _tokenize(self, prefix: Path, encoder: ExampleEncoder) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron.core.datasets import Dataset, GPTDatasetConfig, Sample
 from megatron.core.datasets.blend import BlendedDataset
-from megatron.core.datasets.config import SPLITS, Blend, Fractions, Split, compute_sequence_range
+from megatron.core.datasets.config import SPLITS, Blend, Fractions, Split
 from megatron.core.datasets.index_cache import Arrays, compute_digest, load_or_build
 from megatron.training.config.run_config import Config
 from megatron.training.data.loaders import build_on_one_rank_per_node_first
@@ -38,9 +38,10 @@ def shuffle_rows(seed: int, epoch: int, num_rows: int) -> np.ndarray:
 class SFTDataset:
     """Rows of a split of a corpus.
 
-    A row contains whole examples, several with --reset-attention-mask, otherwise one. Sample i is
-    row `i mod R` of the order for epoch `i div R`, so it depends on the seed only. `examples` is
-    the half-open range of the split, `num_samples` the number of samples (None: one epoch).
+    A row contains whole examples: several with --reset-attention-mask, otherwise one, and with
+    --dpo a chosen and a rejected one. Sample i is row `i mod R` of the order for epoch `i div R`,
+    so it depends on the seed only. `examples` is the half-open range of the split, `num_samples`
+    the number of samples (None: one epoch).
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class SFTDataset:
             "too_long": config.sft_too_long,
             "is_packed": is_packed,
         }
+        self.digest = compute_digest(description)  # of the rows
         self.fingerprint = compute_digest({**description, "seed": config.seed})
         arrays = load_or_build(
             corpus.cache_directory,
@@ -77,6 +79,9 @@ class SFTDataset:
         self.row_starts = arrays["row_starts"]  # [rows + 1], positions in row_examples
         self.row_examples = arrays["row_examples"]
         self.num_samples = self.num_rows if num_samples is None else num_samples
+        # With --dpo: log-probability of the chosen minus that of the rejected completion of each
+        # row under the reference model, float32.
+        self.reference_margins: np.ndarray | None = None
 
     @property
     def num_rows(self) -> int:
@@ -90,24 +95,29 @@ class SFTDataset:
         if not 0 <= index < self.num_samples:
             raise IndexError(f"sample {index} of {self.num_samples}")
         epoch, position = divmod(index, self.num_rows)
-        row = int(shuffle_rows(self.config.seed, epoch, self.num_rows)[position])
+        return self.read_row(int(shuffle_rows(self.config.seed, epoch, self.num_rows)[position]))
 
+    def read_row(self, row: int) -> Sample:
+        """Return inputs, labels and masks; the mask of a rejected example is -1 instead of 1."""
         length = self.config.seq_length
         tokens = np.full(length, self.padding, dtype=np.int64)
         labels = np.full(length, self.padding, dtype=np.int64)
         loss_mask = np.zeros(length, dtype=np.float32)
         documents = np.zeros(length, dtype=np.int64)
         position_ids = np.arange(length)
+        examples = self.get_examples(row)
+        limits = self._compute_limits(np.array(examples)).tolist()
         end = 0
-        for example in self.get_examples(row):
+        for example, limit in zip(examples, limits, strict=True):
             ids, is_trained = self.corpus.read(example)
-            ids = ids[: length + 1]
+            ids = ids[:limit]
             start = end
             end = start + len(ids) - 1
             # Position i predicts token i + 1 of the same example.
             tokens[start:end] = ids[:-1]
             labels[start:end] = ids[1:]
-            loss_mask[start:end] = is_trained[1 : len(ids)]
+            is_rejected = self.config.dpo and example % 2 == 1
+            loss_mask[start:end] = is_trained[1 : len(ids)] * (-1 if is_rejected else 1)
             # What follows, another example or the padding, is another document.
             documents[end:] += 1
             if self.config.reset_position_ids:
@@ -120,6 +130,9 @@ class SFTDataset:
         }
         if self.config.reset_attention_mask:
             sample["documents"] = documents
+        if self.reference_margins is not None:
+            # A value per position, so that context parallelism slices it like the others
+            sample["reference_margins"] = np.full(length, self.reference_margins[row])
         return sample
 
     def get_examples(self, row: int) -> list[int]:
@@ -127,23 +140,39 @@ class SFTDataset:
         examples = self.row_examples[self.row_starts[row] : self.row_starts[row + 1]]
         return [int(example) for example in examples]
 
+    def _find_too_long(self, examples: np.ndarray) -> np.ndarray:
+        """Return whether each example, or the pair it is in, is longer than a sequence."""
+        per_record = self.corpus.examples_per_record
+        num_inputs = self.corpus.lengths[examples] - 1  # the last token is a label only
+        num_inputs = num_inputs.reshape(-1, per_record).sum(axis=1)
+        return np.repeat(num_inputs > self.config.seq_length, per_record)
+
+    def _compute_limits(self, examples: np.ndarray) -> np.ndarray:
+        """Return the maximum length of each example: in a pair that is too long, half a
+        sequence.
+        """
+        length = self.config.seq_length
+        shortened = length // self.corpus.examples_per_record
+        return np.where(self._find_too_long(examples), shortened, length) + 1
+
     def _build_rows(self) -> Arrays:
         """Apply --sft-too-long, and pack the examples."""
-        limit = self.config.seq_length + 1  # the last token is a label only
+        per_record = self.corpus.examples_per_record
         examples = np.arange(self._first_example, self._last_example)
-        lengths = self.corpus.lengths[examples]
-        is_too_long = lengths > limit
+        is_too_long = self._find_too_long(examples)
         policy = self.config.sft_too_long
         if policy == "error" and is_too_long.any():
             example = int(examples[np.argmax(is_too_long)])
+            num_tokens = self.corpus.lengths[example : example + per_record].sum()
             raise ValueError(
-                f"{self.corpus.locate(example)}: the example has {self.corpus.lengths[example]} "
-                f"tokens, more than --seq-length {self.config.seq_length} + 1, as do "
-                f"{is_too_long.sum() - 1} others of the {self.split} split: raise --seq-length, "
-                "or use --sft-too-long truncate or drop"
+                f"{self.corpus.locate(example)}: the {'pair' if self.config.dpo else 'example'} "
+                f"has {num_tokens} tokens, more than --seq-length {self.config.seq_length} + "
+                f"{per_record}, as do {is_too_long.sum() // per_record - 1} others of the "
+                f"{self.split} split: raise --seq-length, or use --sft-too-long truncate or drop"
             )
         # A truncated example may have no token left that is trained on.
-        is_kept = self.corpus.first_trained[examples] < limit
+        is_kept = self.corpus.first_trained[examples] < self._compute_limits(examples)
+        is_kept = np.repeat(is_kept.reshape(-1, per_record).all(axis=1), per_record)
         if policy == "drop":
             is_kept = ~is_too_long
         examples = examples[is_kept]
@@ -155,9 +184,10 @@ class SFTDataset:
                 "raise --seq-length, or do not use the split (--eval-iters 0)"
             )
 
-        if not self.config.reset_attention_mask:
-            return {"row_starts": np.arange(len(examples) + 1), "row_examples": examples}
-        lengths = np.minimum(self.corpus.lengths[examples], limit) - 1
+        if self.config.dpo or not self.config.reset_attention_mask:
+            row_starts = np.arange(0, len(examples) + 1, per_record)
+            return {"row_starts": row_starts, "row_examples": examples}
+        lengths = np.minimum(self.corpus.lengths[examples], self._compute_limits(examples)) - 1
         rows = pack_best_fit(lengths, self.config.seq_length)
         row_starts = np.append(0, np.cumsum(np.bincount(rows)))
         return {
@@ -167,11 +197,11 @@ class SFTDataset:
 
     def describe(self, num_samples: int) -> str:
         """Return the numbers of examples, rows and epochs, and how full the rows are."""
-        limit = self.config.seq_length + 1
+        limits = self._compute_limits(self.row_examples)
         lengths = self.corpus.lengths[self.row_examples]
-        num_truncated = int((lengths > limit).sum())
+        num_truncated = int((lengths > limits).sum())
         num_dropped = self._last_example - self._first_example - len(lengths)
-        fill = (np.minimum(lengths, limit) - 1).sum() / (self.num_rows * self.config.seq_length)
+        fill = (np.minimum(lengths, limits) - 1).sum() / (self.num_rows * self.config.seq_length)
         return (
             f"{self.split}: {self.corpus.name}: {len(lengths)} examples ({num_truncated} "
             f"truncated, {num_dropped} dropped) in {self.num_rows} sequences of "
@@ -183,7 +213,7 @@ class SFTDataset:
 def format_preview(dataset: SFTDataset, tokenizer: Tokenizer) -> str:
     """Return the text of the first example that is trained on, with its trained parts marked."""
     row = int(shuffle_rows(dataset.config.seed, 0, dataset.num_rows)[0])
-    example = dataset.get_examples(row)[0]
+    example = dataset.get_examples(row)[0]  # with --dpo the chosen one
     ids, is_trained = dataset.corpus.read(example)
     ids = ids[: min(PREVIEW_TOKENS, dataset.config.seq_length + 1)]
     changes = np.flatnonzero(np.diff(is_trained[: len(ids)])) + 1
@@ -220,7 +250,7 @@ def set_length_in_samples(config: Config, tokenizer: Tokenizer) -> None:
             )
         encoder = _make_encoder(data, tokenizer)
         corpus = SFTCorpus(blend.prefixes, data, encoder)
-        examples = compute_sequence_range(fractions, len(corpus))
+        examples = corpus.find_examples(fractions)
         return SFTDataset(corpus, examples, "train", None, data, _find_padding(tokenizer)).num_rows
 
     num_rows = build_on_one_rank_per_node_first(count_rows, needs_data=True)
@@ -230,7 +260,7 @@ def set_length_in_samples(config: Config, tokenizer: Tokenizer) -> None:
 
 def _make_encoder(data: GPTDatasetConfig, tokenizer: Tokenizer) -> ExampleEncoder:
     huggingface = load_huggingface(tokenizer.config)
-    return ExampleEncoder(huggingface, data.sft_train_on, data.sft_exclude or ())
+    return ExampleEncoder(huggingface, data.sft_train_on, data.sft_exclude or (), data.dpo)
 
 
 def _find_padding(tokenizer: Tokenizer) -> int:
@@ -256,7 +286,7 @@ def build_sft_datasets(
         if paths not in corpora:
             corpora[paths] = SFTCorpus(paths, data, encoder)
         corpus = corpora[paths]
-        examples = compute_sequence_range(fractions, len(corpus))
+        examples = corpus.find_examples(fractions)
         return SFTDataset(corpus, examples, split, count, data, padding)
 
     def build_split(blend: Blend, fractions: Fractions, split: Split, count: int) -> Dataset:

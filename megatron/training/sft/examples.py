@@ -10,7 +10,7 @@ from typing import Any
 from megatron.core.safe_files.schema import format_value
 from megatron.training.data.documents import Chunk, read_chunks
 
-COLUMNS = ("messages", "prompt", "completion", "tools")
+COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected", "tools")
 MAX_EXAMPLE_BYTES = 256 << 20
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -38,6 +38,9 @@ class TextPair:
     completion: str
 
 
+Example = Conversation | TextPair
+
+
 def read_example_chunks(files: list[str]) -> Iterator[Chunk]:
     """Yield the records of files as chunks of undecoded JSON, with the number of each line or row.
 
@@ -50,8 +53,49 @@ def read_example_chunks(files: list[str]) -> Iterator[Chunk]:
             yield chunk
 
 
-def parse_example(content: bytes) -> Conversation | TextPair:
+def parse_example(content: bytes) -> Example:
     """Return the example of a JSON object. Raises ValueError with the reason and the fix."""
+    record, tools = _parse_record(content)
+    if record.get("messages") is not None:
+        return Conversation(_check_messages(record["messages"], "messages"), tools)
+    prompt = record.get("prompt")
+    completion = record.get("completion")
+    example = _join_completion(prompt, completion, "completion", tools)
+    if example is None:
+        raise ValueError(
+            f"the fields are {_list_fields(record)}: expected messages, or prompt and completion "
+            "(both strings or both lists of messages); rename the fields"
+        )
+    return example
+
+
+def parse_preference(content: bytes) -> tuple[Example, Example]:
+    """Return the chosen and the rejected example of a JSON object. Raises ValueError as above.
+
+    Without a list of messages as the prompt, it is what both conversations begin with.
+    """
+    record, tools = _parse_record(content)
+    prompt = record.get("prompt")
+    completions = {"chosen": record.get("chosen"), "rejected": record.get("rejected")}
+    are_messages = all(isinstance(completion, list) for completion in completions.values())
+    if are_messages and not isinstance(prompt, list):
+        return _split_prompt(record["chosen"], record["rejected"], tools)
+    examples = []
+    for field, completion in completions.items():
+        example = _join_completion(prompt, completion, field, tools)
+        if example is None:
+            raise ValueError(
+                f"the fields are {_list_fields(record)}: --dpo expects prompt, chosen and rejected "
+                "(strings or lists of messages), or chosen and rejected conversations; rename the "
+                "fields"
+            )
+        examples.append(example)
+    chosen, rejected = examples
+    return chosen, rejected
+
+
+def _parse_record(content: bytes) -> tuple[dict[str, Any], list[Any] | None]:
+    """Return a JSON object and its tools."""
     try:
         record = json.loads(content)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -68,22 +112,42 @@ def parse_example(content: bytes) -> Conversation | TextPair:
             tools = json.loads(tools)
         except json.JSONDecodeError as error:
             raise ValueError(f"tools is not JSON: {error}; write a list of functions") from None
+    return record, tools
 
-    if record.get("messages") is not None:
-        return Conversation(_check_messages(record["messages"], "messages"), tools)
-    prompt = record.get("prompt")
-    completion = record.get("completion")
+
+def _list_fields(record: dict[str, Any]) -> str:
+    return ", ".join(format_value(name) for name in list(record)[:8]) or "empty"
+
+
+def _join_completion(
+    prompt: Any, completion: Any, field: str, tools: list[Any] | None
+) -> Example | None:
+    """Return a prompt with a completion, None unless both are text or both are messages."""
     if isinstance(prompt, str) and isinstance(completion, str):
         return TextPair(prompt, completion)
     if isinstance(prompt, list) and isinstance(completion, list):
         context = _check_messages(prompt, "prompt")
-        messages = context + _check_messages(completion, "completion")
+        messages = context + _check_messages(completion, field)
         return Conversation(messages, tools, len(context))
-    fields = ", ".join(format_value(name) for name in list(record)[:8])
-    raise ValueError(
-        f"the fields are {fields or 'empty'}: expected messages, or prompt and completion (both "
-        "strings or both lists of messages); rename the fields"
-    )
+    return None
+
+
+def _split_prompt(
+    chosen: list[Any], rejected: list[Any], tools: list[Any] | None
+) -> tuple[Conversation, Conversation]:
+    """Return two conversations, whose first messages in common are the prompt."""
+    chosen = _check_messages(chosen, "chosen")
+    rejected = _check_messages(rejected, "rejected")
+    num_context = 0
+    max_context = min(len(chosen), len(rejected)) - 1  # both end with a completion
+    while num_context < max_context and chosen[num_context] == rejected[num_context]:
+        num_context += 1
+    if num_context == 0:
+        raise ValueError(
+            "chosen and rejected begin with different messages, or have one message: begin both "
+            "with the messages of the prompt, or give these as prompt"
+        )
+    return Conversation(chosen, tools, num_context), Conversation(rejected, tools, num_context)
 
 
 def _check_messages(messages: Any, field: str) -> list[Message]:

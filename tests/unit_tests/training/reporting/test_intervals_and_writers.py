@@ -165,7 +165,8 @@ def test_fields_of_a_json_line(pool):
 def test_losses_of_further_tokens_are_logged():
     iterations = []
     for number, losses in ((1, [4.0, 5.0]), (2, [3.0, 4.0])):
-        iterations.append(Iteration(number, 8, 8, 1e-3, 1.0, lm_loss=2.0, mtp_losses=losses))
+        metrics = dict(zip(("mtp_1 loss", "mtp_2 loss"), losses, strict=True))
+        iterations.append(Iteration(number, 8, 8, 1e-3, 1.0, lm_loss=2.0, metrics=metrics))
     interval = Interval(iterations, seconds=1.0, tokens=1, flops=1.0, world_size=1)
     line = format_log_line(interval, 100)
     assert "| lm loss: 2.000000E+00 | mtp_1 loss: 3.500000E+00 | mtp_2 loss: 4.500000E+00 |" in line

@@ -12,7 +12,14 @@ from megatron.training.data import documents
 from megatron.training.data.tokenizer import build_tokenizer
 from megatron.training.sft import corpus as corpus_module
 from megatron.training.sft.dataset import build_sft_datasets, shuffle_rows
-from tests.support.sft_runs import GOLDEN, PACKED, SEQ_LENGTH, make_flags, write_tokenizer
+from tests.support.sft_runs import (
+    GOLDEN,
+    PACKED,
+    PREFERENCES,
+    SEQ_LENGTH,
+    make_flags,
+    write_tokenizer,
+)
 
 EXAMPLES = json.loads((GOLDEN / "trl.json").read_text())["conversations"]["examples"]
 
@@ -215,3 +222,66 @@ def test_switches_of_fine_tuning_require_it(tokenizer_directory, tmp_path):
     flags = make_flags(tokenizer_directory, tmp_path, "pairs.jsonl").replace("--sft ", "")
     with pytest.raises(ValueError, match="--sft-too-long drop requires --sft"):
         parse_args(shlex.split(f"{flags} --sft-too-long drop"), 1)
+
+
+@pytest.fixture
+def build_pairs(build):
+    return lambda flags="": build(flags, PREFERENCES, data="preferences.jsonl")[0]
+
+
+def test_pairs_are_those_of_trl(build_pairs):
+    """A row has the chosen and the rejected completion, whose mask is 1 and -1."""
+    dataset = build_pairs()
+    assert list_rows(dataset) == [(2 * pair, 2 * pair + 1) for pair in range(8)]
+    pairs = json.loads((GOLDEN / "trl.json").read_text())["preferences"]["examples"]
+    for row, pair in enumerate(pairs):
+        sample = dataset.read_row(row)
+        for document, name in enumerate(("chosen_ids", "rejected_ids")):
+            tokens = (pair["prompt_ids"] + pair[name])[: SEQ_LENGTH // 2 + 1]
+            is_inside = sample["documents"] == document
+            assert sample["tokens"][is_inside].tolist() == tokens[:-1]
+            assert sample["position_ids"][is_inside].tolist() == list(range(len(tokens) - 1))
+            num_context = len(pair["prompt_ids"]) - 1
+            sign = 1 - 2 * document
+            expected = [0] * num_context + [sign] * (len(tokens) - 1 - num_context)
+            assert sample["loss_mask"][is_inside].tolist() == expected
+            assert (
+                sample["labels"][sample["loss_mask"] == sign].tolist() == tokens[num_context + 1 :]
+            )
+        assert not sample["loss_mask"][sample["documents"] == 2].any()
+
+
+def test_pairs_that_are_too_long(build_pairs):
+    assert list_rows(build_pairs("--sft-too-long drop")) == [
+        (2 * pair, 2 * pair + 1) for pair in (0, 1, 2, 3, 6, 7)
+    ]
+    with pytest.raises(
+        ValueError, match=r"preferences.jsonl:5: the pair has 160 tokens.* 1 others"
+    ):
+        build_pairs("--sft-too-long error")
+    # Half of 64 tokens is less than the prompt of three pairs.
+    assert len(list_rows(build_pairs("--seq-length 64"))) == 6
+
+
+def test_splits_divide_pairs(build):
+    train, valid, _ = build("--split 5,3,0", PREFERENCES, (5, 3, 0), "preferences.jsonl")
+    assert [*list_rows(train), *list_rows(valid)] == [(2 * pair, 2 * pair + 1) for pair in range(8)]
+    assert train.num_rows == 5
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--sft-train-on all", "--dpo .*--sft-train-on all"),
+        ("--mtp-num-layers 1", "--dpo .*--mtp-num-layers"),
+        ("--dpo-beta 0", "--dpo-beta must be positive"),
+    ],
+)
+def test_flags_that_preferences_exclude(build_pairs, flags, message):
+    with pytest.raises(ValueError, match=message):
+        build_pairs(flags)
+
+
+def test_preferences_require_documents(build):
+    with pytest.raises(ValueError, match="--dpo requires --reset-attention-mask"):
+        build("--dpo", packing="", data="preferences.jsonl")

@@ -10,6 +10,7 @@ from megatron.training.sft.examples import (
     Conversation,
     TextPair,
     parse_example,
+    parse_preference,
     read_example_chunks,
 )
 from tests.support.sft_runs import GOLDEN
@@ -117,3 +118,45 @@ def test_damaged_files_are_errors(tmp_path):
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(LINES)[:-20])
     with pytest.raises(ValueError, match=r"a\.jsonl\.gz: cannot be read"):
         read_records(tmp_path / "a.jsonl.gz")
+
+
+def parse_pair(**record):
+    return parse_preference(json.dumps(record).encode())
+
+
+def test_preferences_of_each_form():
+    other = {"role": "assistant", "content": "c"}
+    expected = (
+        Conversation([USER, ANSWER], num_context=1),
+        Conversation([USER, other], num_context=1),
+    )
+    assert parse_pair(prompt="a", chosen="b", rejected="c") == (
+        TextPair("a", "b"),
+        TextPair("a", "c"),
+    )
+    assert parse_pair(prompt=[USER], chosen=[ANSWER], rejected=[other]) == expected
+    # The prompt is in both conversations, and may also be a column of text.
+    assert parse_pair(chosen=[USER, ANSWER], rejected=[USER, other]) == expected
+    assert parse_pair(prompt="a", chosen=[USER, ANSWER], rejected=[USER, other]) == expected
+    chosen, rejected = parse_pair(chosen=[USER, ANSWER], rejected=[USER, ANSWER, USER, other])
+    assert chosen.num_context == rejected.num_context == 1
+
+
+@pytest.mark.parametrize(
+    "record, message",
+    [
+        ({"messages": [USER, ANSWER]}, "'messages': --dpo expects prompt, chosen and rejected"),
+        ({"chosen": "a", "rejected": "b"}, "--dpo expects prompt"),
+        ({"prompt": "a", "chosen": "b", "rejected": None}, "--dpo expects prompt"),
+        (
+            {"chosen": [ANSWER], "rejected": [ANSWER]},
+            "or have one message: .* give these as prompt",
+        ),
+        ({"chosen": [USER, ANSWER], "rejected": [ANSWER, USER]}, "begin with different messages"),
+        ({"chosen": [USER, ANSWER], "rejected": []}, r"rejected is \[\]: expected a list"),
+        ({"prompt": [USER], "chosen": [ANSWER], "rejected": [3]}, r"rejected\[0\] is 3"),
+    ],
+)
+def test_malformed_preferences_are_explained(record, message):
+    with pytest.raises(ValueError, match=message):
+        parse_pair(**record)
