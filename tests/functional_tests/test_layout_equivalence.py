@@ -181,9 +181,11 @@ def is_applicable(model: Model, name: str) -> bool:
     flags = f"{flags_of(model)} {layout.flags}"
     if find_refusal(flags, layout.processes) is not None:
         return False
+    if "global_balance" not in model:
+        return True
     # With data parallelism, fewer micro-batches precede one in its step.
     parallel = parse_args(shlex.split(flags), layout.processes).parallel
-    return "global_balance" not in model or parallel.dp_size(layout.processes) == 1
+    return parallel.dp_size(layout.processes) == 1
 
 
 def assert_same_curve(pool, model: Model, name: str) -> None:
