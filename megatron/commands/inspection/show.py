@@ -106,8 +106,7 @@ def print_files(files: dict[str, int | None], print_all: bool) -> None:
         largest = max(sizes.values())
         mean = sum(sizes.values()) / len(sizes)
         imbalance = largest / mean
-        size = format_size(largest)
-        balance = f"largest {size} = {imbalance:.2f} x the mean"
+        balance = f"largest {format_size(largest)} = {imbalance:.2f} x the mean"
         print_line(f"  files      {len(sizes)}, {balance}")
 
     # List missing files first, then the largest.
