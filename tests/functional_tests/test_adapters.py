@@ -111,6 +111,39 @@ def test_dora_trains_the_same_at_every_layout_and_is_exported(pool, tmp_path):
     assert_same_merged(pool, tmp_path, f"{LORA} --lora-dora")
 
 
+def test_training_starts_from_files_of_peft(pool, saved, tmp_path):
+    """With the losses of the run that wrote them, at any layout; the files survive a round trip."""
+    directory, _ = saved
+    once = f"{SHAPE} {TRAINING} --finetune --train-iters 1 "
+    expected = pool.run(train, 1, f"{once} --load {directory / 'run'} {LORA}", "")
+    flags = f"{once} {LORA} --load {MODEL} --lora-load {directory / 'adapter'} "
+    for layout in ("", LAYOUTS["tp2_sp"], LAYOUTS["pp2"]):
+        outcomes = pool.run(train, 2 if layout else 1, f"{flags} {layout}", "")
+        assert get_losses(outcomes) == pytest.approx(get_losses(expected), abs=1e-6)
+    pool.run(train, 1, f"{flags} --lr 0 --save-hf {tmp_path / 'adapter'}", "")
+    stored, again = (
+        load_file(path / "adapter/adapter_model.safetensors") for path in (directory, tmp_path)
+    )
+    assert stored.keys() == again.keys()
+    assert all(torch.equal(again[name], stored[name]) for name in stored)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--lora-rank 2", "has rank 4, not 2: give --lora-rank 4"),
+        ("--lora-rank 4", "scale of .* is 2, not 1: give --lora-alpha 8"),
+        (f"{LORA} --lora-dora", "use_dora differs: leave out --lora-dora"),
+        (f"{LORA} --lora-targets linear_qkv", "it also adapts .*down_proj"),
+    ],
+)
+def test_files_of_peft_must_fit_the_flags(pool, saved, flags, message):
+    directory, _ = saved
+    flags = f"{SHAPE} {TRAINING} {flags} {BASE} --lora-load {directory / 'adapter'} "
+    with pytest.raises(ValueError, match=message):
+        pool.run(train, 1, flags, "")
+
+
 def assert_same_merged(pool, directory, lora):
     """Assert that the export, merged into the base model, has the losses of the run."""
     options = WriteOptions(edits=EditOptions(adapters=(directory / "adapter",)))

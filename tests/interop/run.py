@@ -184,9 +184,11 @@ def check_mergekit(python: Path, work: Path) -> None:
 
 
 def check_peft_trl(python: Path, work: Path) -> None:
-    for name in ("peft_trl_check", "trl_sft_check"):
+    for name in ("peft_trl_check", "trl_sft_check", "peft_lora_check"):
         (work / name).mkdir()
-        run(OURS, "-m", f"tests.interop.{name}", python, work / name, quiet=name == "trl_sft_check")
+        run(
+            OURS, "-m", f"tests.interop.{name}", python, work / name, quiet=name != "peft_trl_check"
+        )
 
 
 def check_trackers(python: Path, work: Path) -> None:

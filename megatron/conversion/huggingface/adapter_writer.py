@@ -28,7 +28,7 @@ from megatron.core.durable_files import write_json
 from megatron.core.run_checkpoint.source import Source
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-_MATRIX = re.compile(r"(.+)\.(\w+)\.(lora_A|lora_B|lora_magnitude_vector)")
+MATRIX_KEY = re.compile(r"(.+)\.(\w+)\.(lora_A|lora_B|lora_magnitude_vector)")
 _NUMBER = re.compile(r"^.*?\.\d+\.")  # of the layer, with everything before it
 
 
@@ -40,11 +40,6 @@ class ProjectionMatrices:
     b: torch.Tensor  # [rows, rank]
     rows: torch.Tensor  # [rows], ascending
     magnitude: torch.Tensor | None = None  # [rows], of DoRA
-
-
-def has_adapters(source: Source) -> bool:
-    """Return whether a checkpoint consists of adapters."""
-    return source.args.get("lora_base_model") is not None
 
 
 def write_adapter(source: Source, directory: Path, progress: Progress = no_progress) -> None:
@@ -94,7 +89,7 @@ def _match_layers(
     """Yield each adapted weight as the family stores it, and the matrices of its projections."""
     layers: dict[str, dict[str, dict[str, LazyTensor]]] = {}
     for key, tensor in source.tensors.items():
-        match = _MATRIX.fullmatch(key)
+        match = MATRIX_KEY.fullmatch(key)
         if match is not None and not key.startswith("optimizer."):
             layer, projection, matrix = match.groups()
             layers.setdefault(layer, {}).setdefault(projection, {})[matrix] = tensor

@@ -103,6 +103,16 @@ class LoraAdapter:
                 "floating point, of 16 bits or more"
             )
 
+    @property
+    def matrices(self) -> Mapping[str, Mapping[str, LazyTensor]]:
+        """Return the matrices of each module, by kind. Raises CheckpointError for other changes."""
+        for name in (*self._whole, *(f"{module}.tokens" for module in self._tokens)):
+            raise CheckpointError(
+                f"{self.directory}: {self._stored_names[name]} is not a low-rank matrix, and "
+                "cannot be trained here: merge the adapter into the base model (convert.py --lora)"
+            )
+        return self._matrices
+
     # ---- Changes ----
 
     def changes(self, name: str) -> bool:

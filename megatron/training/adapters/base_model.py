@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, narrow
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.dist_checkpointing.policy import CheckpointRef, ChosenCheckpoint
 from megatron.core.module import initialize_parameters, param_info
@@ -26,6 +26,7 @@ from megatron.core.run_checkpoint.native_reader import load_from_source
 from megatron.core.run_checkpoint.source import Source
 from megatron.core.safe_files.schema import sequence, text
 from megatron.core.terminal import escape_control_chars
+from megatron.core.wings import resolve
 from megatron.training.adapters.layers import reset_magnitudes
 from megatron.training.adapters.targets import (
     find_unmatched_targets,
@@ -40,8 +41,16 @@ _BASE_MODEL = sequence(text(4096), limit=3, least=3)
 
 logger = logging.getLogger(__name__)
 
+_READ_ADAPTER = "megatron.conversion.huggingface.adapter_reader:read_adapter"
 _HASHED_ELEMENTS = 1 << 22  # at once
 _SAME_IN_ALL_LAUNCHES = ("lora_rank", "lora_alpha", "lora_targets", "lora_dora")
+
+
+def gather_names(run: Run, names: list[str]) -> list[list[str]]:
+    """Return the names of all ranks. Collective."""
+    gathered: list[list[str]] = [[]] * run.ps.world_size
+    dist.all_gather_object(gathered, names)
+    return gathered
 
 
 def separate_adapters(state: ShardedStateDict) -> tuple[ShardedStateDict, ShardedStateDict]:
@@ -101,9 +110,34 @@ def load_base_model(run: Run, checkpoint: ChosenCheckpoint[Source]) -> bool:
     if stored_base is not None:
         _check_same_base_model(run.base_model, stored_base, source)
         return True
+    if run.config.lora.lora_load is not None:
+        _load_peft_files(run, adapters)
     run.optimizer.reload_model_params(adapters)
     run.loaded = base.description
     return False
+
+
+def _load_peft_files(run: Run, adapters: ShardedStateDict) -> None:
+    """Fill the adapters from the directory --lora-load. Collective."""
+    lora = run.config.lora
+    assert lora.lora_load is not None and run.base_model is not None
+    directory = path_of(lora.lora_load)
+    # Stages have different layers; the files must have those of all.
+    keys: set[str] = set()
+    for keys_of_rank in gather_names(run, list(adapters)):
+        keys.update(keys_of_rank)
+    model_type = run.base_model.model_type
+    model = run.config.model
+    options = (keys, lora.lora_rank, lora.lora_scale)
+    values: dict[str, torch.Tensor] = Coordination.of(None).run_on_all(
+        lambda: resolve(_READ_ADAPTER)(directory, model, model_type, *options)
+    )
+    with torch.no_grad():
+        for key, entry in adapters.items():
+            assert isinstance(entry, ShardedTensor)
+            for box in entry.boxes:
+                box.tensor.copy_(narrow(values[key], box.offset, tuple(box.tensor.shape)))
+    logger.info(f"the adapters start from {directory}")
 
 
 def _read_base_model(source: Source) -> BaseModel | None:
@@ -127,9 +161,7 @@ def check_adapters(run: Run) -> None:
     for chunk in run.chunks:
         paths += list_available(iterate_linear_layers(chunk))
     # Layers may differ between pipeline stages.
-    all_paths: list[list[str]] = [[]] * run.ps.world_size
-    dist.all_gather_object(all_paths, paths)
-    paths = [path for paths_of_rank in all_paths for path in paths_of_rank]
+    paths = [path for paths_of_rank in gather_names(run, paths) for path in paths_of_rank]
     unmatched = find_unmatched_targets(paths, lora.lora_targets)
     if unmatched:
         raise ValueError(

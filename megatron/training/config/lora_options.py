@@ -66,6 +66,9 @@ class LoraConfig(FlagSection):
     )
     """Also train the length of every row of the weights (DoRA): m (W + B A) / ||W + B A||."""
 
+    lora_load: str | None = flag(None, requires=_WITH_RANK)
+    """Directory of an adapter of PEFT from which the adapters of a new run start."""
+
     @property
     def lora_scale(self) -> float:
         """Return the factor of B A."""
