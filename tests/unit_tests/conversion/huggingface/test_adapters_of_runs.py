@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from megatron.conversion.edits import apply_edits
+from megatron.conversion.editing.edits import apply_edits
 from megatron.conversion.huggingface.adapter_reader import read_adapter
 from megatron.conversion.huggingface.adapter_writer import write_adapter
 from megatron.conversion.huggingface.directory_writer import write_huggingface

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.conversion.convert import compare, convert
-from megatron.conversion.edits import describe_model
+from megatron.conversion.editing.edits import describe_model
 from megatron.conversion.megatron_lm.hybrid import make_gpt_arguments
 from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
 from megatron.conversion.opening import open_checkpoint
