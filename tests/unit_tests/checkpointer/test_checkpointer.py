@@ -33,9 +33,9 @@ from megatron.core.dist_checkpointing import (
     CheckpointDirectory,
     CheckpointError,
     Reader,
-    generation,
 )
 from megatron.core.dist_checkpointing.background import default_workers
+from megatron.core.dist_checkpointing.ownership import fencing
 from megatron.core.dist_checkpointing.saving.run_saver import SaveFailedError
 from tests.support.nfs_client import nfs_client
 from tests.support.object_server import object_server
@@ -638,7 +638,7 @@ def test_later_start_takes_the_directory_over(tmp_path):
 def test_clocks_that_jump_do_not_order_checkpoints(tmp_path, monkeypatch):
     """Later launches run on nodes whose clocks are decades behind, and jump back during the run."""
     clock = mock.Mock()
-    monkeypatch.setattr(generation, "datetime", clock)
+    monkeypatch.setattr(fencing, "datetime", clock)
     newest = 0
     for year in (2040, 2001, 2020):
         date = datetime(year, 1, 1, tzinfo=timezone.utc)
@@ -654,7 +654,7 @@ def test_clocks_that_jump_do_not_order_checkpoints(tmp_path, monkeypatch):
                     for name in folders + files:
                         with suppress(FileNotFoundError):
                             os.utime(os.path.join(directory, name), (seconds, seconds))
-        owner = generation.read_owner(tmp_path, generation.find_newest(tmp_path))
+        owner = fencing.read_owner(tmp_path, fencing.find_newest(tmp_path))
         assert owner["since"].startswith(str(year))
         assert CheckpointDirectory(tmp_path).list_iterations() == [newest - 1, newest]
 
