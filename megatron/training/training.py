@@ -124,8 +124,6 @@ def pretrain(
         directory.prepare()
         checkpoint = directory.choose()
         tokenizer = agree_on_vocabulary(config, tokenizer, checkpoint)
-        if config.training.sft_epochs is not None:
-            resolve(_COUNT_EPOCHS)(config, tokenizer)
 
         # Build and load.
         random = checkpoint is None or may_leave_weights(config.checkpoint)
@@ -159,12 +157,7 @@ def pretrain(
                 data = build_data(run, tokenizer, datasets_provider)
             run.saver.finish_preparing()
             record_start()
-            if not config.training.skip_train:
-                warn_if_complete(run)
-                train(run, data)
-            if run.is_complete:
-                evaluate_at_the_end(run, data)
-                call_exporter(run, _EXPORT_AT_THE_END)
+            train_and_evaluate(run, data)
         data.close()
         run.saver.check_last_save()
     return run
@@ -180,13 +173,28 @@ def call_exporter(run: Run, entry: str) -> Any:
 def agree_on_vocabulary(
     config: Config, tokenizer: Tokenizer, checkpoint: ChosenCheckpoint[Source] | None
 ) -> Tokenizer:
-    """Adapt tokenizer and vocabulary size to the checkpoint to load, and return the tokenizer."""
+    """Adapt tokenizer and vocabulary size to the checkpoint to load, and return the tokenizer.
+
+    It also determines the number of samples in the epochs of --sft-epochs.
+    """
     if adopt_end_of_document(config, checkpoint):
         tokenizer = build_tokenizer(config.tokenizer)
     config.set_vocab_size(tokenizer.vocab_size, stored_vocab_size(checkpoint))
     for note in config.notes:
         logger.info(note)
+    if config.training.sft_epochs is not None:
+        resolve(_COUNT_EPOCHS)(config, tokenizer)
     return tokenizer
+
+
+def train_and_evaluate(run: Run, data: Data) -> None:
+    """Train; then evaluate and export a complete run."""
+    if not run.config.training.skip_train:
+        warn_if_complete(run)
+        train(run, data)
+    if run.is_complete:
+        evaluate_at_the_end(run, data)
+        call_exporter(run, _EXPORT_AT_THE_END)
 
 
 def warn_if_complete(run: Run) -> None:
@@ -249,9 +257,8 @@ def train(run: Run, data: Data) -> None:
         config.model,
         run.metric_names,
     )
-    nan_check = NanCheck(
-        run.ps, training.check_for_nan_in_loss_and_grad, run.optimizer.grad_scaler.dynamic
-    )
+    checks_values = training.check_for_nan_in_loss_and_grad
+    nan_check = NanCheck(run.ps, checks_values, run.optimizer.grad_scaler.dynamic)
     batches: Iterator[Batch] | None = data.train.batches
     if batches is not None:
         batches = log.time_input(batches)

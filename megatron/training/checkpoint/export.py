@@ -19,6 +19,7 @@ from megatron.core.dist_checkpointing.files import remove_unfinished
 from megatron.core.dist_checkpointing.saving.commit import Progress, Rewrite
 from megatron.core.dist_checkpointing.saving.pending_export import ExportTarget
 from megatron.core.object_path import path_of
+from megatron.core.optimizer import get_update_rule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.wings import resolve
 from megatron.training.checkpoint.contents import get_model_state, start_common_state
@@ -189,4 +190,42 @@ def _find_dtype_problems(config: Config) -> Iterator[str]:
         yield (
             f"--save-hf-dtype {dtype} with weights in {weights}: models are cast from the weights, "
             f"which would be rounded twice; convert checkpoints with convert.py --dtype {dtype}"
+        )
+
+
+def find_legacy_problems(config: Config) -> Iterator[str]:
+    """Yield targets and optimizer states that Megatron-LM's legacy files do not support."""
+    checkpoint = config.checkpoint
+    # Rank 0 writes legacy files from the complete torch_dist files of all ranks, on a file system.
+    targets = []
+    if checkpoint.ckpt_format == "torch":
+        targets.append(("--ckpt-format", "--save", checkpoint.save))
+    if checkpoint.ckpt_convert_format == "torch":
+        targets.append(
+            ("--ckpt-convert-format", "--ckpt-convert-save", checkpoint.ckpt_convert_save)
+        )
+    for format_flag, target_flag, target in targets:
+        if "://" in (target or ""):
+            yield (
+                f"{format_flag} torch: object storage ({target_flag} {target}) supports only "
+                "torch_dist checkpoints"
+            )
+    yield from _find_state_problems(config)
+
+
+def _find_state_problems(config: Config) -> Iterator[str]:
+    """Yield an optimizer whose state legacy files cannot contain, before the first save fails."""
+    checkpoint = config.checkpoint
+    optimizer = config.optimizer.optimizer
+    if get_update_rule(optimizer).HAS_UNIFORM_STATE or checkpoint.no_save_optim:
+        return
+    if checkpoint.save is not None and checkpoint.ckpt_format == "torch":
+        yield (
+            f"--ckpt-format torch cannot store the state of --optimizer {optimizer}: use "
+            "--ckpt-format torch_dist or --no-save-optim"
+        )
+    if checkpoint.ckpt_convert_format == "torch":
+        yield (
+            f"--ckpt-convert-format torch cannot store the state of --optimizer {optimizer}: give "
+            "--no-save-optim"
         )

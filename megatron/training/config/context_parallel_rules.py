@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron.training.config.arguments import FlagValues
 from megatron.training.config.run_config import Config
 
 
@@ -46,3 +47,21 @@ def find_split_problems(config: Config) -> Iterator[str]:
             f"{in_blocks[0]}: attention is computed in blocks, by kernels without dropout. Use "
             "--attention-dropout 0, or --cp-comm-type a2a"
         )
+
+
+def may_exchange_heads(flag_values: FlagValues) -> bool:
+    """Return whether an exchange of heads can replace other kinds of context parallelism.
+
+    Only if attention has dropout, and if the heads are divisible by the ranks that split them.
+    """
+    cp_size = flag_values.get("context_parallel_size", 1)
+    types = flag_values.get("cp_comm_type", ["p2p"])
+    if cp_size <= 1 or set(types) <= {"a2a"} or not flag_values.get("attention_dropout", 0.1):
+        return False
+    # A wrong number of values is reported later.
+    if len(types) not in (1, flag_values.get("num_layers")):
+        return False
+    num_groups = flag_values.get("num_attention_heads", 0)
+    if flag_values.get("group_query_attention"):
+        num_groups = flag_values.get("num_query_groups", 1)
+    return num_groups % (flag_values.get("tensor_model_parallel_size", 1) * cp_size) == 0

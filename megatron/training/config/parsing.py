@@ -17,7 +17,6 @@ from megatron.core.flags import (
     raise_problems,
 )
 from megatron.core.object_path import ObjectPath, path_of
-from megatron.core.pipeline_parallel.layer_ranges import PARSE_LAYOUT
 from megatron.core.wings import resolve
 from megatron.training.config import run_rules
 from megatron.training.config.arguments import FlagParser, FlagValues, build, flag_fields
@@ -183,7 +182,10 @@ def _make_config(
     return config, list(dict.fromkeys(problems))
 
 
-_LAYOUT = "pipeline_model_parallel_layout"
+# Flags that specify the chunks of a stage, instead of their number
+_CHUNK_FLAGS = ("num_layers_per_virtual_pipeline_stage", "pipeline_model_parallel_layout")
+_COUNT_CHUNKS = "megatron.training.config.pipeline_rules:compute_chunks_per_stage"
+_MAY_EXCHANGE_HEADS = "megatron.training.config.context_parallel_rules:may_exchange_heads"
 
 
 def _derive_values(flag_values: FlagValues, problems: list[str]) -> tuple[FlagValues, list[str]]:
@@ -205,7 +207,9 @@ def _derive_values(flag_values: FlagValues, problems: list[str]) -> tuple[FlagVa
         )
         flag_values["sequence_parallel"] = False
     try:
-        num_chunks = _compute_chunks_per_stage(flag_values)
+        num_chunks = None
+        if any(flag_values.get(name) is not None for name in _CHUNK_FLAGS):
+            num_chunks = resolve(_COUNT_CHUNKS)(flag_values)
         # One chunk per stage is the plain 1F1B schedule.
         if num_chunks == 1:
             flag_values["virtual_pipeline_model_parallel_size"] = None
@@ -213,7 +217,8 @@ def _derive_values(flag_values: FlagValues, problems: list[str]) -> tuple[FlagVa
             flag_values["virtual_pipeline_model_parallel_size"] = num_chunks
     except ValueError as error:
         problems.append(str(error))
-    if _exchanges_heads_for_dropout(flag_values):
+    splits_sequences = flag_values.get("context_parallel_size", 1) > 1
+    if splits_sequences and resolve(_MAY_EXCHANGE_HEADS)(flag_values):
         notes.append(
             "--cp-comm-type a2a: other exchanges compute attention in blocks, by kernels without "
             "dropout; the results are the same"
@@ -250,64 +255,3 @@ def _derive_values(flag_values: FlagValues, problems: list[str]) -> tuple[FlagVa
     # Megatron-LM requires both flags, and most scripts give the same value.
     flag_values.setdefault("max_position_embeddings", flag_values.get("seq_length"))
     return flag_values, notes
-
-
-def _exchanges_heads_for_dropout(flag_values: FlagValues) -> bool:
-    """Return whether an exchange of heads replaces other kinds of context parallelism.
-
-    Only if attention has dropout, and if the heads are divisible by the ranks that split them.
-    """
-    cp_size = flag_values.get("context_parallel_size", 1)
-    types = flag_values.get("cp_comm_type", ["p2p"])
-    if cp_size <= 1 or set(types) <= {"a2a"} or not flag_values.get("attention_dropout", 0.1):
-        return False
-    # A wrong number of values is reported later.
-    if len(types) not in (1, flag_values.get("num_layers")):
-        return False
-    num_groups = flag_values.get("num_attention_heads", 0)
-    if flag_values.get("group_query_attention"):
-        num_groups = flag_values.get("num_query_groups", 1)
-    return num_groups % (flag_values.get("tensor_model_parallel_size", 1) * cp_size) == 0
-
-
-def _compute_chunks_per_stage(flag_values: FlagValues) -> int | None:
-    """Return the model chunks per stage that --num-layers-per-virtual-pipeline-stage or
-    --pipeline-model-parallel-layout request; None without these flags.
-    """
-    layers_per_chunk = flag_values.get("num_layers_per_virtual_pipeline_stage")
-    layout = flag_values.get(_LAYOUT)
-    if layers_per_chunk is None and layout is None:
-        return None
-    flags = []
-    for name in (
-        "virtual_pipeline_model_parallel_size",
-        "num_layers_per_virtual_pipeline_stage",
-        _LAYOUT,
-    ):
-        if flag_values.get(name) is not None:
-            flags.append(f"--{name.replace('_', '-')}")
-    if len(flags) > 1:
-        raise ValueError(f"{' and '.join(flags)} are mutually exclusive")
-    pp_size = flag_values.get("pipeline_model_parallel_size", 1)
-
-    # A layout lists every chunk; its stages follow from the pipeline size.
-    if layout is not None:
-        num_chunks = len(resolve(PARSE_LAYOUT)(layout))
-        if num_chunks % pp_size:
-            raise ValueError(
-                f"{flags[0]} {layout} has {num_chunks} chunks for "
-                f"--pipeline-model-parallel-size {pp_size}: change one of them"
-            )
-        return num_chunks // pp_size
-
-    # The embedding and the loss can count as layers.
-    num_layers = flag_values.get("num_layers", 0)
-    num_layers += bool(flag_values.get("account_for_embedding_in_pipeline_split"))
-    num_layers += bool(flag_values.get("account_for_loss_in_pipeline_split"))
-    assert layers_per_chunk is not None
-    if layers_per_chunk < 1 or num_layers % (pp_size * layers_per_chunk):
-        raise ValueError(
-            f"--num-layers {num_layers} is not a multiple of --pipeline-model-parallel-size "
-            f"{pp_size} x --num-layers-per-virtual-pipeline-stage {layers_per_chunk}"
-        )
-    return int(num_layers // pp_size // layers_per_chunk)

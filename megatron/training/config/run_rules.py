@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator
 import torch
 
 from megatron.core.flags import CHANGED, FlagRule
-from megatron.core.optimizer import get_update_rule
-from megatron.core.pipeline_parallel import check_group_size, groups_fit
 from megatron.core.pipeline_parallel.layer_ranges import COUNT_MTP_LAYERS
 from megatron.core.wings import resolve
 from megatron.training.config.run_config import Config
 
 # Imported for the flags that they are about
+_FIND_GROUP_PROBLEMS = "megatron.training.config.pipeline_rules:find_group_problems"
 _FIND_SPLIT_PROBLEMS = "megatron.training.config.context_parallel_rules:find_split_problems"
+_FIND_LEGACY_PROBLEMS = "megatron.training.checkpoint.export:find_legacy_problems"
 _FIND_EXPORT_PROBLEMS = "megatron.training.checkpoint.export:find_export_problems"
 _FIND_LOW_PRECISION_PROBLEMS = (
     "megatron.training.config.transformer_engine_rules:find_low_precision_problems"
@@ -113,30 +113,12 @@ def _check_experts(config: Config, world_size: int) -> Iterator[str]:
 
 def _check_batches(config: Config, world_size: int) -> Iterator[str]:
     """Check every batch size of a ramp-up against the interleaved schedule."""
-    training = config.training
-    pp_size = config.parallel.pp_size
     dp_size = config.parallel.dp_size(world_size)
     batches = config.batch_schedule(dp_size)
     # Fill the default, so that it is logged and stored in checkpoints.
-    training.global_batch_size = batches.global_batch_size
-    if config.parallel.vpp_size == 1:
-        return
-    group_size = config.parallel.microbatch_group_size_per_vp_stage or pp_size
-    check_group_size(pp_size, group_size)
-    # A ramp-up can pass many sizes; report only those that do not fit.
-    wrong: dict[int, int] = {}  # global batch size -> number of micro-batches
-    for size in batches.sizes():
-        num_microbatches = size // batches.samples_per_microbatch
-        if not groups_fit(num_microbatches, pp_size, group_size):
-            wrong[size] = num_microbatches
-    if wrong:
-        sizes = " or ".join(map(str, list(wrong)[:3]))
-        counts = " or ".join(map(str, list(wrong.values())[:3]))
-        yield (
-            f"the interleaved schedule runs micro-batches in groups of {group_size}, the last one "
-            f"of at least {pp_size}, the number of pipeline stages, but a global batch of {sizes} "
-            f"/ ({training.micro_batch_size} per micro-batch x {dp_size} replicas) has {counts}"
-        )
+    config.training.global_batch_size = batches.global_batch_size
+    if config.parallel.vpp_size > 1:
+        yield from resolve(_FIND_GROUP_PROBLEMS)(config, batches, dp_size)
 
 
 def _check_evaluation(config: Config, world_size: int) -> Iterator[str]:
@@ -231,22 +213,10 @@ def _check_hang_reports(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
-def _check_checkpoint(config: Config, world_size: int) -> Iterator[str]:
+def _check_legacy_files(config: Config, world_size: int) -> Iterator[str]:
     checkpoint = config.checkpoint
-    # Rank 0 writes legacy files from the complete torch_dist files of all ranks, on a file system.
-    targets = []
-    if checkpoint.ckpt_format == "torch":
-        targets.append(("--ckpt-format", "--save", checkpoint.save))
-    if checkpoint.ckpt_convert_format == "torch":
-        targets.append(
-            ("--ckpt-convert-format", "--ckpt-convert-save", checkpoint.ckpt_convert_save)
-        )
-    for format_flag, target_flag, target in targets:
-        if "://" in (target or ""):
-            yield (
-                f"{format_flag} torch: object storage ({target_flag} {target}) supports only "
-                "torch_dist checkpoints"
-            )
+    if "torch" in (checkpoint.ckpt_format, checkpoint.ckpt_convert_format):
+        yield from resolve(_FIND_LEGACY_PROBLEMS)(config)
 
 
 def _check_hf_exports(config: Config, world_size: int) -> Iterator[str]:
@@ -264,24 +234,6 @@ def _check_main_parameters(config: Config, world_size: int) -> Iterator[str]:
         yield (
             f"--main-params-dtype {dtype} requires --bf16 or --fp16: an fp32 model has no separate "
             "main parameters"
-        )
-
-
-def _check_legacy_optimizer(config: Config, world_size: int) -> Iterator[str]:
-    """Reject an optimizer whose state legacy files cannot contain, before the first save fails."""
-    checkpoint = config.checkpoint
-    optimizer = config.optimizer.optimizer
-    if get_update_rule(optimizer).HAS_UNIFORM_STATE or checkpoint.no_save_optim:
-        return
-    if checkpoint.save is not None and checkpoint.ckpt_format == "torch":
-        yield (
-            f"--ckpt-format torch cannot store the state of --optimizer {optimizer}: use "
-            "--ckpt-format torch_dist or --no-save-optim"
-        )
-    if checkpoint.ckpt_convert_format == "torch":
-        yield (
-            f"--ckpt-convert-format torch cannot store the state of --optimizer {optimizer}: give "
-            "--no-save-optim"
         )
 
 
@@ -313,10 +265,9 @@ CHECKS: tuple[tuple[Callable[[Config, int], Iterator[str]], str], ...] = (
     (_check_evaluation, "training parallel"),
     (_check_schedules, "training parallel optimizer scheduler"),
     (_check_layers, "model parallel pipeline_layout"),
-    (_check_checkpoint, "checkpoint"),
+    (_check_legacy_files, "checkpoint optimizer"),
     (_check_hf_exports, "model checkpoint"),
     (_check_main_parameters, "model optimizer"),
-    (_check_legacy_optimizer, "checkpoint optimizer"),
     (_check_local_tier, "checkpoint"),
     (_check_base_model, "checkpoint lora"),
     (_check_profile_ranks, "profiling"),
