@@ -30,7 +30,7 @@ from tests.support.training_harness import (
     whole,
 )
 
-SAVING = f"--mock-data {LLAMA} --train-iters 8 --save-interval 2 --bf16 "
+SAVING = f"--mock-data {LLAMA} --global-batch-size 4 --train-iters 8 --save-interval 2 --bf16 "
 
 
 def stored(directory: Path) -> dict[str, torch.Tensor]:

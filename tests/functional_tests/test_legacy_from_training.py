@@ -18,7 +18,8 @@ from tests.support.training_harness import (
     whole,
 )
 
-FLAGS = f"--mock-data --train-iters 4 --use-distributed-optimizer {LLAMA}"
+DATA = "--mock-data --train-iters 4 --global-batch-size 4"
+FLAGS = f"{DATA} --use-distributed-optimizer {LLAMA}"
 
 
 def files(directory):
@@ -78,7 +79,7 @@ def test_legacy_checkpoints_resume(pool, tmp_path, layout):
 )
 def test_dropout_continues_after_a_resume(pool, tmp_path, world_size, layout):
     """The generators are those of the run, whatever the device, unless there are replicas."""
-    flags = f"--mock-data --train-iters 4 {LLAMA} {layout} --hidden-dropout 0.2 --ckpt-format torch"
+    flags = f"{DATA} {LLAMA} {layout} --hidden-dropout 0.2 --ckpt-format torch"
     straight = pool.run(train, world_size, flags)
     pool.run(train, world_size, f"{flags} --save {tmp_path} --exit-interval 2")
     resumed = pool.run(train, world_size, f"{flags} --load {tmp_path}")
@@ -88,7 +89,7 @@ def test_dropout_continues_after_a_resume(pool, tmp_path, world_size, layout):
 @pytest.mark.parametrize("precision", ["", "--bf16"])
 def test_legacy_without_the_distributed_optimizer_resumes(pool, tmp_path, precision):
     """Keys are those of Megatron-core's local modules, without Transformer Engine."""
-    flags = f"--mock-data --train-iters 4 {MODELS['gpt2']} {precision}"
+    flags = f"{DATA} {MODELS['gpt2']} {precision}"
     saved = pool.run(
         train, 2, f"{flags} --tensor-model-parallel-size 2 --ckpt-format torch --save {tmp_path}"
     )
@@ -98,7 +99,7 @@ def test_legacy_without_the_distributed_optimizer_resumes(pool, tmp_path, precis
     content = torch.load(
         tmp_path / "iter_0000004/mp_rank_01/model_optim_rng.pt", weights_only=False
     )
-    assert (content["iteration"], content["args"].consumed_train_samples) == (4, 32)
+    assert (content["iteration"], content["args"].consumed_train_samples) == (4, 16)
     assert "decoder.layers.3.input_layernorm.weight" in content["model"]
     loaded = pool.run(train, 2, f"{flags} {DISTRIBUTED_OPTIMIZER} --load {tmp_path} --skip-train")
     assert_same(whole(loaded), whole(saved))
@@ -109,10 +110,7 @@ def test_legacy_sgd_resumes(pool, tmp_path, momentum):
     """convert.py reads legacy files of SGD, with and without momentum, and converts them with and
     without their optimizer.
     """
-    flags = (
-        f"--mock-data --train-iters 4 {MODELS['gpt2']} --optimizer sgd --sgd-momentum "
-        f"{momentum} --bf16"
-    )
+    flags = f"{DATA} {MODELS['gpt2']} --optimizer sgd --sgd-momentum {momentum} --bf16"
     legacy = tmp_path / "legacy"
     again = tmp_path / "torch_dist"
     saved = pool.run(
@@ -135,9 +133,7 @@ def test_legacy_sgd_resumes(pool, tmp_path, momentum):
 @pytest.mark.parametrize("momentum", [0.9, 0.0])
 def test_legacy_sgd_in_fp32_resumes_bitwise(pool, tmp_path, momentum):
     """Without momentum the files contain neither main parameters nor other optimizer tensors."""
-    flags = (
-        f"--mock-data --train-iters 4 {MODELS['gpt2']} --optimizer sgd --sgd-momentum {momentum}"
-    )
+    flags = f"{DATA} {MODELS['gpt2']} --optimizer sgd --sgd-momentum {momentum}"
     straight = pool.run(train, 2, f"{flags} --tensor-model-parallel-size 2")
     flags += (
         f" --tensor-model-parallel-size 2 --ckpt-format torch --save {tmp_path} --load {tmp_path}"

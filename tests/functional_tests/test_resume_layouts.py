@@ -25,7 +25,8 @@ from tests.support.training_harness import (
 
 # The iteration of a checkpoint, of four. The second loss after a resume depends on the optimizer.
 SAVED = 2
-DATA = "--mock-data --train-iters 4 "
+BATCH = 4  # samples of an iteration
+DATA = f"--mock-data --train-iters 4 --global-batch-size {BATCH} "
 SINGLE = {"single": (1, ""), **LAYOUTS}
 ROUNDING = 1e-5
 
@@ -78,7 +79,7 @@ def test_saved_at_any_layout_loads_at_one_process(pool, tmp_path, uninterrupted,
     assert losses(saved)[-1] == pytest.approx(uninterrupted[model][SAVED - 1], rel=ROUNDING)
     loaded = load_and_stop(pool, model, "single", tmp_path)
     assert_same(whole(loaded), whole(saved))
-    assert (loaded[0].iteration, loaded[0].consumed_train_samples) == (SAVED, 8 * SAVED)
+    assert (loaded[0].iteration, loaded[0].consumed_train_samples) == (SAVED, BATCH * SAVED)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -211,7 +212,7 @@ def test_no_load_optim_keeps_the_position(pool, tmp_path):
     with pytest.raises(ValueError, match=r"holds no optimizer.*--no-load-optim"):
         pool.run(train, 1, f"{flags} --load {tmp_path}")
     resumed = pool.run(train, 1, f"{flags} --load {tmp_path} --no-load-optim --skip-train")
-    assert (resumed[0].iteration, resumed[0].consumed_train_samples) == (SAVED, 8 * SAVED)
+    assert (resumed[0].iteration, resumed[0].consumed_train_samples) == (SAVED, BATCH * SAVED)
     assert resumed[0].learning_rate == saved[0].learning_rate > 0
     key = "decoder.layers.1.mlp.linear_fc2.weight"
     assert torch.equal(whole(resumed)[key], whole(saved)[key])
