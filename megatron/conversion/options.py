@@ -20,7 +20,7 @@ UNIVERSAL_STYLES = ("pipeline", "bigscience", "no-pipeline")  # of parameter nam
 QKV_LAYOUTS = ("groups", "tp-blocks")  # of universal checkpoints
 NEW_ROWS = ("mean", "init", "zero")  # initial values of new rows of the vocabulary
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # on the command line
-QUANTIZATIONS = ("fp8-block",)  # of the weights of a Hugging Face model
+QUANTIZATIONS = ("fp8-block", "fp8-channel", "mxfp4", "nvfp4")  # of a Hugging Face model
 
 _T = TypeVar("_T")
 
@@ -223,8 +223,9 @@ class WriteOptions(FlagSection):
     dtype: str | None = flag(None, choices=tuple(DTYPES))
     """Dtype of the weights."""
     quantization: str | None = _target_flag("--quantize", choices=QUANTIZATIONS, savers=("hf",))
-    """Store the matrices of linear layers in fp8 with a scale per block of 128 x 128, as
-    DeepSeek-V3 does; other weights keep their dtype.
+    """Store the matrices of linear layers in fp8 with a scale per block of 128 x 128 as DeepSeek-V3
+    does (fp8-block), in fp8 with a scale per row (fp8-channel) or in nvfp4 as compressed-tensors
+    does, or those of gpt_oss's experts in mxfp4; other weights keep their dtype.
     """
     optimizer: bool = True
     """Write the optimizer state."""

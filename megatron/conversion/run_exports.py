@@ -91,7 +91,7 @@ class HuggingFaceExporter:
         # The model, and then the directory: a run must not fail for these after days.
         family = choose_family(model, None)
         if self._options.quantization is not None:
-            check_quantizable(family, model)
+            check_quantizable(family, model, self._options.quantization)
         directory = self._directory
         if isinstance(directory, ObjectPath):
             bucket = directory

@@ -211,7 +211,13 @@ def check_quantized(python: Path, work: Path) -> None:
         cases = work / "cases" / str(seed)
         program = HERE / "quantized_write.py"
         run(python, program, cases, rows, columns, seed, packages, quiet=True)
-    run(OURS, "-m", "tests.interop.quantized_check", work / "cases")
+    run(OURS, "-m", "tests.interop.quantized_check", "read", work / "cases")
+    exports = work / "exports"
+    exports.mkdir()
+    run(OURS, "-m", "tests.interop.quantized_check", "write", exports)
+    for target in ("fp8-channel", "nvfp4"):
+        directories = (exports / target, exports / f"{target}-decoded")
+        run(python, HERE / "quantized_load.py", *directories, quiet=True)
 
 
 def check_vllm(python: Path, work: Path) -> None:
@@ -500,6 +506,7 @@ PEERS = {
         (
             "torch==2.13.0",
             "transformers==5.23.0",
+            "accelerate",
             "compressed-tensors==0.20.0",
             "bitsandbytes==0.50.2",
             "nvidia-modelopt==0.47.0",

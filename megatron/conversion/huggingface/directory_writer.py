@@ -56,12 +56,8 @@ from megatron.conversion.model_space.optimizer_states import full_precision_key
 from megatron.conversion.model_space.pieces import make_empty_directory
 from megatron.conversion.model_space.views import get_dtype
 from megatron.conversion.options import WriteOptions
-from megatron.conversion.quantization.block_fp8 import (
-    BLOCK_SIZE,
-    SCALES,
-    make_quantization_config,
-    quantize_blocks,
-)
+from megatron.conversion.quantization.fp8_writing import BLOCK_SIZE
+from megatron.conversion.quantization.targets import TARGETS
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.dist_checkpointing.files import CLAIM
 from megatron.core.dist_checkpointing.mapping import LazyTensor, Shape
@@ -118,7 +114,7 @@ def write_huggingface(
     # A sidecar keeps the full precision.
     if options.dtype is None and not optimizer:
         lost = [*lost, *_list_rounded(source, plan.parameters, config.params_dtype)]
-    if options.quantization is not None:
+    if options.quantization == "fp8-block":
         _note_partial_blocks(weights, options)
     return lost + _list_left_out(source, bool(optimizer))
 
@@ -162,7 +158,8 @@ def _plan_model(source: Source, config: TransformerConfig, options: WriteOptions
     foreign_names = {key: foreign_name(key) for key in foreign}
     if wrapper is None:
         if options.quantization is not None:
-            fields[QUANTIZATION] = make_quantization_config(_list_unquantized(parameters, foreign))
+            unquantized = _list_unquantized(parameters, foreign, options.quantization)
+            fields[QUANTIZATION] = TARGETS[options.quantization].make_settings(unquantized)
         return _ModelPlan(foreign_fields | fields, parameters, foreign_names, False)
     prefixes = wrapper.get_prefixes(source.args.get(TEXT_PREFIX))
     for index, parameter in enumerate(parameters):
@@ -182,7 +179,7 @@ def _collect_weights(
     """
     quantized: set[str] = set()  # names
     if options.quantization is not None:
-        for parameter in filter(_is_quantizable, plan.parameters):
+        for parameter in _select_quantizable(plan.parameters, options.quantization):
             quantized.update(parameter.names)
 
     def get_value(parameter: StoredParameter) -> LazyTensor:
@@ -196,9 +193,10 @@ def _collect_weights(
 
     weights: dict[str, LazyTensor] = {}
     for name, tensor in store_parameters(plan.parameters, get_value).items():
-        weights[name] = tensor
-        if name in quantized:
-            weights[name], weights[name + SCALES] = quantize_blocks(tensor, name)
+        if name in quantized and options.quantization is not None:
+            weights |= TARGETS[options.quantization].encode(tensor, name)
+        else:
+            weights[name] = tensor
     for key, name in plan.foreign_names.items():
         if name in weights:
             raise ValueError(
@@ -445,38 +443,60 @@ def _list_rounded(
     ]
 
 
-def check_quantizable(family: Family, config: TransformerConfig) -> None:
+def check_quantizable(family: Family, config: TransformerConfig, quantization: str) -> None:
     """Raise ValueError if matrices of a model cannot be quantized in the files of `family`."""
     shapes = model_tensors(config)
-    for parameter in stored_parameters(shapes, family.rows, family.layers, config, has_none):
-        _is_quantizable(parameter)
+    parameters = stored_parameters(shapes, family.rows, family.layers, config, has_none)
+    _select_quantizable(list(parameters), quantization)
 
 
-def _is_quantizable(parameter: StoredParameter) -> bool:
-    """Return whether a parameter is the matrix of a linear layer in attention, MLP or experts.
+def _select_quantizable(
+    parameters: Sequence[StoredParameter], quantization: str
+) -> list[StoredParameter]:
+    """Return the matrices of linear layers in attention, MLP and experts that are quantized.
 
     Raises ValueError for a family whose matrices are stored in a form that has no scales.
     """
-    is_matrix = (
+    of_packed_experts = TARGETS[quantization].of_packed_experts
+    selected = []
+    for parameter in parameters:
+        is_packed = parameter.transposed or parameter.packed is not None
+        is_experts = parameter.transposed and parameter.packed is not None
+        if not _is_linear(parameter) or (of_packed_experts and not is_experts):
+            continue
+        if is_packed and not of_packed_experts:
+            raise ValueError(
+                f"--quantize {quantization}: {parameter.names[0]} is stored transposed or packed "
+                "with other experts, and scales of such tensors are not defined: leave the flag "
+                "out, or for gpt_oss give --quantize mxfp4"
+            )
+        selected.append(parameter)
+    if not selected:
+        raise ValueError(
+            f"--quantize {quantization} is the encoding of gpt_oss's experts, which this model "
+            "does not have: give --quantize nvfp4 or fp8-channel"
+        )
+    return selected
+
+
+def _is_linear(parameter: StoredParameter) -> bool:
+    return (
         ".linear_" in parameter.key
         and parameter.key.endswith("weight")
         and len(parameter.shape) == 2
     )
-    if is_matrix and (parameter.transposed or parameter.packed is not None):
-        raise ValueError(
-            f"--quantize: {parameter.names[0]} is stored transposed or packed with other experts, "
-            "and fp8 blocks of such tensors are not defined: leave the flag out"
-        )
-    return is_matrix
 
 
-def _list_unquantized(parameters: Sequence[StoredParameter], foreign: Sequence[str]) -> list[str]:
+def _list_unquantized(
+    parameters: Sequence[StoredParameter], foreign: Sequence[str], quantization: str
+) -> list[str]:
     """Return the modules with a matrix that is not quantized: embeddings, head, routers, and those
     of foreign tensors.
     """
     modules = ["lm_head"]  # a tied head has no tensor, but is a linear layer
+    quantized = set(map(id, _select_quantizable(parameters, quantization)))
     for parameter in parameters:
-        if len(parameter.shape) == 2 and not _is_quantizable(parameter):
+        if len(parameter.shape) == 2 and id(parameter) not in quantized:
             modules += [name.removesuffix(".weight") for name in parameter.names]
     for key in foreign:
         module, _, suffix = foreign_name(key).rpartition(".")
@@ -489,7 +509,7 @@ def _note_partial_blocks(weights: Mapping[str, LazyTensor], options: WriteOption
     """Note matrices with partial blocks, which not every program reads."""
     partial_names = []
     for name, tensor in weights.items():
-        is_quantized = name + SCALES in weights
+        is_quantized = f"{name}_scale_inv" in weights
         if is_quantized and any(extent % BLOCK_SIZE for extent in tensor.shape):
             partial_names.append(name)
     if partial_names:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -120,18 +120,25 @@ def _read_decoded(
         range(start, start + extent) for start, extent in zip(lead_offset, lead_shape, strict=True)
     ]
     end_row = first_row + num_rows
-    step = max(_MAX_ELEMENTS // whole[-1] // row_step, 1) * row_step
     columns = slice(first_column, first_column + num_columns)
     for lead, matrix in zip(product(*ranges), result.view(-1, *shape[-2:]), strict=True):
-        for start in range(first_row - first_row % row_step, end_row, step):
-            last = min(start + step, end_row)
-            last = min(-(-last // row_step) * row_step, whole[-2])
+        for start, stop in split_rows(first_row, end_row, whole[-1], row_step):
+            last = min(-(-stop // row_step) * row_step, whole[-2])
             rows = decode_rows(lead, start, last - start)
             # Cut off the rows that are outside of the box.
             begin = max(start, first_row)
             end = min(last, end_row)
             matrix[begin - first_row : end - first_row] = rows[begin - start : end - start, columns]
     return result
+
+
+def split_rows(first: int, end: int, columns: int, row_step: int = 1) -> Iterator[tuple[int, int]]:
+    """Yield first and end of runs of rows that are processed at once; all but the last end at a
+    multiple of `row_step`, and all begin at one.
+    """
+    step = max(_MAX_ELEMENTS // columns // row_step, 1) * row_step
+    for start in range(first - first % row_step, end, step):
+        yield start, min(start + step, end)
 
 
 def spread(grid: torch.Tensor, width: int, columns: int) -> torch.Tensor:

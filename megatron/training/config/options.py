@@ -17,7 +17,7 @@ from megatron.core.flags import FlagSection, flag
 
 # Data types of Hugging Face models.
 HF_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-HF_QUANTIZATIONS = ("fp8-block",)
+HF_QUANTIZATIONS = ("fp8-block", "fp8-channel", "mxfp4", "nvfp4")
 
 
 @dataclass
@@ -383,15 +383,15 @@ class CheckpointConfig(FlagSection):
     )
     """Save a Hugging Face model next to every checkpoint whose iteration is a multiple of this
     number, and at the end of the run, as iter_NNNNNNN in --save-hf. All ranks write it while they
-    write the checkpoint; with object storage or fp8-block, rank 0 converts the checkpoint.
+    write the checkpoint; with object storage or quantization, rank 0 converts the checkpoint.
     """
     save_hf_keep_last: int | None = flag(None, positive=True, requires={"save_hf_interval": True})
     """Keep the last N models of --save-hf-interval and delete older ones. Default: all."""
     save_hf_dtype: str | None = flag(
         None, choices=(*HF_DTYPES, *HF_QUANTIZATIONS), requires={"save_hf": True}
     )
-    """Data type of the matrices in models of --save-hf, cast from the weights. fp8-block has a
-    scale per block of 128 x 128. Default: that of the weights.
+    """Data type of the matrices in models of --save-hf, cast from the weights, or one of the
+    encodings of convert.py --quantize. Default: that of the weights.
     """
     save_tokenizer_assets: bool = flag(
         True, "--no-save-tokenizer-assets", "--disable-save-tokenizer-assets"

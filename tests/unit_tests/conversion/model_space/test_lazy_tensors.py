@@ -29,8 +29,8 @@ from megatron.conversion.model_space.lazy_tensors import (
     view_tensor,
 )
 from megatron.conversion.model_space.pieces import map_fused_qkv, map_separate_qkv, map_skipped
-from megatron.conversion.quantization.block_fp8 import quantize_blocks
 from megatron.conversion.quantization.encodings import dequantize
+from megatron.conversion.quantization.fp8_writing import quantize_lazily
 from megatron.core.dist_checkpointing.mapping import LazyTensor, narrow
 
 MATRIX = torch.arange(24.0).view(6, 4)
@@ -112,7 +112,7 @@ def test_blocks_have_whole_units_and_cover_the_tensor() -> None:
 
 def test_quantized_matrix_is_read_as_a_pickle(tmp_path: Path) -> None:
     matrix = torch.randn(200, 130)
-    values, scales = quantize_blocks(view_tensor(matrix), "w")
+    values, scales = quantize_lazily(view_tensor(matrix), "w", 128, 128)
     blocks = [values.read(*box) for box in cut_blocks(values, 1)]
     stored = {"w": torch.cat(blocks), "w_scale_inv": scales.read_all()}
     save_file(stored, tmp_path / "model.safetensors")
