@@ -57,6 +57,16 @@ class EncodedMatrix:
             name = self.names[role]
             self.refuse(f"is stored with {name} of shape {list(shape)}, which must be {expected}")
 
+    def check_rank(self, role: str, *ranks: int) -> None:
+        """Raise ValueError if a stored tensor has none of these numbers of dimensions."""
+        shape = self.tensors[role].shape
+        if len(shape) not in ranks:
+            expected = " or ".join(map(str, ranks))
+            self.refuse(
+                f"is stored with {self.names[role]} of shape {list(shape)}, which must have "
+                f"{expected} dimensions"
+            )
+
     def read_rows(self, role: str, lead: Shape, first: int, count: int) -> torch.Tensor:
         """Return rows of a stored tensor, of the matrix `lead` if it is a stack."""
         tensor = self.tensors[role]
@@ -100,6 +110,8 @@ class EncodedMatrix:
 
     def decode(self, shape: Shape, decode_rows: DecodeRows, row_step: int = 1) -> LazyTensor:
         """Return the decoded tensor; rows are decoded in multiples of `row_step`."""
+        if 0 in shape:
+            self.refuse(f"has shape {list(shape)}")
         read = partial(_read_decoded, shape, self.dtype, decode_rows, row_step)
         return LazyTensor(shape, self.dtype, read)
 

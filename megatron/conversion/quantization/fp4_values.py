@@ -65,8 +65,9 @@ def decode_nvfp4(matrix: EncodedMatrix) -> LazyTensor:
 
 def _decode_grouped(matrix: EncodedMatrix, group: int) -> LazyTensor:
     matrix.check_dtype("values", torch.uint8)
+    matrix.check_rank("values", 2, 3)
     shape = matrix.tensors["values"].shape
-    if len(shape) < 2 or shape[-1] * 2 % group:
+    if shape[-1] * 2 % group:
         matrix.refuse(
             f"has {matrix.names['values']} of shape {list(shape)}, but rows must be groups of "
             f"{group // 2} bytes"

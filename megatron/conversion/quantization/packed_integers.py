@@ -17,7 +17,7 @@ from megatron.conversion.quantization.scaled_values import find_block
 from megatron.core.dist_checkpointing.mapping import LazyTensor, Shape
 
 _WORD_BITS = 32
-# 32 integers fill whole words, whatever their number of bits.
+# 32 integers of any number of bits fill whole words.
 _ROW_STEP = 32
 # Position of each of 8 neighboring columns in a word of AWQ.
 _AWQ_ORDER = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
@@ -37,6 +37,11 @@ def unpack_integers(words: torch.Tensor, bits: int) -> torch.Tensor:
     index = starts // _WORD_BITS
     pairs = unsigned[:, index] | (unsigned[:, index + 1] << _WORD_BITS)
     return ((pairs >> (starts % _WORD_BITS)) & mask).to(torch.uint8)
+
+
+def _divide_up(total: int, size: int) -> int:
+    """Return the quotient, rounded up."""
+    return -(-total // size)
 
 
 # ---- compressed-tensors ----
@@ -60,25 +65,35 @@ def _decode_words(matrix: EncodedMatrix) -> LazyTensor:
     if "shape" not in matrix.tensors:
         matrix.refuse("has no weight_shape")
     matrix.check_shape("shape", (2,))
+    matrix.check_rank("values", 2)
+    matrix.check_rank("scales", 1, 2)
     rows, columns = matrix.tensors["shape"].read_all().tolist()
-    words = matrix.tensors["values"].shape
     bits, width = _find_scheme(matrix, rows, columns)
-    if len(words) != 2 or words[0] != rows:
-        matrix.refuse(f"of shape {[rows, columns]} has {matrix.names['values']} of {list(words)}")
+    num_words = _divide_up(columns * bits, _WORD_BITS)
+    matrix.check_shape("values", (rows, num_words))
+
+    # Scales: [rows, groups], or one.
     shape = (rows, columns)
     block = find_block(matrix, "scales", shape, (1, width))
     has_one_scale = block[0] > 1
-    groups = 1 if has_one_scale else -(-columns // block[1])
-    matrix = matrix.with_tensor("scales", (1 if has_one_scale else rows, groups))
+    groups = _divide_up(columns, block[1])
+    scale_rows = 1 if has_one_scale else rows
+    matrix = matrix.with_tensor("scales", (scale_rows, groups))
+
+    # Zero points: [words of rows, groups]
     if "zero_points" in matrix.tensors:
         if has_one_scale:
             matrix.refuse("has zero points with a scale of the whole matrix")
+        word_rows = _divide_up(rows * bits, _WORD_BITS)
         matrix.check_dtype("zero_points", torch.int32)
-        matrix.check_shape("zero_points", (-(-rows * bits // _WORD_BITS), groups))
-    order = None
+        matrix.check_shape("zero_points", (word_rows, groups))
+
+    # Groups that are not ranges of columns (act order)
+    order: torch.Tensor | None = None
     if "groups" in matrix.tensors:
         matrix.check_shape("groups", (columns,))
-        order = _read_groups(matrix, groups, torch.arange(columns) // block[1])
+        in_order = torch.arange(columns) // block[1]
+        order = _read_groups(matrix, groups, in_order)
     decode_rows = partial(_decode_word_rows, matrix, bits, shape, block, order)
     return matrix.decode(shape, decode_rows, _ROW_STEP)
 
@@ -97,14 +112,16 @@ def _find_scheme(matrix: EncodedMatrix, rows: int, columns: int) -> tuple[int, i
         size = weights.get("group_size") or 0
         width = size if size > 0 else columns
         described.append(f"{bits} bits in groups of {width}")
-        fits = num_words == -(-columns * bits // _WORD_BITS) and columns > 0
-        fits = fits and -(-columns // width) == num_scales
-        if fits and is_symmetric == weights.get("symmetric", True):
+        if columns <= 0 or is_symmetric != weights.get("symmetric", True):
+            continue
+        expected = (_divide_up(columns * bits, _WORD_BITS), _divide_up(columns, width))
+        if expected == (num_words, num_scales):
             return bits, width
+    zeros = "" if is_symmetric else " and zero points"
+    schemes = "; ".join(described) or "no integers"
     matrix.refuse(
-        f"of shape {[rows, columns]} has {num_words} words and {num_scales} scales per row"
-        f"{'' if is_symmetric else ' and zero points'}, but config_groups has "
-        f"{'; '.join(described) or 'no integers'}"
+        f"of shape {[rows, columns]} has {num_words} words and {num_scales} scales per row{zeros}, "
+        f"but config_groups has {schemes}"
     )
 
 
@@ -113,13 +130,13 @@ def _read_groups(
 ) -> torch.Tensor | None:
     """Return the group of each column, or None if columns are in order. -1 means in order."""
     groups = matrix.tensors["groups"].read_all().long()
-    if torch.equal(groups, default) or bool((groups == -1).any()):
+    first = int(groups.min())
+    last = int(groups.max())
+    if first == -1 or torch.equal(groups, default):
         return None
-    if bool(((groups < 0) | (groups >= num_groups)).any()):
-        matrix.refuse(
-            f"has {matrix.names['groups']} from {int(groups.min())} to {int(groups.max())}, but "
-            f"{num_groups} groups"
-        )
+    if first < 0 or last >= num_groups:
+        name = matrix.names["groups"]
+        matrix.refuse(f"has {name} from {first} to {last}, but {num_groups} groups")
     return groups
 
 
@@ -134,22 +151,30 @@ def _decode_word_rows(
     count: int,
 ) -> torch.Tensor:
     """Decode rows; `order` is the group of each column if it is not a range of columns."""
-    columns = shape[1]
+
+    def expand(grid: torch.Tensor) -> torch.Tensor:
+        """Return the entry of the group of each column."""
+        return spread(grid, block[1], shape[1]) if order is None else grid[:, order]
+
+    # [rows, columns]
     words = matrix.read_rows("values", lead, first, count)
-    codes = unpack_integers(words, bits)[:, :columns]
+    codes = unpack_integers(words, bits)[:, : shape[1]]
+    # [rows, groups]
     if block[0] > 1:
         scales = matrix.read_scales("scales", lead, 0, 1)
     else:
         scales = matrix.read_scales("scales", lead, first, count)
-    factors = spread(scales, block[1], columns) if order is None else scales[:, order]
+    factors = expand(scales)
+    numbers = codes.to(factors.dtype)
+
     # Integers are stored plus 2 ** (bits - 1), zero points, too.
     if "zero_points" not in matrix.tensors:
-        return (codes.to(factors.dtype) - 2 ** (bits - 1)) * factors
-    word_rows = -(-count * bits // _WORD_BITS)
-    packed = matrix.read_rows("zero_points", lead, first * bits // _WORD_BITS, word_rows)
-    grid = unpack_integers(packed.t(), bits)[:, :count].t()
-    zeros = spread(grid, block[1], columns) if order is None else grid[:, order]
-    return (codes.to(factors.dtype) - zeros.to(factors.dtype)) * factors
+        return (numbers - 2 ** (bits - 1)) * factors
+    first_word = first * bits // _WORD_BITS
+    num_words = _divide_up(count * bits, _WORD_BITS)
+    packed = matrix.read_rows("zero_points", lead, first_word, num_words)
+    zeros = unpack_integers(packed.t(), bits)[:, :count].t()
+    return (numbers - expand(zeros).to(factors.dtype)) * factors
 
 
 # ---- AWQ and GPTQ: rows are inputs ----
@@ -164,10 +189,10 @@ def decode_awq(matrix: EncodedMatrix) -> LazyTensor:
             f"has {matrix.settings['bits']} bits in the layout {version!r}, only 4 bits of 'gemm' "
             "are read"
         )
-    inputs = matrix.tensors["values"].shape[0]
-    outputs = matrix.tensors["scales"].shape[-1]
     matrix.check_dtype("values", torch.int32)
-    matrix.check_shape("values", (inputs, outputs * bits // _WORD_BITS))
+    matrix.check_rank("values", 2)
+    inputs, words = matrix.tensors["values"].shape
+    outputs = words * _WORD_BITS // bits
     width = _check_groups(matrix, bits, inputs, outputs)
     return transpose(matrix.decode((inputs, outputs), partial(_decode_awq_rows, matrix, width)))
 
@@ -175,14 +200,20 @@ def decode_awq(matrix: EncodedMatrix) -> LazyTensor:
 def _decode_awq_rows(
     matrix: EncodedMatrix, width: int, lead: Shape, first: int, count: int
 ) -> torch.Tensor:
-    codes = _unpack_awq(matrix.read_rows("values", lead, first, count))
+    # [inputs, outputs]
+    words = matrix.read_rows("values", lead, first, count)
+    codes = _unpack_awq(words)
+    # The group of each input, relative to the first one
     groups = torch.arange(first, first + count) // width
     start = int(groups[0])
     num_groups = int(groups[-1]) + 1 - start
     groups -= start
+    # [groups, outputs]
     scales = matrix.read_scales("scales", lead, start, num_groups)
-    zeros = _unpack_awq(matrix.read_rows("zero_points", lead, start, num_groups))
-    return (codes.to(scales.dtype) - zeros.to(scales.dtype)[groups]) * scales[groups]
+    packed = matrix.read_rows("zero_points", lead, start, num_groups)
+    zeros = _unpack_awq(packed).to(scales.dtype)
+    numbers = codes.to(scales.dtype)
+    return (numbers - zeros[groups]) * scales[groups]
 
 
 def _unpack_awq(words: torch.Tensor) -> torch.Tensor:
@@ -197,6 +228,7 @@ def decode_gptq(matrix: EncodedMatrix) -> LazyTensor:
     """
     bits = matrix.settings["bits"]
     matrix.check_dtype("values", torch.int32)
+    matrix.check_rank("values", 2)
     words, outputs = matrix.tensors["values"].shape
     inputs = words * _WORD_BITS // bits
     width = _check_groups(matrix, bits, inputs, outputs)
@@ -217,7 +249,7 @@ def _check_groups(matrix: EncodedMatrix, bits: int, inputs: int, outputs: int) -
     width = size if size > 0 else inputs
     if outputs * bits % _WORD_BITS or inputs == 0:
         matrix.refuse(f"has {outputs} outputs, which do not fill words of {_WORD_BITS // bits}")
-    groups = -(-inputs // width)
+    groups = _divide_up(inputs, width)
     matrix.check_dtype("scales", *_SCALE_DTYPES)
     matrix.check_dtype("zero_points", torch.int32)
     matrix.check_shape("scales", (groups, outputs))
@@ -235,9 +267,13 @@ def _decode_gptq_rows(
     count: int,
 ) -> torch.Tensor:
     """Decode rows; version 1 stores zero points minus `shift`."""
-    words = matrix.read_rows("values", lead, first * bits // _WORD_BITS, count * bits // _WORD_BITS)
+    first_word = first * bits // _WORD_BITS
+    num_words = count * bits // _WORD_BITS
+    words = matrix.read_rows("values", lead, first_word, num_words)
+    # [inputs, outputs]
     codes = unpack_integers(words.t(), bits).t()
     rows = groups[first : first + count]
+    # [groups, outputs]
     num_groups = matrix.tensors["scales"].shape[0]
     scales = matrix.read_scales("scales", lead, 0, num_groups)
     zeros = unpack_integers(matrix.read_rows("zero_points", lead, 0, num_groups), bits)

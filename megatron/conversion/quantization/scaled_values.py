@@ -38,6 +38,7 @@ def decode_modelopt(matrix: EncodedMatrix) -> LazyTensor:
 
 def decode_compressed(matrix: EncodedMatrix) -> LazyTensor:
     """Decode fp8 or int8 of compressed-tensors, which computes in the dtype of the scales."""
+    matrix.check_rank("values", 2, 3)
     block: Sequence[int] | None = None
     columns = matrix.tensors["values"].shape[-1]
     for group in matrix.settings["config_groups"].values():
@@ -45,7 +46,7 @@ def decode_compressed(matrix: EncodedMatrix) -> LazyTensor:
         size = weights.get("group_size") or 0
         if size > 0 and columns % size == 0:
             groups = columns // size
-            if matrix.tensors["scales"].shape[-1] == groups:
+            if matrix.tensors["scales"].shape[-1:] == (groups,):
                 block = (1, size)
         block = block or weights.get("block_structure")
     return _decode(matrix, block, None)
@@ -54,6 +55,7 @@ def decode_compressed(matrix: EncodedMatrix) -> LazyTensor:
 def decode_int8(matrix: EncodedMatrix) -> LazyTensor:
     """Decode int8 of bitsandbytes: a scale per row, which is the largest magnitude."""
     matrix.check_dtype("values", torch.int8)
+    matrix.check_rank("values", 2)
     matrix.check_dtype("scales", torch.float32)
     shape = matrix.tensors["values"].shape
     matrix.check_shape("scales", shape[:1])
@@ -78,11 +80,8 @@ def _decode(
     """
     matrix.check_dtype("values", *_list_value_dtypes(matrix))
     matrix.check_dtype("scales", *_SCALE_DTYPES, *_E8M0_DTYPES)
+    matrix.check_rank("values", 2, 3)
     shape = matrix.tensors["values"].shape
-    if len(shape) not in (2, 3):
-        matrix.refuse(
-            f"has scales and shape {list(shape)}, but must be a matrix or a stack of them"
-        )
     size = find_block(matrix, "scales", shape, block)
     matrix = _shape_grid(matrix, "scales", shape, size)
     if "zero_points" in matrix.tensors:
