@@ -545,6 +545,8 @@ BASES: dict[str, Callable[[Path], None]] = {
     ),
     "megatron legacy": build_golden(MEGATRON.format("0.16.1", "legacy")),
     "fsdp": build_unpacked("megatron_fsdp/mixtral_fp32"),
+    "zero1": build_unpacked("deepspeed_engine/zero1"),
+    "zero3": build_unpacked("deepspeed_engine/zero3-frozen"),
     "bridge": build_golden("bridge_0.6.2/llama_fp32/checkpoint"),
     "hybrid": build_hybrid,
     "data": build_data_set,
@@ -558,7 +560,15 @@ BASES: dict[str, Callable[[Path], None]] = {
     "quantized": build_golden("quantized"),
     "plain": build_plain_run,
 }
-SLOW_BASES = ("megatron", "megatron 0.12", "megatron legacy", "fsdp", "hybrid")  # many tensors
+SLOW_BASES = (
+    "megatron",
+    "megatron 0.12",
+    "megatron legacy",
+    "fsdp",
+    "hybrid",
+    "zero1",
+    "zero3",
+)  # with many tensors
 
 READERS = {
     "hf index": Reader("hf", {"model.safetensors.index.json": damaged_json}, read_checkpoint),
@@ -618,6 +628,12 @@ READERS = {
         "universal",
         {"*/zero/*.pt": damaged_archive, "*/zero/*/*.pt": damaged_archive},
         read_checkpoint,
+    ),
+    "zero1": Reader(
+        "zero1", {"global_step3/*.pt": damaged_archive, "latest": None}, read_checkpoint
+    ),
+    "zero3": Reader(
+        "zero3", {"global_step3/*.pt": damaged_archive, "latest": None}, read_checkpoint
     ),
     "fsdp": Reader("fsdp", {"iter_*/.metadata": damaged_pickle, "iter_*/__*": None}, read_experts),
     "hybrid": Reader(

@@ -56,6 +56,7 @@ def check_deepspeed(python: Path, work: Path) -> None:
                     *precision,
                     quiet=True,
                 )
+    run(OURS, "-m", "tests.interop.deepspeed_engine_check", work / "engine", python)
 
 
 def check_megatron_core(python: Path, work: Path) -> None:
@@ -441,7 +442,9 @@ TRAINER = (
     "tensorboard",
 )  # what it imports beside megatron-core
 PEERS = {
-    "deepspeed": Peer(("torch==2.13.0", "numpy", "deepspeed==0.19.8"), check_deepspeed),
+    "deepspeed": Peer(
+        ("torch==2.13.0", "numpy", "transformers==5.23.0", "deepspeed==0.19.8"), check_deepspeed
+    ),
     "megatron-core-0.16": Peer(
         ("torch==2.13.0", "numpy", "megatron-core==0.16.1"), check_megatron_core
     ),

@@ -13,16 +13,25 @@ from typing import Any
 
 import torch
 
-from megatron.conversion.deepspeed.engine_files import EngineFiles, RankTensors
+from megatron.conversion.deepspeed.engine_files import (
+    EngineFiles,
+    RankTensors,
+    check_states,
+    find_step,
+    list_names,
+)
+from megatron.conversion.deepspeed.engine_megatron import MegatronEngineFiles
+from megatron.conversion.deepspeed.names import has_megatron_names
 from megatron.conversion.deepspeed.training_state import (
     check_groups,
     list_lost_state,
     read_training,
 )
+from megatron.conversion.deepspeed.universal import UniversalSource
 from megatron.conversion.huggingface.directory import CONFIG, HuggingFaceSource
 from megatron.conversion.model_space.lazy_tensors import cast, make_zeros
 from megatron.conversion.model_space.model import check_optimizer_complete, model_parameters
-from megatron.conversion.model_space.optimizer_states import OPTIMIZER_STATES, optimizer_key
+from megatron.conversion.model_space.optimizer_states import optimizer_key
 from megatron.conversion.options import ReadOptions
 from megatron.core.dist_checkpointing.mapping import LazyTensor
 from megatron.core.run_checkpoint.keys import ENGINE_LATEST, ENGINE_MODEL_FILES, ZERO
@@ -52,6 +61,8 @@ def open_engine_checkpoint(directory: Path, read_options: ReadOptions | None = N
     """Open a checkpoint of DeepSpeed's engine. Raises ValueError if it is incomplete."""
     read_options = read_options or ReadOptions()
     files = EngineFiles(directory, not read_options.no_optim)
+    if has_megatron_names(list_names(files.ranks)):
+        return UniversalSource(directory, read_options, MegatronEngineFiles(files))
     return TransformersEngineSource(files, read_options)
 
 
@@ -145,23 +156,3 @@ def _read_precision(state: Mapping[str, Any]) -> dict[str, bool]:
         section = config.get(name) if isinstance(config, dict) else None
         precision[name] = isinstance(section, dict) and section.get("enabled") is True
     return precision
-
-
-def check_states(rank: RankTensors, description: str) -> None:
-    """Raise ValueError for moments of an optimizer that runs here do not have."""
-    unknown = [state for state in rank.moments if state not in OPTIMIZER_STATES]
-    if unknown or not rank.moments:
-        contents = f"the state {', '.join(unknown)}" if unknown else "no state"
-        raise ValueError(
-            f"{description}: its optimizer has {contents} of each parameter, unlike those here: "
-            "leave the optimizer out (--no-optim of convert.py, --no-load-optim of a run)"
-        )
-
-
-def find_step(rank: RankTensors, description: str) -> int:
-    """Return the optimizer's step: stored, or counted by the engine."""
-    if len(rank.steps) > 1:
-        raise ValueError(f"{description}: parameters are at different steps: {sorted(rank.steps)}")
-    if rank.steps:
-        return next(iter(rank.steps))
-    return (rank.state.get("global_steps") or 0) - (rank.state.get("skipped_steps") or 0)

@@ -11,6 +11,7 @@ are opened without reading tensors, which are assembled box by box.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import defaultdict
@@ -28,14 +29,17 @@ from megatron.conversion.model_space.lazy_tensors import (
     view_elements,
     view_stored,
 )
+from megatron.conversion.model_space.optimizer_states import OPTIMIZER_STATES
 from megatron.core.dist_checkpointing.mapping import LazyTensor, Shape
 from megatron.core.run_checkpoint.checks import PARAM_GROUP, RANKS, check_scalar
 from megatron.core.safe_files import CheckpointError, FileTensor, safe_open
 from megatron.core.safe_files.safe_globals import Placeholder
 from megatron.core.safe_files.schema import (
     COUNT,
+    MAX_COUNT,
     anything,
     mapping,
+    number,
     optional,
     record,
     sequence,
@@ -43,9 +47,10 @@ from megatron.core.safe_files.schema import (
 )
 from megatron.core.safe_files.schema import key as check_key
 
-MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
-OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{1,6})_model_states\.pt")
+OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})_optim_states\.pt")
 _EXPERT_FILES = ("expp_rank_*_optim_states.pt", "layer_*_expert_*_model_states.pt")
+_MAX_MISSING = 8  # files in a message
 _DROP_OPTIMIZER = "leave the optimizer out (--no-optim of convert.py, --no-load-optim of a run)"
 
 _SHAPES = mapping(tensor_shape, keys=check_key)
@@ -63,6 +68,7 @@ _MODEL_STATE = record(
     }
 )
 _TORCH_STATE = record({"state": mapping(_NAMED, keys=COUNT), "param_groups": sequence(PARAM_GROUP)})
+_ADDRESS = record({"start": COUNT, "numel": COUNT})
 _TENSORS = sequence(anything)
 _PARTITIONED = record(  # ZeRO-1 and 2, and the optimizer for bf16
     {
@@ -98,17 +104,22 @@ class EngineFiles:
         damage = list_engine_damage(directory)
         if damage:
             raise ValueError(f"{self.description} is incomplete: {'; '.join(damage)}")
-        experts = [path.name for glob in _EXPERT_FILES for path in directory.glob(glob)]
-        if experts:
-            raise ValueError(
-                f"{self.description} has experts of DeepSpeed's MoE ({min(experts)}), which are "
-                "not supported: convert the model in DeepSpeed"
-            )
+        for pattern in _EXPERT_FILES:
+            for path in directory.glob(pattern):
+                raise ValueError(
+                    f"{self.description} has experts of DeepSpeed's MoE ({path.name}), which are "
+                    "not supported: convert the model in DeepSpeed"
+                )
         model_files = group_files(directory, MODEL_FILE)
         optimizer_files = group_files(directory, OPTIMIZER_FILE)
         self.ranks: list[RankTensors] = []
         for mp_rank, model_paths in model_files.items():
-            self.ranks.append(self._open_rank(model_paths, optimizer_files.get(mp_rank, [])))
+            optimizer_paths = optimizer_files.get(mp_rank, {})
+            rank = self._open_rank(
+                list(model_paths.values()),
+                list(optimizer_paths.values()),
+            )
+            self.ranks.append(rank)
         if not with_optimizer:
             for rank in self.ranks:
                 rank.moments = {}
@@ -119,7 +130,9 @@ class EngineFiles:
         """Return the tensors of a model-parallel rank with the files of data-parallel ranks."""
         states = []
         for path in model_paths:
-            states.append(dict(_MODEL_STATE(safe_open(path), str(path))))
+            content = safe_open(path)
+            state = _MODEL_STATE(content, str(path))
+            states.append(dict(state))
         rank = RankTensors(states[0])
         optimizers = []
         for path in optimizer_paths:
@@ -131,6 +144,8 @@ class EngineFiles:
                 "(save_pretrained(), save_16bit_model())"
             )
         is_stage_3 = "fp32_flat_groups" in optimizers[0]
+        if any(("fp32_flat_groups" in optimizer) != is_stage_3 for optimizer in optimizers):
+            raise ValueError(f"{self.description} has files of ZeRO-3 and of other stages")
         _check_count(optimizers, optimizer_paths)
         if is_stage_3:
             read_sharded(rank, optimizers, self.description)
@@ -144,40 +159,42 @@ class EngineFiles:
 # ---- Files ----
 
 
-def group_files(directory: Path, pattern: re.Pattern[str]) -> dict[int, list[Path]]:
-    """Return the files of each model-parallel rank, in the order of data-parallel ranks."""
+def group_files(directory: Path, pattern: re.Pattern[str]) -> dict[int, dict[int, Path]]:
+    """Return the files of each model-parallel rank by data-parallel rank, in order.
+
+    Without ZeRO-3, data-parallel ranks share a file of model states, which is that of rank 0.
+    """
     paths: dict[int, dict[int, Path]] = defaultdict(dict)
     for path in directory.iterdir():
         match = pattern.fullmatch(path.name)
         if match is not None:
             paths[int(match[2])][int(match[1] or 0)] = path
-    return {
-        mp_rank: [path for _, path in sorted(of_rank.items())]
-        for mp_rank, of_rank in sorted(paths.items())
-    }
+    ordered = {}
+    for mp_rank in sorted(paths):
+        ordered[mp_rank] = dict(sorted(paths[mp_rank].items()))
+    return ordered
 
 
 def list_engine_damage(directory: Path) -> list[str]:
     """Return a line for each file that is missing: ranks are numbered without gaps."""
-    missing = []
-    for pattern, template in (
-        (MODEL_FILE, "mp_rank_{mp:02d}_model_states.pt"),
-        (OPTIMIZER_FILE, "zero_pp_rank_{dp}_mp_rank_{mp:02d}_optim_states.pt"),
-    ):
-        matches = [pattern.fullmatch(path.name) for path in directory.iterdir()]
-        ranks = {(int(match[1] or 0), int(match[2])) for match in matches if match is not None}
-        if not ranks:
-            continue
-        # ZeRO-3 has model states of each data-parallel rank.
-        is_per_rank = any(match is not None and match[1] is not None for match in matches)
-        if pattern is MODEL_FILE and is_per_rank:
-            template = "zero_pp_rank_{dp}_" + template
-        num_dp = max(dp for dp, _ in ranks) + 1
-        num_mp = max(mp for _, mp in ranks) + 1
-        for mp in range(num_mp):
-            for dp in range(num_dp):
-                if (dp, mp) not in ranks:
-                    missing.append(f"{template.format(dp=dp, mp=mp)} is missing")
+    missing: list[str] = []
+    for pattern, suffix in ((MODEL_FILE, "model_states"), (OPTIMIZER_FILE, "optim_states")):
+        files = group_files(directory, pattern)
+        dp_ranks: set[int] = set()
+        is_numbered = False
+        for by_rank in files.values():
+            dp_ranks.update(by_rank)
+            is_numbered |= any("zero_pp_rank" in path.name for path in by_rank.values())
+        all_ranks = itertools.product(
+            range(max(files, default=-1) + 1), range(max(dp_ranks, default=-1) + 1)
+        )
+        for mp_rank, dp_rank in all_ranks:
+            if dp_rank in files.get(mp_rank, {}):
+                continue
+            prefix = f"zero_pp_rank_{dp_rank}_" if is_numbered else ""
+            missing.append(f"{prefix}mp_rank_{mp_rank:02d}_{suffix}.pt is missing")
+            if len(missing) == _MAX_MISSING:  # numbers in names of files may be arbitrary
+                return missing
     return missing
 
 
@@ -218,25 +235,25 @@ def read_partitioned(
     bases = [_read_base(optimizer, description) for optimizer in optimizers]
     rank.groups = bases[0]["param_groups"]
     for name in ("single_partition_of_fp32_groups", "param_slice_mappings"):
-        _check_length(shapes, [optimizer[name] for optimizer in optimizers], description)
+        per_rank = [optimizer[name] for optimizer in optimizers]
+        _check_length(shapes, per_rank, description)
     for group, group_shapes in enumerate(shapes):
         rank.members.append(list(group_shapes))
-        shards = []
-        for optimizer, base in zip(optimizers, bases, strict=True):
-            flat = optimizer["single_partition_of_fp32_groups"][group]
-            moments = base["state"].get(group, {})
-            shards.append(_select_states(rank, flat, moments, description))
-        addresses = [
-            _read_addresses(optimizer["param_slice_mappings"][group], description)
-            for optimizer in optimizers
-        ]
+        flats = [optimizer["single_partition_of_fp32_groups"][group] for optimizer in optimizers]
+        shards = _open_shards(rank, flats, bases, group, description)
+        addresses = []
+        for optimizer in optimizers:
+            mappings = optimizer["param_slice_mappings"]
+            addresses.append(_read_addresses(mappings[group], description))
+
         for name, shape in group_shapes.items():
             for state in shards[0]:
                 # The ranges of a parameter on consecutive ranks
                 ranges = []
                 for shard, by_name in zip(shards, addresses, strict=True):
                     if name in by_name:
-                        ranges.append(view_range(shard[state], *by_name[name]))
+                        start, count = by_name[name]
+                        ranges.append(view_range(shard[state], start, count))
                 _add(rank, state, name, _assemble(ranges, shape, name, description))
 
 
@@ -255,9 +272,11 @@ def _read_addresses(value: Mapping[str, Any], description: str) -> dict[str, tup
     """Return (start, number of elements) by name from objects `fragment_address`."""
     addresses = {}
     for name, address in value.items():
-        content = address.state if isinstance(address, Placeholder) else None
-        check = record({"start": COUNT, "numel": COUNT})
-        checked = check(content, f"{description}: param_slice_mappings of {name}")
+        content = None
+        if isinstance(address, Placeholder):
+            content = address.state
+        location = f"{description}: param_slice_mappings of {name}"
+        checked = _ADDRESS(content, location)
         addresses[name] = (checked["start"], checked["numel"])
     return addresses
 
@@ -276,13 +295,12 @@ def read_sharded(
     rank.groups = bases[0]["param_groups"]
     shapes = rank.state.get("param_shapes") or []
     num_ranks = len(optimizers)
-    _check_length(shapes, [optimizer["fp32_flat_groups"] for optimizer in optimizers], description)
+    all_flats = [optimizer["fp32_flat_groups"] for optimizer in optimizers]
+    _check_length(shapes, all_flats, description)
     for sub_group, group_shapes in enumerate(shapes):
-        shards = []
-        for optimizer, base in zip(optimizers, bases, strict=True):
-            flat = optimizer["fp32_flat_groups"][sub_group]
-            shards.append(_select_states(rank, flat, base["state"].get(sub_group, {}), description))
-        start = 0
+        flats = [of_rank[sub_group] for of_rank in all_flats]
+        shards = _open_shards(rank, flats, bases, sub_group, description)
+        start = 0  # of a parameter in the flat tensor
         for name, shape in group_shapes.items():
             numel = math.prod(shape)
             size = -(-numel // num_ranks)  # per rank, rounded up
@@ -296,9 +314,11 @@ def read_sharded(
             start += size
     for group in rank.groups:
         names: list[str] = []
-        for sub_group in group["params"]:
-            if type(sub_group) is int and sub_group < len(shapes):
-                names += shapes[sub_group]
+        # Each parameter of a group is a sub-group.
+        indices = group["params"]
+        for sub_group, group_shapes in enumerate(shapes):
+            if sub_group in indices:
+                names += group_shapes
         rank.members.append(names)
 
 
@@ -317,6 +337,27 @@ def _check_length(
         )
 
 
+def _open_shards(
+    rank: RankTensors,
+    flats: Sequence[Any],
+    bases: Sequence[Mapping[str, Any]],
+    group: int,
+    description: str,
+) -> list[dict[str, LazyTensor]]:
+    """Return the flat parameters and moments of a group on each rank by name of the state."""
+    shards = []
+    for flat, base in zip(flats, bases, strict=True):
+        moments = base["state"].get(group, {})
+        shards.append(_select_states(rank, flat, moments, description))
+    names = {tuple(sorted(shard)) for shard in shards}
+    if len(names) > 1:
+        raise ValueError(
+            f"{description}: the optimizers of its ranks have different states: some of the files "
+            "belong to another checkpoint"
+        )
+    return shards
+
+
 def _select_states(
     rank: RankTensors, flat: Any, moments: Mapping[str, Any], description: str
 ) -> dict[str, LazyTensor]:
@@ -329,7 +370,9 @@ def _select_states(
     for name, value in moments.items():
         if name == "step":
             step = value.read() if isinstance(value, FileTensor) else value
-            rank.steps.add(int(check_scalar(step, f"{description}: step")))
+            location = f"{description}: the step of its optimizer"
+            step = float(check_scalar(step, location))
+            rank.steps.add(int(number(0, MAX_COUNT)(step, location)))
         elif isinstance(value, FileTensor | torch.Tensor):
             # Moments on the last rank may lack the padding that the parameters have.
             states[name] = view_elements(value)
@@ -403,3 +446,26 @@ def _add_buffers(rank: RankTensors) -> None:
 def list_names(ranks: Iterable[RankTensors]) -> list[str]:
     """Return the names of all parameters."""
     return list(dict.fromkeys(name for rank in ranks for name in rank.param))
+
+
+# ---- Optimizer ----
+
+
+def check_states(rank: RankTensors, description: str) -> None:
+    """Raise ValueError for moments of an optimizer that runs here do not have."""
+    unknown = [state for state in rank.moments if state not in OPTIMIZER_STATES]
+    if unknown or not rank.moments:
+        contents = f"the state {', '.join(unknown)}" if unknown else "no state"
+        raise ValueError(
+            f"{description}: its optimizer has {contents} of each parameter, unlike those here: "
+            f"{_DROP_OPTIMIZER}"
+        )
+
+
+def find_step(rank: RankTensors, description: str) -> int:
+    """Return the optimizer's step: stored, or counted by the engine."""
+    if len(rank.steps) > 1:
+        raise ValueError(f"{description}: parameters are at different steps: {sorted(rank.steps)}")
+    if rank.steps:
+        return next(iter(rank.steps))
+    return (rank.state.get("global_steps") or 0) - (rank.state.get("skipped_steps") or 0)

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 
 from megatron.conversion.deepspeed.names import map_to_model_space
+from megatron.conversion.model_space.lazy_tensors import view_tensor
 from megatron.conversion.model_space.optimizer_states import OPTIMIZER_STATES
 from megatron.conversion.model_space.pieces import find_archive_faults
-from megatron.core.dist_checkpointing.mapping import Shape
+from megatron.core.dist_checkpointing.mapping import LazyTensor, Shape
 from megatron.core.optimizer import UPDATE_RULES, get_update_rule
 from megatron.core.run_checkpoint.checks import (
     GRAD_SCALER,
@@ -189,6 +190,15 @@ class UniversalFiles:
                 f"floating-point numbers of shape {list(shape)}"
             )
         return tensor.detach()
+
+    def open_tensor(self, key: str, state: str) -> LazyTensor:
+        """Return a state of a parameter, in the shape of the file."""
+        return view_tensor(self.read_tensor(key, state))
+
+    def has_padding_marks(self) -> bool:
+        """Return whether DeepSpeed's converter has removed the padding of the vocabulary."""
+        entry = self.read_entry(WORD_EMBEDDINGS, "param")
+        return isinstance(entry, dict) and bool(entry.get("vocab_tensor"))
 
     def read_optimizer_state(self) -> dict[str, Any] | None:
         """Return the content of `optimizer_state.pt`, if the file exists."""

@@ -122,6 +122,11 @@ def map_to_model_space(names: Sequence[str], description: str) -> dict[str, str]
     return names_by_key
 
 
+def has_megatron_names(names: Sequence[str]) -> bool:
+    """Return whether a model has layers with the names of Megatron-DeepSpeed."""
+    return any(_FIRST_NORM.fullmatch(_remove_wrapper(name)) for name in names)
+
+
 def _remove_wrapper(name: str) -> str:
     """Return the name without the prefix of a wrapper around the module."""
     return name.removeprefix("module.")

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from megatron.conversion.deepspeed.engine_megatron import MegatronEngineFiles
 from megatron.conversion.deepspeed.files import (
     FOREIGN_FILE,
     UniversalFiles,
@@ -22,6 +23,7 @@ from megatron.conversion.deepspeed.training_state import (
     read_training,
 )
 from megatron.conversion.model_space.foreign import open_foreign_file
+from megatron.conversion.model_space.lazy_tensors import unflatten
 from megatron.conversion.model_space.model import (
     find_native_key,
     model_config,
@@ -50,6 +52,7 @@ from megatron.core.run_checkpoint.keys import (
 from megatron.core.run_checkpoint.source import TrainingState
 from megatron.core.transformer.transformer_config import TransformerConfig, flag_name
 
+ModelFiles = UniversalFiles | MegatronEngineFiles
 _POSITIONS = "embedding.position_embeddings.weight"
 _VOCABULARY = (WORD_EMBEDDINGS, "output_layer.weight")
 
@@ -61,9 +64,14 @@ class UniversalSource:
     number of tokens to keep.
     """
 
-    def __init__(self, directory: Path, read_options: ReadOptions | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        read_options: ReadOptions | None = None,
+        engine_files: MegatronEngineFiles | None = None,
+    ) -> None:
         read_options = read_options or ReadOptions()
-        files = UniversalFiles(directory)
+        files = engine_files or UniversalFiles(directory)
         self._files = files
         self.description = files.description
 
@@ -128,20 +136,14 @@ class UniversalSource:
         # Weights are main parameters, cast.
         info = self.tensors[key]
         parameter, state = split_key(key)
-        tensor = self._files.read_tensor(parameter, state or "param")
-        is_flat = tensor.dim() != len(info.shape)  # from ZeRO-3
-        if is_flat:
-            tensor = tensor.view(-1, *info.shape[1:])
-
-        # Rows of the box are cut out of all other dimensions.
-        columns = []
-        for start, length in zip(offset[1:], shape[1:], strict=True):
-            columns.append(slice(start, start + length))
+        tensor = self._files.open_tensor(parameter, state or "param")
+        if len(tensor.shape) != len(info.shape):  # flat, from ZeRO-3
+            rows = tensor.shape[0] // math.prod(info.shape[1:])
+            tensor = unflatten(tensor, 0, (rows, *info.shape[1:]))
 
         def read_rows(source: int, first: int, count: int) -> torch.Tensor:
             """Return stored rows. There is only one `source`, 0."""
-            rows = slice(first, first + count)
-            return tensor[(rows, *columns)]
+            return tensor.read((first, *offset[1:]), (count, *shape[1:]))
 
         # The rows of q, k and v may be stored in another order.
         row_map = map_unchanged(info.shape[0])
@@ -150,7 +152,7 @@ class UniversalSource:
             row_map = self._qkv_map
         first_row = offset[0]
         box = unpack_rows(row_map, first_row, first_row + shape[0], read_rows)
-        return box.to(info.dtype, copy=True)
+        return box.to(info.dtype)
 
     def _find_qkv_blocks(self, layout: str | None, config: TransformerConfig) -> int | None:
         """Return the number of [q; k; v] blocks, None for the layout by query groups.
@@ -183,7 +185,7 @@ class UniversalSource:
         return int(blocks)
 
 
-def _find_vocab_size(files: UniversalFiles, known_args: Mapping[str, Any]) -> int:
+def _find_vocab_size(files: ModelFiles, known_args: Mapping[str, Any]) -> int:
     """Return the number of tokens: given, or recorded, or that of rows without padding.
 
     Raises ValueError if it is unknown.
@@ -198,10 +200,7 @@ def _find_vocab_size(files: UniversalFiles, known_args: Mapping[str, Any]) -> in
     info = state.get("universal_checkpoint_info") or state.get("checkpoint_info") or {}
     vocab_size = known_args.get("vocab_size") or info.get("original_vocab_size")
     if vocab_size is None:
-        # DeepSpeed's converter marks embeddings whose padding it has removed.
-        entry = files.read_entry(WORD_EMBEDDINGS, "param")
-        is_marked = isinstance(entry, dict) and entry.get("vocab_tensor")
-        if not is_marked:
+        if not files.has_padding_marks():
             raise ValueError(
                 f"{files.description} does not separate tokens from padding: give --vocab-size "
                 f"(rows: {rows})"
@@ -215,7 +214,7 @@ def _find_vocab_size(files: UniversalFiles, known_args: Mapping[str, Any]) -> in
     return int(vocab_size)
 
 
-def _infer_args(files: UniversalFiles, known_args: Mapping[str, Any]) -> dict[str, Any]:
+def _infer_args(files: ModelFiles, known_args: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments that names and shapes imply, for directories without arguments."""
     # Properties of the whole model. Every layer has one norm before its attention.
     names = files.names
@@ -266,7 +265,7 @@ def _infer_args(files: UniversalFiles, known_args: Mapping[str, Any]) -> dict[st
 
 
 def _list_tensors(
-    files: UniversalFiles, config: TransformerConfig, optimizer: bool
+    files: ModelFiles, config: TransformerConfig, optimizer: bool
 ) -> dict[str, TensorInfo]:
     """Return weights and optimizer states.
 
@@ -300,7 +299,7 @@ def _list_tensors(
     return tensors
 
 
-def _check_names(files: UniversalFiles, model_keys: Collection[str]) -> None:
+def _check_names(files: ModelFiles, model_keys: Collection[str]) -> None:
     """Raise ValueError unless the files contain the parameters with the keys `model_keys`."""
     problem = None
     extra = [name for key, name in files.names.items() if key not in model_keys]

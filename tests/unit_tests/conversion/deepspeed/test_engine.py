@@ -14,7 +14,9 @@ import torch
 from megatron.conversion.convert import convert
 from megatron.conversion.deepspeed.engine import TransformersEngineSource
 from megatron.conversion.deepspeed.engine_files import EngineFiles
+from megatron.conversion.deepspeed.universal import UniversalSource
 from megatron.conversion.deepspeed.universal_writer import write_universal
+from megatron.conversion.model_space.optimizer_states import optimizer_key
 from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import ReadOptions, WriteOptions
 from megatron.core.dist_checkpointing.mapping import LazyTensor
@@ -29,13 +31,16 @@ from tests.unit_tests.conversion.deepspeed.test_universal import adamw
 from tests.unit_tests.conversion.filled_model import chunk
 
 ARCHIVES = GOLDEN / "deepspeed_engine"
-CASES = sorted(path.name.removesuffix(".tar.xz") for path in ARCHIVES.glob("*.tar.xz"))
+ALL = sorted(path.name.removesuffix(".tar.xz") for path in ARCHIVES.glob("*.tar.xz"))
+CASES = [name for name in ALL if name.startswith("zero")]
+MEGATRON = [name for name in ALL if name.startswith("megatron")]  # TP2 x PP2
+STATE_FILES = {"param": "fp32", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 
 
 @pytest.fixture(scope="module")
 def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("engine")
-    for name in CASES:
+    for name in ALL:
         with tarfile.open(ARCHIVES / f"{name}.tar.xz") as archive:
             archive.extractall(root, filter="data")
     return root
@@ -126,6 +131,31 @@ def test_frozen_parameters_have_zero_moments(golden: Path) -> None:
     source = open_checkpoint(golden / "zero3-frozen")
     assert "embedding.word_embeddings.weight" in _list_frozen_keys(source)
     assert source.unused == ["state: 10 frozen parameters, which are trained here"]
+
+
+@pytest.mark.parametrize("name", MEGATRON)
+def test_megatron_deepspeed_is_read_as_its_universal_form(name: str, golden: Path) -> None:
+    """DeepSpeed's ds_to_universal has joined the ranks of TP and PP, bitwise as here."""
+    oracle = read_oracle(golden / name)
+    source = open_checkpoint(golden / name)
+    assert isinstance(source, UniversalSource) and len(oracle) == 14
+    names = source._files.names
+    assert set(names.values()) == set(oracle)
+    for key, name in names.items():
+        for state, file in STATE_FILES.items():
+            assert digest(source.tensors[optimizer_key(state, key)]) == oracle[name][file]
+    assert source.training is not None and source.training.param_groups is not None
+    assert [group["step"] for group in source.training.param_groups] == [2, 2]
+    assert source.training.iteration == 2 and source.training.consumed_train_samples == 8
+
+
+def test_stages_of_another_size_are_refused(golden: Path, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    shutil.copytree(golden / MEGATRON[0], root)
+    for path in (root / "global_step2").glob("*mp_rank_03*"):
+        path.unlink()
+    with pytest.raises(ValueError, match="3 model-parallel ranks, which are not stages of 2"):
+        open_checkpoint(root)
 
 
 RUN = (
