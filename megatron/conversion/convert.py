@@ -17,6 +17,7 @@ import torch
 
 from megatron.conversion.deepspeed.universal_writer import write_universal
 from megatron.conversion.editing.edits import apply_edits
+from megatron.conversion.huggingface.adapter_writer import write_adapter
 from megatron.conversion.huggingface.directory_writer import list_foreign_fields, write_huggingface
 from megatron.conversion.megatron_lm.hybrid import HybridLayers
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
@@ -32,11 +33,11 @@ from megatron.conversion.model_space.optimizer_states import (
 )
 from megatron.conversion.model_space.pieces import is_bitwise_equal
 from megatron.conversion.model_space.views import AveragedWeights, SourceView, get_dtype
-from megatron.conversion.opening import open_checkpoint
+from megatron.conversion.opening import open_checkpoint, require_checkpoint
 from megatron.conversion.options import ReadOptions, WriteOptions
 from megatron.conversion.output_directory import exclusive_output_dir, pending_name
 from megatron.conversion.stored_tokenizer import copy_tokenizer_files, write_tokenizer_files
-from megatron.core.dist_checkpointing import CheckpointDirectory, write_tracker
+from megatron.core.dist_checkpointing import CheckpointDirectory, load_common, write_tracker
 from megatron.core.dist_checkpointing.mapping import TensorInfo, cut_rows
 from megatron.core.dist_checkpointing.saving.commit import Progress, no_progress
 from megatron.core.durable_files import fsync_tree, put_in_place
@@ -48,6 +49,7 @@ from megatron.core.run_checkpoint.keys import (
     is_foreign,
     is_weight,
 )
+from megatron.core.run_checkpoint.native_reader import open_run_checkpoint
 from megatron.core.run_checkpoint.source import Source
 from megatron.core.safe_files.schema import file_name
 from megatron.core.terminal import format_size
@@ -191,10 +193,45 @@ def convert(
     ValueError for an existing target without `overwrite`, an unreadable source, or a format that
     cannot hold the model; partial results are removed.
     """
+    adapters = _open_adapters(load_dir, loader, step)
+    if adapters is not None:
+        return _write_adapters(adapters, load_dir, save_dir, saver, overwrite, progress)
     source = open_checkpoint(load_dir, loader, step, read_options)
     return write_checkpoint(
         source, [load_dir], save_dir, saver, options, overwrite, verify, progress, starting
     )
+
+
+def _open_adapters(load_dir: Path, loader: str, step: int | None) -> Source | None:
+    """Return the checkpoint of a run with adapters (--lora-rank), None for any other checkpoint."""
+    checkpoint = require_checkpoint(load_dir, step, loader)
+    if checkpoint.format != "torch_dist":
+        return None
+    common = load_common(checkpoint.directory)
+    if getattr(common.get("args"), "lora_base_model", None) is None:
+        return None
+    return open_run_checkpoint(checkpoint.directory)
+
+
+def _write_adapters(
+    source: Source, load_dir: Path, save_dir: Path, saver: str, overwrite: bool, progress: Progress
+) -> ConversionReport:
+    """Write adapters as files of PEFT."""
+    if saver != "hf":
+        raise ValueError(
+            f"{source.description} contains adapters, not a model: --saver hf writes them as files "
+            "of PEFT, which --lora merges into their base model"
+        )
+    _check_target(save_dir, [load_dir], saver, overwrite)
+
+    def write(directory: Path) -> ConversionReport:
+        write_adapter(source, directory, progress)
+        lost = ["state of the optimizer"] if optimizer_states(source.tensors) else []
+        return ConversionReport(
+            source.description, save_dir, saver, len(source.tensors), lost, None, 0, {}, []
+        )
+
+    return _write_beside(save_dir, _sum_bytes(source.tensors.values()), write)
 
 
 def write_checkpoint(

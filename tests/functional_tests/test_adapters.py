@@ -93,6 +93,7 @@ def test_another_base_model_is_an_error(pool, saved, tmp_path):
     [
         (f"{LORA} --lora-alpha 16 --load RUN", "--lora-alpha: 8.0 in the checkpoint, 16.0 now"),
         (f"{LORA} --lora-targets q_proj --load RUN", "contains other adapters: --lora-targets"),
+        ("--load RUN", "contains adapters, not a model: train them .* --lora-rank 4"),
         (f"{LORA} --load EMPTY", "without a base model"),
         (f"{LORA} --lora-targets linear_qkv router {BASE}", "--lora-targets router: no layer has"),
     ],
@@ -154,10 +155,17 @@ def assert_same_merged(pool, directory, lora):
     assert get_losses(adapted) == pytest.approx(get_losses(merged), abs=1e-6)
 
 
-def test_export_is_an_adapter_of_peft_for_the_base_model(pool, saved):
+def test_export_is_an_adapter_of_peft_for_the_base_model(pool, saved, tmp_path):
     directory, _ = saved
     fields = json.loads((directory / "adapter/adapter_config.json").read_text())
     assert fields["base_model_name_or_path"] == str(MODEL)
     projections = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
     assert fields["target_modules"] == projections
     assert_same_merged(pool, directory, LORA)
+    convert(directory / "run", tmp_path / "converted", "hf")
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        assert (tmp_path / "converted" / name).read_bytes() == (
+            directory / "adapter" / name
+        ).read_bytes()
+    with pytest.raises(ValueError, match="contains adapters, not a model: --saver hf"):
+        convert(directory / "run", tmp_path / "legacy", "legacy")

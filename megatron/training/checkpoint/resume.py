@@ -133,8 +133,14 @@ def load_checkpoint(run: Run, checkpoint: ChosenCheckpoint[Source]) -> None:
     config = run.config.checkpoint
     source = checkpoint.source
     began = time.perf_counter()
-    if run.config.lora.lora_rank is not None and not resolve(_LOAD_BASE_MODEL)(run, checkpoint):
-        return  # the checkpoint is the base model, without adapters
+    if run.config.lora.lora_rank is not None:
+        if not resolve(_LOAD_BASE_MODEL)(run, checkpoint):
+            return  # the checkpoint is the base model, without adapters
+    elif source.args.get("lora_base_model") is not None:
+        raise ValueError(
+            f"{source.description} contains adapters, not a model: train them further with "
+            f"--lora-rank {source.args.get('lora_rank')}, or merge them first (convert.py --lora)"
+        )
     # Select the parts to load, and check that they fit before anything changes.
     selection = _select_parts(run, checkpoint)
     training = selection.training
