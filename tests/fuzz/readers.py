@@ -547,6 +547,7 @@ BASES: dict[str, Callable[[Path], None]] = {
     "fsdp": build_unpacked("megatron_fsdp/mixtral_fp32"),
     "zero1": build_unpacked("deepspeed_engine/zero1"),
     "zero3": build_unpacked("deepspeed_engine/zero3-frozen"),
+    "accelerate": build_unpacked("accelerate/llama"),
     "bridge": build_golden("bridge_0.6.2/llama_fp32/checkpoint"),
     "hybrid": build_hybrid,
     "data": build_data_set,
@@ -566,6 +567,7 @@ SLOW_BASES = (
     "megatron legacy",
     "fsdp",
     "hybrid",
+    "accelerate",
     "zero1",
     "zero3",
 )  # with many tensors
@@ -636,6 +638,11 @@ READERS = {
         "zero3", {"global_step3/*.pt": damaged_archive, "latest": None}, read_checkpoint
     ),
     "fsdp": Reader("fsdp", {"iter_*/.metadata": damaged_pickle, "iter_*/__*": None}, read_experts),
+    "accelerate": Reader(
+        "accelerate",
+        {"*_0/.metadata": damaged_pickle, "config.json": damaged_json, "*_0/__*": None},
+        read_experts,
+    ),
     "hybrid": Reader(
         "hybrid",
         {"iter_*/.metadata": damaged_index, "iter_*/common.pt": damaged_archive},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron.core.dist_checkpointing import CheckpointDirectory, iteration_in_name
-from megatron.core.dist_checkpointing.files import METADATA_JSON
+from megatron.core.dist_checkpointing.files import METADATA, METADATA_JSON
 from megatron.core.run_checkpoint.formats import (
     find_problem,
     list_formats,
@@ -13,12 +13,16 @@ from megatron.core.run_checkpoint.formats import (
     read_latest,
     read_tag,
 )
-from megatron.core.run_checkpoint.keys import ENGINE_LATEST, ENGINE_MODEL_FILES, LATEST
+from megatron.core.run_checkpoint.keys import ENGINE_LATEST, ENGINE_MODEL_FILES, FSDP_MODEL, LATEST
 from megatron.core.wings import resolve
 
 # Checkpoints that are not read: the function that describes how to convert one in a directory, and
 # patterns of their files there.
 _UNREAD = {
+    "megatron.conversion.accelerate_fsdp:describe_model_folder": (
+        f"{FSDP_MODEL}/{METADATA}",
+        f"*/{FSDP_MODEL}/{METADATA}",
+    ),
     "megatron.conversion.huggingface.adapters:describe_adapter": ("adapter_config.json",),
     "megatron.conversion.deepspeed.engine:describe_engine_checkpoint": (f"*/{ENGINE_MODEL_FILES}",),
     "megatron.conversion.megatron_lm.zarr:describe_zarr_checkpoint": (

@@ -41,6 +41,7 @@ from megatron.core.run_checkpoint.keys import (
     CONSOLIDATED,
     ENGINE_LATEST,
     ENGINE_MODEL_FILES,
+    FSDP_MODEL,
     LATEST,
     MODEL_FILE,
     PARAMS,
@@ -57,6 +58,7 @@ logger = logging.getLogger(__name__)
 
 _DEEPSPEED = re.compile(r"global_step(\d+)(_universal)?")
 _MODEL_KEYS = ("embedding.", "decoder.")  # of torch_dist checkpoints
+_CONFIG = "config.json"
 _MAX_LISTED = 3  # damaged files in a message
 
 
@@ -78,12 +80,23 @@ def _is_legacy(directory: Path) -> bool:
     return any(directory.glob(f"mp_rank_*/{MODEL_FILE}"))
 
 
+def _is_accelerate(directory: Path) -> bool:
+    return (directory / FSDP_MODEL / METADATA).is_file() and _has_config(directory)
+
+
 def is_huggingface(directory: Path) -> bool:
     """Return whether `directory` contains a model of transformers, or a Llama model of Meta."""
-    path = directory / "config.json"
-    if not path.is_file():
-        return (directory / PARAMS).is_file() and any(directory.glob(CONSOLIDATED))
-    config = read_json(path)
+    if _is_accelerate(directory):
+        return False
+    if (directory / _CONFIG).is_file():
+        return _has_config(directory)
+    return (directory / PARAMS).is_file() and any(directory.glob(CONSOLIDATED))
+
+
+def _has_config(directory: Path) -> bool:
+    """Return whether `directory` contains the config.json of a model of transformers."""
+    path = directory / _CONFIG
+    config = read_json(path) if path.is_file() else None
     return isinstance(config, dict) and ("model_type" in config or "architectures" in config)
 
 
@@ -117,6 +130,9 @@ FORMATS = {
         _is_torch_dist,
         "megatron.conversion.megatron_lm.torch_dist:open_torch_dist",
         "megatron.core.run_checkpoint.formats:list_torch_dist_damage",
+    ),
+    "accelerate": Format(  # only read
+        _is_accelerate, "megatron.conversion.accelerate_fsdp:AccelerateSource"
     ),
     "legacy": Format(
         _is_legacy,
