@@ -64,7 +64,8 @@ def parse_example(content: bytes) -> Example:
     if example is None:
         raise ValueError(
             f"the fields are {_list_fields(record)}: expected messages, or prompt and completion "
-            "(both strings or both lists of messages); rename the fields"
+            "(both strings or both lists of messages); rename the fields, or use --dpo for pairs "
+            "of chosen and rejected"
         )
     return example
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from megatron.core.datasets import Dataset, Sample
 from megatron.core.datasets.blend import BlendedDataset
 from megatron.core.module import MegatronModule
 from megatron.core.parallel_state import Axis
+from megatron.core.safe_files.schema import anything, mapping, refuse
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_parallel,
     reduce_from_tensor_parallel,
@@ -94,13 +96,15 @@ def prepare_preferences(run: Run, datasets: Datasets) -> None:
     if these have been trained. Collective.
     """
     run.metric_names = METRIC_NAMES
+    location = f"{run.loaded}: the reference of --dpo"
+    margins_by_digest = mapping(anything)(run.reference_margins, location)
     for dataset in datasets:
         for member in _list_members(dataset):
-            margins = run.reference_margins.get(member.digest)
-            if margins is None:
+            if member.digest not in margins_by_digest:
                 _check_is_untrained(run, member)
-                margins = compute_margins(run, member)
-                run.reference_margins[member.digest] = margins
+                margins_by_digest[member.digest] = compute_margins(run, member)
+            margins = margins_by_digest[member.digest]
+            check_margins(margins, member.num_rows, location)
             member.reference_margins = margins.numpy()
     run.forward_step = PreferenceStep(run.config.data.dpo_beta, run.ps.cp)
 
@@ -112,6 +116,13 @@ def _list_members(dataset: Dataset | None) -> Iterator[SFTDataset]:
         if member is not None:
             assert isinstance(member, SFTDataset)
             yield member
+
+
+def check_margins(margins: Any, num_rows: int, location: str) -> None:
+    """Raise CheckpointError unless `margins` has a number for each row."""
+    is_tensor = isinstance(margins, Tensor) and margins.dtype == torch.float32
+    if not is_tensor or margins.shape != (num_rows,):
+        refuse(location, margins, f"a tensor of {num_rows} fp32 numbers")
 
 
 def _check_is_untrained(run: Run, dataset: SFTDataset) -> None:

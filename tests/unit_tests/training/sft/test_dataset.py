@@ -6,12 +6,15 @@ import shutil
 
 import numpy as np
 import pytest
+import torch
 
+from megatron.core.dist_checkpointing import CheckpointError
 from megatron.training.config.parsing import parse_args
 from megatron.training.data import documents
 from megatron.training.data.tokenizer import build_tokenizer
 from megatron.training.sft import corpus as corpus_module
 from megatron.training.sft.dataset import build_sft_datasets, shuffle_rows
+from megatron.training.sft.preferences import check_margins
 from tests.support.sft_runs import (
     GOLDEN,
     PACKED,
@@ -285,3 +288,10 @@ def test_flags_that_preferences_exclude(build_pairs, flags, message):
 def test_preferences_require_documents(build):
     with pytest.raises(ValueError, match="--dpo requires --reset-attention-mask"):
         build("--dpo", packing="", data="preferences.jsonl")
+
+
+@pytest.mark.parametrize("margins", [None, [0.0] * 8, torch.zeros(7), torch.zeros(8, dtype=int)])
+def test_margins_of_a_checkpoint_are_validated(margins):
+    check_margins(torch.zeros(8), 8, "run")
+    with pytest.raises(CheckpointError, match="run is .* must be a tensor of 8 fp32 numbers"):
+        check_margins(margins, 8, "run")
