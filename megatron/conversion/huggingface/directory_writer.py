@@ -466,7 +466,7 @@ def _select_quantizable(
             continue
         if is_packed and not of_packed_experts:
             raise ValueError(
-                f"--quantize {quantization}: {parameter.names[0]} is stored transposed or packed "
+                f"--quantize: {parameter.names[0]} is stored transposed or packed "
                 "with other experts, and scales of such tensors are not defined: leave the flag "
                 "out, or for gpt_oss give --quantize mxfp4"
             )
