@@ -18,6 +18,7 @@ LAYOUTS = {
     "tp2_sp": "--tensor-model-parallel-size 2 --sequence-parallel",
     "pp2": "--pipeline-model-parallel-size 2",
     "dp2": DISTRIBUTED_OPTIMIZER,
+    "cp2": "--context-parallel-size 2",
     "recompute": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
 }
 

@@ -52,8 +52,8 @@ def add_adapters(model: MegatronModule, lora: LoraConfig, rng: TensorParallelRng
                 )
             adapt_layer(layer, names, rows, options)
             has_adapters = True
-    if not has_adapters:
-        available = ", ".join(sorted(set(list_available(layers)))) or "it has no linear layers"
+    if layers and not has_adapters:
+        available = ", ".join(sorted(set(list_available(layers))))
         raise ValueError(
             f"--lora-targets {' '.join(lora.lora_targets)} match no layer of a pipeline chunk: "
             f"every chunk needs an adapter. Available there: {available}"

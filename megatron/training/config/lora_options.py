@@ -20,9 +20,11 @@ class LoraConfig(FlagSection):
             requires={"transformer_impl": "local"},
             excludes={
                 "compile": True,
+                "dry_run": True,
                 "use_mup": True,
                 "mtp_num_layers": CHANGED,
                 "ema_decay": CHANGED,
+                "pipeline_model_parallel_layout": CHANGED,
                 "save_hf_interval": CHANGED,
                 "save_hf_dtype": CHANGED,
                 "ckpt_convert_format": CHANGED,

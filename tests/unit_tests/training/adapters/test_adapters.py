@@ -155,7 +155,12 @@ def test_dropout_changes_the_adapters_in_training_only():
     [
         ("", "without a base model"),
         ("--lora-dora --lora-dropout 0.1", "--lora-dora and --lora-dropout 0.1 are mutually excl"),
+        (
+            "--num-experts 2 --moe-router-enable-expert-bias --moe-router-score-function sigmoid",
+            "requires --moe-router-bias-update-rate 0",
+        ),
         ("--use-mup", "--use-mup are mutually exclusive"),
+        ("--dry-run", "--dry-run are mutually exclusive"),
         ("--compile", "--compile are mutually exclusive"),
         ("--ckpt-format torch", "requires --ckpt-format torch_dist"),
         ("--ema-decay 0.9", "--ema-decay 0.9 are mutually exclusive"),
