@@ -7,6 +7,6 @@ See docs/library.md.
 
 from megatron.checkpointer.checkpointer import Checkpointer
 from megatron.checkpointer.state import Stateful
-from megatron.checkpointer.tensors import make_sharded_tensor
+from megatron.checkpointer.tensors import make_sharded_tensor, mark_checkpointable
 
-__all__ = ["Checkpointer", "Stateful", "make_sharded_tensor"]
+__all__ = ["Checkpointer", "Stateful", "make_sharded_tensor", "mark_checkpointable"]

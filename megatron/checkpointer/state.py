@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from megatron.checkpointer.tensors import is_dtensor, make_sharded_tensor
+from megatron.checkpointer.tensors import copy_layout, is_dtensor, make_sharded_tensor
 from megatron.core.dist_checkpointing.box_table import CheckpointMetadata, StoredTensor
 from megatron.core.dist_checkpointing.generators import (
     GeneratorStates,
@@ -141,13 +141,14 @@ class ProgramState:
             else:
                 # Forward passes change buffers (e.g., running means) before the optimizer waits for
                 # staging, so that a copy is saved. They are small.
-                state[key] = make_sharded_tensor(key, value.detach().clone())
+                state[key] = make_sharded_tensor(key, copy_layout(value, value.detach().clone()))
         # Optimizer
         for parameter in self._parameters():
             # An optimizer creates state with the first gradient of a parameter.
             for state_name, value in parameter.optimizer.state.get(parameter.tensor, {}).items():
                 key = f"{_STATE}{parameter.name}.{state_name}"
                 if isinstance(value, torch.Tensor):
+                    value = copy_layout(parameter.tensor, value)
                     state[key] = make_sharded_tensor(key, value)
                 else:
                     state[key] = ShardedObject(key, value, in_list=False)
@@ -294,7 +295,7 @@ class ProgramState:
                 plan.handled.add(key)  # the same tensor under another name
             else:
                 filled.add(id(value))
-                plan.tensors[key] = value.detach()
+                plan.tensors[key] = copy_layout(value, value.detach())
                 if id(value) not in model_tensor_ids:
                     plan.made_by_hooks[raw_name] = plan.tensors[key]
 
@@ -318,7 +319,7 @@ class ProgramState:
                 if not isinstance(tensor, torch.Tensor):
                     tensor = _allocate_state(key, parameter, stored_tensor, weight)
                 state[state_name] = tensor
-                plan.tensors[key] = tensor.detach()
+                plan.tensors[key] = copy_layout(parameter.tensor, tensor.detach())
             plan.optimizer_state.append((parameter, state))
 
     def _plan_groups(self, plan: _LoadPlan, reader: Reader, context: str) -> None:
@@ -467,7 +468,8 @@ def _allocate_state(
         return torch.zeros((), dtype=stored_tensor.dtype, device=device)
     is_converted = weight is not None and weight.dtype != tensor.dtype
     dtype = tensor.dtype if is_converted else stored_tensor.dtype
-    if stored_tensor.shape == tuple(tensor.shape):
+    global_shape = getattr(tensor, "global_shape", tensor.shape)
+    if stored_tensor.shape == tuple(global_shape):
         return torch.zeros_like(tensor, dtype=dtype, requires_grad=False)
     if is_dtensor(tensor):
         if weight is not None and weight.shape != tuple(tensor.shape):

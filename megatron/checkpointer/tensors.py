@@ -1,14 +1,20 @@
-"""Plain tensors and DTensors as `ShardedTensor`s, without communication."""
+"""Plain tensors, DTensors and torch's `CheckpointableTensor`s as `ShardedTensor`s, without
+communication.
+
+A `CheckpointableTensor` (torch 2.14, `torch.distributed.checkpoint.protocol`) is any tensor with
+the attributes of `_PROTOCOL`, which map slices of it to slices of a global tensor.
+"""
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 
-from megatron.core.dist_checkpointing.mapping import Box, Extent, Shape, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import Box, Extent, Shape, ShardedTensor, narrow
 from megatron.core.safe_files.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -26,13 +32,92 @@ def is_dtensor(tensor: torch.Tensor) -> TypeGuard[DTensor]:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+# Shape of the global tensor, and of each slice its offset there, its offset in the local tensor,
+# and its shape
+_PROTOCOL = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+
+
+def is_checkpointable(tensor: torch.Tensor) -> bool:
+    """Return whether `tensor` has the attributes of torch's protocol."""
+    return all(hasattr(tensor, name) for name in _PROTOCOL)
+
+
+def mark_checkpointable(tensor: torch.Tensor, layout: ShardedTensor) -> None:
+    """Give `tensor` the attributes of torch's protocol, so that DCP saves the boxes of `layout`.
+
+    Raises ValueError for a box that is not a slice of `tensor` with the axes of the global tensor.
+    """
+    local_offsets = [_find_slice(tensor, box, layout.key) for box in layout.boxes]
+    values = (
+        tuple(layout.global_shape),
+        tuple(tuple(box.offset) for box in layout.boxes),
+        tuple(local_offsets),
+        tuple(tuple(box.tensor.shape) for box in layout.boxes),
+    )
+    for name, value in zip(_PROTOCOL, values, strict=True):
+        setattr(tensor, name, value)
+
+
+def copy_layout(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Return `target` with the slices of `source`, if it has any and their shapes are equal."""
+    if is_checkpointable(source) and source.shape == target.shape:
+        for name in _PROTOCOL:
+            setattr(target, name, getattr(source, name))
+    return target
+
+
+def _find_slice(tensor: torch.Tensor, box: Box, key: str) -> Shape:
+    """Return the offset of a box, a view of the same memory, in `tensor`."""
+    view = box.tensor
+    distance = (view.data_ptr() - tensor.data_ptr()) // tensor.element_size()
+    offset = []
+    for stride in tensor.stride():
+        offset.append(distance // max(stride, 1))
+        distance %= max(stride, 1)
+    is_slice = view.stride() == tensor.stride() and view.dim() == len(box.offset)
+    if is_slice:
+        last = [first + size for first, size in zip(offset, view.shape, strict=True)]
+        is_slice = min(offset, default=0) >= 0 and all(map(operator.le, last, tensor.shape))
+    if not is_slice:
+        raise ValueError(
+            f"{key}: the box at {tuple(box.offset)} of shape {tuple(view.shape)} is not a slice of "
+            f"the tensor of shape {tuple(tensor.shape)}, as torch's protocol requires: save it "
+            "with make_sharded_tensor and megatron.core.dist_checkpointing"
+        )
+    return tuple(offset)
+
+
+def _make_boxes(key: str, tensor: torch.Tensor) -> ShardedTensor:
+    """Return a tensor with the attributes of torch's protocol; its slices become boxes."""
+    global_shape, *columns = (tuple(getattr(tensor, name)) for name in _PROTOCOL)
+    local = tensor.detach()
+    boxes = []
+    if len(set(map(len, columns))) > 1:
+        raise CheckpointError(f"{key}: {', '.join(_PROTOCOL[1:])} have different lengths")
+    for global_offset, local_offset, size in zip(*columns, strict=True):
+        for offset, shape in ((global_offset, global_shape), (local_offset, local.shape)):
+            is_inside = len(offset) == len(size) == len(shape) and min(offset, default=0) >= 0
+            if not is_inside or any(map(operator.gt, map(operator.add, offset, size), shape)):
+                raise CheckpointError(
+                    f"{key}: a slice of shape {tuple(size)} at {tuple(offset)} is not part of a "
+                    f"tensor of shape {tuple(shape)}: correct its global_offsets, local_offsets or "
+                    "local_sizes"
+                )
+        if 0 not in size:
+            boxes.append(Box(tuple(global_offset), narrow(local, local_offset, size)))
+    return ShardedTensor(key, global_shape, tensor.dtype, tuple(boxes))
+
+
 def make_sharded_tensor(key: str, tensor: torch.Tensor) -> ShardedTensor:
     """Return `tensor` under the name `key`; its boxes are views of this rank's memory.
 
-    A plain tensor is replicated on all ranks that have the key. A DTensor (FSDP2, tensor
+    A plain tensor is replicated on all ranks that have the key. Slices of a `CheckpointableTensor`
+    are where its attributes place them. A DTensor (FSDP2, tensor
     parallelism by `parallelize_module`, or both) is split as its placements describe. Raises
     CheckpointError for a placement that is neither a shard nor a replica.
     """
+    if is_checkpointable(tensor):
+        return _make_boxes(key, tensor)
     if not is_dtensor(tensor):
         return ShardedTensor.replicated(key, tensor)
     mesh = tensor.device_mesh

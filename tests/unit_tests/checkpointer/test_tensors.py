@@ -14,9 +14,10 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from megatron.checkpointer.tensors import make_sharded_tensor
-from megatron.core.dist_checkpointing import CheckpointError
-from megatron.core.dist_checkpointing.mapping import narrow
+from megatron.checkpointer import Checkpointer
+from megatron.checkpointer.tensors import make_sharded_tensor, mark_checkpointable
+from megatron.core.dist_checkpointing import CheckpointError, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import Box, narrow
 
 SHAPES = [(8,), (7, 3), (2, 5), (1, 9), (3, 4, 6)]
 
@@ -80,3 +81,85 @@ def make_partial(rank, world_size):
 
 def test_partial_sums_are_refused(pool):
     pool.run(make_partial, 2)
+
+
+# ---- torch's protocol CheckpointableTensor ----
+
+
+def mark_halves(tensor):
+    """Mark rows 1 to 4 of `[10, 3]` as the last half of `[8, 3]`, and rows 6 to 9 as the first."""
+    boxes = (Box((4, 0), tensor[1:5]), Box((0, 0), tensor[6:10]))
+    mark_checkpointable(tensor, ShardedTensor("weight", (8, 3), tensor.dtype, boxes))
+    return boxes
+
+
+def test_slices_of_a_checkpointable_tensor_are_boxes():
+    tensor = torch.arange(30.0).view(10, 3)
+    boxes = mark_halves(tensor)
+    assert tensor.global_shape == (8, 3) and tensor.global_offsets == ((4, 0), (0, 0))
+    assert tensor.local_offsets == ((1, 0), (6, 0)) and tensor.local_sizes == ((4, 3), (4, 3))
+    sharded = make_sharded_tensor("weight", tensor)
+    assert sharded.global_shape == (8, 3)
+    for box, expected in zip(sharded.boxes, boxes, strict=True):
+        assert box.offset == expected.offset
+        assert box.tensor.data_ptr() == expected.tensor.data_ptr()
+        assert torch.equal(box.tensor, expected.tensor)
+
+    columns = tensor[:, 1:].detach()
+    box = Box((0, 2), tensor[2:4, 2:3])
+    mark_checkpointable(columns, ShardedTensor("weight", (2, 3), tensor.dtype, (box,)))
+    assert columns.local_offsets == ((2, 1),) and columns.local_sizes == ((2, 1),)
+
+
+def test_slices_outside_of_a_tensor_are_rejected():
+    tensor = torch.zeros(4, 3)
+    for view in (torch.zeros(2, 3), tensor.view(-1)[:6], tensor.view(2, 6), tensor[::2]):
+        offset = (0,) * view.dim()
+        layout = ShardedTensor("weight", tuple(view.shape), tensor.dtype, (Box(offset, view),))
+        with pytest.raises(ValueError, match=r"is not a slice of the tensor of shape \(4, 3\)"):
+            mark_checkpointable(tensor, layout)
+    mark_checkpointable(
+        tensor, ShardedTensor("weight", (4, 3), tensor.dtype, (Box((0, 0), tensor),))
+    )
+    tensor.global_offsets = ((1, 0),)
+    with pytest.raises(CheckpointError, match=r"weight: a slice of shape \(4, 3\) at \(1, 0\)"):
+        make_sharded_tensor("weight", tensor)
+    tensor.global_offsets = ()
+    with pytest.raises(CheckpointError, match="have different lengths"):
+        make_sharded_tensor("weight", tensor)
+
+
+class Halves(nn.Module):
+    """A product with the rows of the two slices."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((10, 3), -1.0))
+        mark_halves(self.weight)
+
+    def forward(self, x):
+        return x @ torch.cat([self.weight[6:10], self.weight[1:5]]).T
+
+
+def test_checkpointer_stores_the_global_tensor_and_its_optimizer_state(tmp_path):
+    """A program with another layout, here a plain parameter, continues from it."""
+    x = torch.arange(6.0).view(2, 3)
+    plain = nn.Linear(3, 8, bias=False)
+    halves = Halves()
+    with torch.no_grad():
+        for box in make_sharded_tensor("weight", halves.weight).boxes:
+            box.tensor.copy_(narrow(plain.weight, box.offset, box.tensor.shape))
+    results = []
+    for model, next_model in ((halves, nn.Linear(3, 8, bias=False)), (plain, Halves())):
+        directory = tmp_path / type(model).__name__
+        for current, steps in ((model, 1), (next_model, 2)):
+            optimizer = torch.optim.AdamW(current.parameters(), lr=0.1)
+            with Checkpointer(directory, current, optimizer, save_interval=1) as checkpointer:
+                for step in range(checkpointer.load(), steps):
+                    current(x).pow(2).sum().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    checkpointer.step(step)
+                checkpointer.finish()
+        results.append(next_model(x).detach())
+    torch.testing.assert_close(*results)
