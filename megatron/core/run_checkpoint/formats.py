@@ -81,21 +81,19 @@ def _is_legacy(directory: Path) -> bool:
 
 
 def _is_accelerate(directory: Path) -> bool:
-    return (directory / FSDP_MODEL / METADATA).is_file() and _has_config(directory)
+    return (directory / FSDP_MODEL / METADATA).is_file() and _is_model_config(directory / _CONFIG)
 
 
 def is_huggingface(directory: Path) -> bool:
     """Return whether `directory` contains a model of transformers, or a Llama model of Meta."""
-    if _is_accelerate(directory):
-        return False
-    if (directory / _CONFIG).is_file():
-        return _has_config(directory)
+    config_path = directory / _CONFIG
+    if config_path.is_file():
+        return _is_model_config(config_path) and not _is_accelerate(directory)
     return (directory / PARAMS).is_file() and any(directory.glob(CONSOLIDATED))
 
 
-def _has_config(directory: Path) -> bool:
-    """Return whether `directory` contains the config.json of a model of transformers."""
-    path = directory / _CONFIG
+def _is_model_config(path: Path) -> bool:
+    """Return whether `path` is the config.json of a model of transformers."""
     config = read_json(path) if path.is_file() else None
     return isinstance(config, dict) and ("model_type" in config or "architectures" in config)
 
@@ -247,7 +245,7 @@ def checkpoint_directory(root: Path, named: int | str) -> Path:
         return root / named
     directory = CheckpointDirectory(root).path(named)
     deepspeed = root / f"global_step{named}"
-    for path in (directory, root / f"{deepspeed.name}_universal", deepspeed):
+    for path in (directory, root / f"global_step{named}_universal", deepspeed):
         if path.is_dir():
             return path
     return directory

@@ -70,7 +70,7 @@ RULES = (
 def _check_length(config: Config, world_size: int) -> Iterator[str]:
     training = config.training
     lengths = (training.train_iters, training.train_samples, training.sft_epochs)
-    if lengths == (None, None, None):
+    if not any(lengths):
         yield "--train-iters or --train-samples must be given: the length of the run"
 
 
