@@ -13,10 +13,11 @@ CPP_SOURCES = megatron/core/datasets/helpers.cpp megatron/core/dist_checkpointin
 IMAGE_TESTS = tests/unit_tests/core/test_layering.py tests/unit_tests/core/datasets \
 	tests/functional_tests/test_training_loop.py tests/functional_tests/test_resume_layouts.py
 
-.PHONY: help setup demo test proof check docker-lint image-steps docs wheels bench interop fake-cuda clean
+.PHONY: help setup demo finetune-demo test proof check docker-lint image-steps docs wheels bench interop fake-cuda clean
 
 help:
 	@sed -n 's/^#   \(make .*\)/\1/p' Makefile
+	@echo "make finetune-demo  fine-tune the model of make demo, train adapters on it, and ask the served model"
 	@echo "make proof  compare every feature at every axis of parallelism with one process; prints a table"
 	@echo "make check  lint and type check"
 	@echo "make docker-lint  lint the Dockerfile with hadolint"
@@ -37,9 +38,12 @@ $(VENV)/.installed: setup.py pyproject.toml constraints.txt $(CPP_SOURCES)
 	@touch $@
 
 # Modules are compiled when they are first imported (setting up takes a third less time than with all of them), whatever the shell says.
-demo test: export PYTHONDONTWRITEBYTECODE =
+demo finetune-demo test: export PYTHONDONTWRITEBYTECODE =
 demo: setup
 	VENV=$(VENV) bash examples/demo/run.sh
+
+finetune-demo: setup
+	VENV=$(VENV) bash examples/demo/finetune.sh
 
 # Files run in the order of their names: the long ones of the functional tests first, so that the
 # two workers end at the same time.

@@ -4,11 +4,12 @@
 #   scratch   pre-train random weights. MODEL is the directory of a tokenizer, DATA the prefix of .bin/.idx files
 #   continue  continue the pre-training of the Hugging Face model MODEL for 1000 iterations, on the same kind of data
 #   sft       fine-tune MODEL for two epochs on conversations, e.g. DATA=chats.jsonl
+#   lora      the same with LoRA adapters, which are written as files of PEFT
 # GPUS is 1, 8 or 64: the layout for as many GPUs of 80 GB, those of 8 nodes with LAUNCH="srun ... torchrun ...". After an
 # interruption the same command continues.
 set -euo pipefail
 NAME=${1:?give the name of a recipe, e.g. qwen3_0_6b}
-MODE=${2:?give a mode: scratch, continue or sft}
+MODE=${2:?give a mode: scratch, continue, sft or lora}
 shift 2
 MODEL=${MODEL:?set MODEL to the directory of a Hugging Face model or tokenizer}
 DATA=${DATA:?set DATA to the training data}
@@ -24,9 +25,9 @@ read_flags() {
 case "$MODE" in
   scratch) START=($(grep -v '^#' "examples/models/$NAME.args")) ;;
   continue) START=(--load "$MODEL" --finetune --use-checkpoint-args --train-iters 1000) ;;
-  sft) START=(--load "$MODEL" --finetune --use-checkpoint-args --sft --sft-epochs 2 --reset-attention-mask
+  sft | lora) START=(--load "$MODEL" --finetune --use-checkpoint-args --sft --sft-epochs 2 --reset-attention-mask
     --reset-position-ids --calculate-per-token-loss) ;;
-  *) echo "the mode $MODE is not scratch, continue or sft" >&2; exit 2 ;;
+  *) echo "the mode $MODE is not scratch, continue, sft or lora" >&2; exit 2 ;;
 esac
 if [ "$MODE" = scratch ]; then
   START+=(--load "$RUN_DIR/checkpoints")

@@ -201,28 +201,55 @@ def test_models_have_the_documented_size(name):
     assert total / 1e9 == pytest.approx(billions, rel=0.005)
 
 
-def test_demo(tmp_path):
-    """Both legs, as the demo starts them when the first has got to iteration 80 of 160."""
+def run_demo(script, tmp_path):
+    """Run a script of the demo with a Python that prints its arguments.
+
+    Returns the output, and the flags of each training.
+    """
     python = tmp_path / "venv/bin/python"
     python.parent.mkdir(parents=True)
     python.write_text('#!/bin/sh\necho "COMMAND $*"\n')
     python.chmod(0o755)
-    (tmp_path / "demo/checkpoints").mkdir(parents=True)
-    (tmp_path / "demo/checkpoints/latest_checkpointed_iteration.txt").write_text("80")
     variables = {"DEMO": str(tmp_path / "demo"), "VENV": str(tmp_path / "venv")}
     result = subprocess.run(
-        ["bash", "examples/demo/run.sh"],
+        ["bash", f"examples/demo/{script}"],
         cwd=ROOT,
         env={**os.environ, **variables},
         capture_output=True,
         text=True,
     )
     assert result.returncode == 0, result.stderr
-    legs = [line.split() for line in result.stdout.splitlines() if " pretrain_gpt.py " in line]
-    configs = [parse_args(leg[leg.index("pretrain_gpt.py") + 1 :], 2) for leg in legs]
+    lines = [line.split() for line in result.stdout.splitlines() if " pretrain_gpt.py " in line]
+    return result.stdout, [line[line.index("pretrain_gpt.py") + 1 :] for line in lines]
+
+
+def test_demo(tmp_path):
+    """Both legs, as the demo starts them when the first has got to iteration 80 of 160."""
+    (tmp_path / "demo/checkpoints").mkdir(parents=True)
+    (tmp_path / "demo/checkpoints/latest_checkpointed_iteration.txt").write_text("80")
+    output, trainings = run_demo("run.sh", tmp_path)
+    configs = [parse_args(flags, 2) for flags in trainings]
     assert [config.parallel.tp_size for config in configs] == [1, 2]
-    assert "tools/report.py" in result.stdout and "report.html" in result.stdout.splitlines()[-1]
+    assert "tools/report.py" in output and "report.html" in output.splitlines()[-1]
     assert {config.training.train_iters for config in configs} == {240}
+
+
+def test_demo_of_fine_tuning(tmp_path):
+    """All weights at DP 2, then adapters at TP 2, which are merged into the model that is served."""
+    (tmp_path / "demo/hf").mkdir(parents=True)
+    (tmp_path / "demo/hf/config.json").write_text("{}")
+    (tmp_path / "demo/finetune/chats").mkdir(parents=True)
+    (tmp_path / "demo/finetune/chats/chat_template.jinja").write_text("")
+    output, trainings = run_demo("finetune.sh", tmp_path)
+    small = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --max-position-embeddings 128"
+    configs = []
+    for flags in trainings:
+        flags.remove("--use-checkpoint-args")
+        configs.append(parse_args([*flags, *small.split()], 2))
+    assert [config.parallel.tp_size for config in configs] == [1, 2]
+    assert [config.lora.lora_rank for config in configs] == [None, 16]
+    for command in ("convert.py --saver hf", "serve.py", "ask.py"):
+        assert f"/{command}" in output
 
 
 def test_every_script_is_tested():
@@ -235,5 +262,6 @@ def test_every_script_is_tested():
         "examples/finetune/sft.sh",
         "examples/finetune/dpo.sh",
         "examples/models/run.sh",
+        "examples/demo/finetune.sh",
     }
     assert launching == {*SCRIPTS, "examples/demo/run.sh", *tested_elsewhere}

@@ -14,7 +14,7 @@ from tests import GOLDEN, ROOT
 
 MODELS = ROOT / "examples/models"
 RECIPES = sorted(path.stem for path in MODELS.glob("*.recipe"))
-MODES = ("scratch", "continue", "sft")
+MODES = ("scratch", "continue", "sft", "lora")
 # The published files have no data type: gpt-oss is quantized, OLMo 2 is in fp32.
 DTYPES = {"bf16", "fp16"}
 
@@ -61,11 +61,15 @@ def test_every_mode_has_a_valid_command(name, mode):
         command = [word for word in done.stdout.splitlines() if word != "--use-checkpoint-args"]
         config = parse_args([*flags, *command[1:]], gpus)
         assert config.training.seed == 7
-        assert config.data.sft == (mode == "sft")
+        assert config.data.sft == (mode in ("sft", "lora"))
+        assert (config.lora.lora_rank is None) == (mode != "lora")
         assert (config.checkpoint.save_hf is None) == (mode == "scratch")
 
 
 def test_errors_name_the_missing_part():
     assert launch("gpt_oss_20b", "scratch", 1).returncode == 2
     assert "gpt_oss_20b.recipe has no line gpus_1" in launch("gpt_oss_20b", "sft", 1).stderr
-    assert "the mode rlhf is not scratch, continue or sft" in launch("qwen3_8b", "rlhf", 8).stderr
+    assert (
+        "the mode rlhf is not scratch, continue, sft or lora"
+        in launch("qwen3_8b", "rlhf", 8).stderr
+    )
