@@ -15,7 +15,7 @@ SIZES = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 48 --seq-length 16 "
     "--micro-batch-size 1 --global-batch-size 4 --lr 2e-3 --lr-decay-style cosine "
     "--lr-warmup-fraction 0.3 --init-method-std 0.05 --num-workers 0 --num-threads 1 "
-    "--log-interval 1 --eval-interval 2 --eval-iters 2 --mock-data --hidden-dropout 0 "
+    "--log-interval 1 --eval-interval 3 --eval-iters 2 --mock-data --hidden-dropout 0 "
     "--attention-dropout 0 --tokenizer-type NullTokenizer --vocab-size 60 "
     "--make-vocab-size-divisible-by 8 "
     # Without it, the direction of an update by Adam is that of rounding errors where a gradient is
@@ -130,9 +130,9 @@ FEATURES: Mapping[str, Mapping[str, str]] = {
         "layernorm mlp",
     },
     "batches": {
-        "constant": "--train-iters 2",
+        "constant": "--train-iters 3",
         "growing": "--global-batch-size 8 --rampup-batch-size 4 4 8 --train-samples 20",
-        "pairs": "--train-iters 2 --micro-batch-size 2",
+        "pairs": "--train-iters 3 --micro-batch-size 2",
     },
 }
 
