@@ -60,6 +60,7 @@ setup(
         "mlflow": ["mlflow-skinny>=2.16,<4"],
         "trackio": ["trackio>=0.43,<1"],
         "data": ["pyarrow>=15", "zstandard>=0.21"],
+        "eval": ["lm-eval>=0.4.13,<0.5"],
         "plots": ["matplotlib>=3.8,<4"],
         "object-storage": ["obstore>=0.8,<0.13"],
         "all": ["tiktoken>=0.7,<1", "matplotlib>=3.8,<4", "obstore>=0.8,<0.13"],

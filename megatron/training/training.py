@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -90,6 +89,7 @@ _PLAN_EXPORTS = "megatron.training.checkpoint.export:plan_hf_exports"
 _CHECK_EARLIER_EXPORTS = "megatron.training.checkpoint.export:check_earlier_exports"
 _EXPORT_AT_THE_END = "megatron.training.checkpoint.export:save_hf"
 _MAKE_LEGACY_REWRITE = "megatron.training.checkpoint.export:make_legacy_rewrite"
+_SAVE_CONVERTED = "megatron.training.checkpoint.export:save_converted"
 
 
 def pretrain(
@@ -138,13 +138,13 @@ def pretrain(
         if config.lora.lora_rank is not None:
             resolve(_CHECK_ADAPTERS)(run)
         if config.checkpoint.ckpt_convert_format is not None:
-            save_converted(run)
+            resolve(_SAVE_CONVERTED)(run)
             return run
         if directory.root is not None:
             run.hf_exports = call_exporter(run, _PLAN_EXPORTS)
             run.saver.prepare(get_state_to_save(run))  # in the background of building the data
         data = build_data(run, tokenizer, datasets_provider)
-        if config.training.valid_domain:
+        if config.training.valid_domain or config.training.eval_tasks:
             run.evaluate_further = resolve(_EVALUATIONS)(run, tokenizer, datasets_provider)
 
         # Train, evaluate, save.
@@ -429,18 +429,6 @@ def save_checkpoint(
         check,
         export,
     )
-
-
-def save_converted(run: Run) -> None:
-    """Save the loaded checkpoint in the format --ckpt-convert-format, where Megatron-LM puts it."""
-    config = run.config.checkpoint
-    assert config.ckpt_convert_format is not None and config.ckpt_convert_save is not None
-    save_checkpoint(
-        run,
-        os.path.join(config.ckpt_convert_save, config.ckpt_convert_format),
-        config.ckpt_convert_format,
-    )
-    run.saver.close()
 
 
 def iterate(

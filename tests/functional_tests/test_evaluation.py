@@ -1,14 +1,25 @@
-"""Evaluation in the loop: losses of domains."""
+"""Evaluation in the loop: losses of domains, and scores of sequences and tasks."""
 
 import json
+import shlex
 
 import pytest
+import torch
 
+from megatron.training.config.parsing import parse_args
 from megatron.training.evaluation.domains import parse_domains
+from megatron.training.evaluation.scoring import ScoredSequence, score_sequences
 from megatron.training.reporting.run_report import collect_facts
-from tests.support.training_harness import LLAMA, train
+from megatron.training.training import pretrain
+from pretrain_gpt import datasets_provider, forward_step, model_provider
+from tests.support.evaluation_runs import LM_EVAL, TASKS, make_task_run
+from tests.support.training_harness import COMMON, LAYOUTS, LLAMA, train
 
-LAYOUTS = {"dp2": "", "pp2": "--pipeline-model-parallel-size 2"}
+EOD = 60
+SEQUENCES = [
+    ScoredSequence([(7 * i + 3 * length) % 60 for i in range(length)], scored)
+    for length, scored in [(2, 1), (17, 16), (5, 2), (9, 8), (16, 1), (12, 3), (17, 1)]
+]
 TRAINING = f"{LLAMA} --train-iters 4 --eval-iters 2 --eval-interval 2 "
 
 
@@ -55,9 +66,9 @@ def test_the_loss_of_a_domain_is_that_of_a_validation_set(pool, work, domains):
             assert domains[f"lm loss validation {name}", interval] == expected
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["dp2", "pp2"])
 def test_losses_of_domains_are_the_same_at_every_layout(pool, work, domains, layout):
-    flags = f"{make_flags(work)} {LAYOUTS[layout]} --valid-domain code={work / 'code.jsonl'} "
+    flags = f"{make_flags(work)} {LAYOUTS[layout][1]} --valid-domain code={work / 'code.jsonl'} "
     points = get_points(pool.run(train, 2, flags), "lm loss validation ")
     for (name, iteration), loss in points.items():
         assert loss == pytest.approx(domains[name, iteration], abs=1e-5)
@@ -79,3 +90,115 @@ def test_losses_of_domains_are_on_the_page_of_the_run(work, domains):
 def test_malformed_domains_are_errors(values, message):
     with pytest.raises(ValueError, match=message):
         parse_domains(values)
+
+
+def train_and_score(rank, world_size, flags, sequences=None):
+    """Return the scores of sequences; without them, also the sequences and their scores by logits.
+
+    One of the sequences ends with the most probable tokens.
+    """
+    config = parse_args(shlex.split(COMMON + flags), world_size)
+    run = pretrain(config, model_provider, datasets_provider, forward_step)
+    if sequences is not None:
+        return score_sequences(run, sequences, EOD)
+    greedy = [1]
+    with torch.no_grad():
+        for count in range(1, 5):
+            inputs = torch.tensor([greedy])
+            logits = run.chunks[0](inputs, torch.arange(count)[None])
+            greedy.append(int(logits[0, -1].argmax()))
+    sequences = [*SEQUENCES, ScoredSequence(greedy, 4)]
+    scores = score_sequences(run, sequences, EOD)
+    assert run.chunks[0].training
+    expected = []
+    with torch.no_grad():
+        for tokens, num_scored in sequences:
+            inputs = torch.tensor([tokens[:-1]])
+            logits = run.chunks[0](inputs, torch.arange(inputs.shape[1])[None])[0, -num_scored:]
+            labels = torch.tensor(tokens[-num_scored:])
+            losses = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+            expected.append((-losses.item(), bool((logits.argmax(-1) == labels).all())))
+    return scores, sequences, expected
+
+
+@pytest.fixture(scope="module")
+def expected_scores(pool):
+    flags = f"{LLAMA} --train-iters 8 --mock-data"
+    ((scores, sequences, expected),) = pool.run(train_and_score, 1, flags)
+    assert_close(scores, expected)
+    assert [is_greedy for _, is_greedy in expected] == [False] * len(SEQUENCES) + [True]
+    return sequences, expected
+
+
+def assert_close(scores, expected):
+    for score, (log_likelihood, is_greedy) in zip(scores, expected, strict=True):
+        assert score.log_likelihood == pytest.approx(log_likelihood, abs=2e-5)
+        assert score.is_greedy == is_greedy
+
+
+@pytest.mark.parametrize("layout", ["dp2", "tp2_sp", "pp2_interleaved", "pp2_cp2"])
+def test_scores_are_those_of_the_logits_at_every_layout(pool, expected_scores, layout):
+    world_size, layout_flags = LAYOUTS[layout]
+    flags = f"{LLAMA} --train-iters 8 --mock-data {layout_flags}"
+    sequences, expected = expected_scores
+    for scores in pool.run(train_and_score, world_size, flags, sequences):
+        assert_close(scores, expected)
+
+
+# ---- Tasks of lm-eval ----
+
+
+@pytest.fixture(scope="module")
+def task_scores(pool, tmp_path_factory):
+    """The scores of a run, and of lm-eval's own model class on its export."""
+    lm_eval = pytest.importorskip("lm_eval", reason="the extra eval is not installed")
+    from lm_eval.tasks import TaskManager
+
+    from megatron.training.evaluation.tasks import list_scores
+
+    directory = tmp_path_factory.mktemp("tasks")
+    flags = f"{make_task_run(directory)} --save-hf {directory / 'model'} --save {directory / 'run'}"
+    points = get_points(pool.run(train, 1, flags, ""), "eval ")
+    results = lm_eval.simple_evaluate(
+        "hf",
+        model_args=f"pretrained={directory / 'model'},dtype=float32",
+        tasks=list(TASKS),
+        task_manager=TaskManager(include_path=str(LM_EVAL), include_defaults=False),
+        device="cpu",
+        bootstrap_iters=0,
+    )
+    return points, {
+        f"eval {name}": value for name, value in list_scores(results["results"]).items()
+    }
+
+
+def test_tasks_have_the_scores_of_lm_eval_on_the_export(task_scores):
+    points, expected = task_scores
+    assert {iteration for _, iteration in points} == {1, 2}
+    assert {name for name, _ in points} == set(expected) and len(expected) == 3
+    for name, value in expected.items():
+        assert points[name, 2] == pytest.approx(value, rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["dp2", "pp2"])
+def test_tasks_have_the_same_scores_at_every_layout(pool, task_scores, tmp_path, layout):
+    flags = f"{make_task_run(tmp_path)} {LAYOUTS[layout][1]}"
+    points = get_points(pool.run(train, 2, flags, ""), "eval ")
+    for key, value in task_scores[0].items():
+        assert points[key] == pytest.approx(value, rel=1e-5)
+
+
+def test_unusable_tasks_are_errors(tmp_path):
+    pytest.importorskip("lm_eval", reason="the extra eval is not installed")
+    from megatron.training.evaluation.tasks import load_tasks, parse_tasks
+
+    with pytest.raises(ValueError, match=r"--eval-tasks .*absent\.yaml: no such file"):
+        parse_tasks([f"hellaswag,{tmp_path / 'absent.yaml'}"])
+    with pytest.raises(ValueError, match="--eval-tasks unknown: lm-eval has no such task"):
+        load_tasks(["local_text", "unknown"], [str(LM_EVAL)] * 2)
+    text = (LM_EVAL / "local_text.yaml").read_text()
+    text = text.replace("local_text", "local_generation")
+    path = tmp_path / "generation.yaml"
+    path.write_text(text.replace("loglikelihood_rolling", "generate_until"))
+    with pytest.raises(ValueError, match="--eval-tasks local_generation: it generates text"):
+        load_tasks(*parse_tasks([str(path)]))

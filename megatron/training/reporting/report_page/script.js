@@ -527,6 +527,7 @@ function showCharts(run) {
   if (hasChanges(run, "loss_scale")) add("Loss scale", "factor, log scale", "loss_scale", { log: true });
   add("Load of the fullest expert", "tokens / mean over experts", "max_load_over_mean");
   addEvaluationChart(grid, run.launches, "Validation loss by domain", "loss", "lm loss validation ");
+  addEvaluationChart(grid, run.launches, "Tasks", "score", "eval ");
   addMemoryChart(grid, seriesOf, run.summary.memory);
   addSavesChart(grid, run.launches);
 }
