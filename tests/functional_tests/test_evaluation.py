@@ -1,6 +1,7 @@
 """Evaluation in the loop: losses of domains, and scores of sequences and tasks."""
 
 import json
+import logging
 import shlex
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from megatron.training.config.parsing import parse_args
 from megatron.training.evaluation.domains import parse_domains
+from megatron.training.evaluation.prompts import continue_greedily, read_prompts
 from megatron.training.evaluation.scoring import ScoredSequence, score_sequences
 from megatron.training.reporting.run_report import collect_facts
 from megatron.training.training import pretrain
@@ -95,11 +97,13 @@ def test_malformed_domains_are_errors(values, message):
 def train_and_score(rank, world_size, flags, sequences=None):
     """Return the scores of sequences; without them, also the sequences and their scores by logits.
 
-    One of the sequences ends with the most probable tokens.
+    The last one ends with the most probable tokens.
     """
     config = parse_args(shlex.split(COMMON + flags), world_size)
     run = pretrain(config, model_provider, datasets_provider, forward_step)
     if sequences is not None:
+        first, *continuation = sequences[-1].tokens
+        assert continue_greedily(run, [[5, 6], [first]], 4, EOD)[1] == continuation
         return score_sequences(run, sequences, EOD)
     greedy = [1]
     with torch.no_grad():
@@ -109,6 +113,10 @@ def train_and_score(rank, world_size, flags, sequences=None):
             greedy.append(int(logits[0, -1].argmax()))
     sequences = [*SEQUENCES, ScoredSequence(greedy, 4)]
     scores = score_sequences(run, sequences, EOD)
+    assert continue_greedily(run, [greedy[:1]], 4, EOD) == [greedy[1:]]
+    # The end of the document ends a continuation, and is not part of it.
+    count = greedy.index(greedy[-1], 1)
+    assert continue_greedily(run, [greedy[:1]], 9, greedy[-1]) == [greedy[1:count]]
     assert run.chunks[0].training
     expected = []
     with torch.no_grad():
@@ -143,6 +151,44 @@ def test_scores_are_those_of_the_logits_at_every_layout(pool, expected_scores, l
     sequences, expected = expected_scores
     for scores in pool.run(train_and_score, world_size, flags, sequences):
         assert_close(scores, expected)
+
+
+def train_and_sample(rank, world_size, flags):
+    """Return the samples that rank 0 logs, as (iteration, prompt, text)."""
+    records = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    console = logging.getLogger("megatron.training.reporting.console")
+    console.addHandler(handler)
+    try:
+        train(rank, world_size, flags)
+    finally:
+        console.removeHandler(handler)
+    fields = [getattr(record, "fields", {}) for record in records]
+    samples = [field for field in fields if field.get("event") == "sample"]
+    return [(sample["iteration"], sample["prompt"], sample["text"]) for sample in samples]
+
+
+def test_samples_of_prompts_are_logged_at_every_evaluation(pool, tmp_path):
+    (tmp_path / "prompts.txt").write_text("3 4 5\n\n7\n")
+    flags = f"{TRAINING} --mock-data --sample-prompts {tmp_path / 'prompts.txt'} --sample-tokens 5"
+    (samples,) = pool.run(train_and_sample, 1, flags)
+    assert [sample[:2] for sample in samples] == [(2, "3 4 5"), (2, "7"), (4, "3 4 5"), (4, "7")]
+    assert all(len(text.split()) <= 5 for _, _, text in samples)
+    assert pool.run(train_and_sample, 2, f"{flags} {LAYOUTS['tp2_sp'][1]}")[0] == samples
+
+
+def test_unusable_prompts_are_errors(pool, tmp_path):
+    path = tmp_path / "prompts.txt"
+    with pytest.raises(ValueError, match=r"prompts\.txt: cannot be read"):
+        read_prompts(str(path))
+    path.write_text("\n")
+    with pytest.raises(ValueError, match="the file has no prompt"):
+        read_prompts(str(path))
+    path.write_text("1 2 3 4 5 6 7 8 9 10 11 12")
+    flags = f"{TRAINING} --mock-data --sample-prompts {path} --sample-tokens 5"
+    with pytest.raises(ValueError, match="has 12 tokens; .*a prompt has 1 to 11"):
+        pool.run(train, 1, flags)
 
 
 # ---- Tasks of lm-eval ----

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.core.flags import CHANGED, FlagRule, FlagSection, flag
@@ -77,7 +76,3 @@ class LoraConfig(FlagSection):
         assert self.lora_rank is not None
         alpha = self.lora_rank if self.lora_alpha is None else self.lora_alpha
         return alpha / self.lora_rank
-
-    def find_problems(self) -> Iterator[str]:
-        if not self.lora_targets:
-            yield "--lora-targets is empty: name at least one layer, e.g. linear_qkv"

@@ -81,6 +81,12 @@ class TrainingConfig(FlagSection):
     """
     eval_tasks_limit: int | None = flag(None, positive=True)
     """Number of documents of each of the --eval-tasks. Default: all."""
+    sample_prompts: str | None = flag(None)
+    """File with a prompt per line. At every evaluation, the model's most probable continuation of
+    each one is logged.
+    """
+    sample_tokens: int = flag(32, positive=True, requires={"sample_prompts": True})
+    """Maximum number of tokens of a continuation."""
     eval_ema: bool = flag(
         False,
         requires={"ema_decay": True},

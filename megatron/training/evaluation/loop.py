@@ -7,6 +7,7 @@ from collections.abc import Callable
 from megatron.core.wings import resolve
 from megatron.training.data.tokenizer import Tokenizer
 from megatron.training.evaluation.domains import make_domain_evaluation
+from megatron.training.evaluation.prompts import make_prompt_sampling
 from megatron.training.run import DatasetsProvider, Run
 
 _TASKS = "megatron.training.evaluation.tasks:make_task_evaluation"  # needs lm-eval
@@ -24,6 +25,8 @@ def make_evaluations(
         evaluations.append(make_domain_evaluation(run, tokenizer, provider))
     if run.config.training.eval_tasks:
         evaluations.append(resolve(_TASKS)(run, tokenizer))
+    if run.config.training.sample_prompts is not None:
+        evaluations.append(make_prompt_sampling(run, tokenizer))
     evaluated: set[int] = set()
 
     def evaluate() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
@@ -69,11 +69,37 @@ class _Sequences:
         }
 
 
+# Function of logits [n, vocab] and the labels of n scored tokens to contributions [n, k], which are
+# summed over the tokens of a sequence
+Measure = Callable[[Tensor, Tensor], Tensor]
+
+
 def score_sequences(run: Run, sequences: Sequence[ScoredSequence], padding: int) -> list[Score]:
     """Return the scores of sequences of at most --seq-length + 1 tokens, on every rank. Collective.
 
     The replicas share the sequences. Training is not affected.
     """
+    scores = []
+    for log_likelihood, num_misses in _evaluate(run, sequences, padding, _score, 2).tolist():
+        scores.append(Score(log_likelihood, num_misses == 0))
+    return scores
+
+
+def predict_next(run: Run, sequences: Sequence[list[int]], padding: int) -> list[int]:
+    """Return the most probable next token of each sequence, on every rank. Collective."""
+    scored = [ScoredSequence([*tokens, padding], 1) for tokens in sequences]
+    predicted = _evaluate(run, scored, padding, _predict, 1)
+    return [round(token) for token in predicted[:, 0].tolist()]
+
+
+def _evaluate(
+    run: Run,
+    sequences: Sequence[ScoredSequence],
+    padding: int,
+    measure: Measure,
+    num_values: int,
+) -> Tensor:
+    """Return sums of a measure over the scored tokens of each sequence, fp64 [n, num_values]."""
     config = run.config
     micro_batch_size = config.training.micro_batch_size
     per_microbatch = micro_batch_size * run.ps.dp.size
@@ -91,8 +117,8 @@ def score_sequences(run: Run, sequences: Sequence[ScoredSequence], padding: int)
         ContextParallel.from_parallel_state(run.ps),
         run.device,
     )
-    # Log-likelihood, and number of tokens that are not the most probable ones: [num_samples, 2]
-    totals = torch.zeros(num_samples, 2, dtype=torch.float32, device=run.device)
+    # fp32 does not represent all tokens of a large vocabulary.
+    totals = torch.zeros(num_samples, num_values, dtype=torch.float64, device=run.device)
     first_samples = iter(range(run.ps.dp.rank * micro_batch_size, num_samples, per_microbatch))
 
     def forward_step(
@@ -108,41 +134,39 @@ def score_sequences(run: Run, sequences: Sequence[ScoredSequence], padding: int)
         if chunk is not run.chunks[last] or not run.ps.is_last_chunk(last):
             assert isinstance(output, Tensor)
             return output
-        rows, sums = _score_rows(output, batch)
+        is_scored = batch["loss_mask"] > 0
+        values = measure(output[is_scored].float(), batch["labels"][is_scored])
         # The TP ranks of a replica have the same logits.
         if run.ps.tp.rank == 0:
-            totals.index_add_(0, rows + next(first_samples), sums)
-        return _make_loss(sums, config.model.num_mtp_layers)
+            rows = is_scored.nonzero()[:, 0] + next(first_samples)
+            totals.index_add_(0, rows, values.double())
+        return _make_loss(values, config.model.num_mtp_layers)
 
     with evaluating(run):
         scoring = replace(run, forward_step=forward_step)
         forward_backward(scoring, batches, num_microbatches, forward_only=True)
     batches.close()
     dist.all_reduce(totals)  # zeros except on the ranks that have logits
-    scores = []
-    for log_likelihood, num_misses in totals[: len(sequences)].tolist():
-        scores.append(Score(log_likelihood, num_misses == 0))
-    return scores
+    return totals[: len(sequences)]
 
 
-def _score_rows(logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return the row in the micro-batch of each scored token, and its contributions [n, 2].
-
-    `logits` are [b, s / cp, vocab]. The contributions are summed over the tokens of a sequence.
-    """
-    is_scored = batch["loss_mask"] > 0
-    selected = logits[is_scored].float()  # [n, vocab]
-    labels = batch["labels"][is_scored]
-    log_likelihoods = selected.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-    is_miss = selected.argmax(-1) != labels
-    rows = is_scored.nonzero()[:, 0]
-    return rows, torch.stack((log_likelihoods, is_miss.float()), dim=1)
+def _score(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the log-likelihood of each label, and whether it is not the most probable token."""
+    log_likelihoods = logits.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    is_miss = logits.argmax(-1) != labels
+    return torch.stack((log_likelihoods, is_miss.float()), dim=1)
 
 
-def _make_loss(sums: Tensor, num_mtp_layers: int) -> Loss:
+def _predict(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the most probable token."""
+    return logits.argmax(-1, keepdim=True)
+
+
+def _make_loss(values: Tensor, num_mtp_layers: int) -> Loss:
     """Return the loss that the schedule requires; it is not used."""
-    depths = sums.new_zeros(num_mtp_layers) if num_mtp_layers else None
-    return Loss(sums.sum(), sums.new_ones(()), depths, depths)
+    total = values.sum().float()
+    depths = total.new_zeros(num_mtp_layers) if num_mtp_layers else None
+    return Loss(total, total.new_ones(()), depths, depths)
 
 
 @contextmanager
