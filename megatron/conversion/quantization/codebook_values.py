@@ -1,18 +1,20 @@
 """Matrices of 4-bit indices into a table of values, as bitsandbytes stores nf4 and fp4.
 
-Row-major elements are cut into blocks, each with its largest magnitude, which double quantization
-stores in 8 bits. Source: bitsandbytes (`QuantState`), https://arxiv.org/abs/2305.14314.
+The elements of a matrix in row-major order are cut into blocks. The scale of a block is its largest
+magnitude, and the table (codebook) has values from -1 to 1. With double quantization, scales are
+8-bit indices into a second table. Source: bitsandbytes (`QuantState`),
+https://arxiv.org/abs/2305.14314.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
-from megatron.conversion.quantization.encoded_matrix import EncodedMatrix
+from megatron.conversion.quantization.encoded_matrix import EncodedMatrix, divide_up
 from megatron.core.dist_checkpointing.mapping import LazyTensor, Shape
 from megatron.core.safe_files import schema
 from megatron.core.safe_files.reading import parse_json
@@ -28,80 +30,136 @@ _STATE = schema.record(
         "nested_offset?": schema.optional(schema.number()),
     }
 )
+_STATE_ROLES = ("nf4", "fp4")
 _MAX_STATE = 1 << 16  # bytes
 
 
+@dataclass(frozen=True)
+class _QuantState:
+    """The description of a matrix that bitsandbytes stores with it."""
+
+    shape: tuple[int, int]  # of the decoded matrix
+    dtype: torch.dtype  # of the matrix that was quantized
+    block_size: int  # elements with one scale
+    nested_block_size: int | None  # scales with one nested scale
+    nested_offset: float | None  # added to decoded scales
+
+
 def decode_4bit(matrix: EncodedMatrix) -> LazyTensor:
-    """Decode bytes of two indices, the one in the high bits first."""
+    """Decode bytes of two indices, the first in the high bits.
+
+    Stored tensors: values [bytes, 1], codebook [16] and scales [blocks]; with double quantization
+    nested_scales [blocks of scales] and nested_codebook [256].
+    """
     state = _read_state(matrix)
-    shape = tuple(state["shape"])
-    count = math.prod(shape)
-    num_blocks = -(-count // state["blocksize"])
+    num_elements = math.prod(state.shape)
+    num_bytes = divide_up(num_elements, 2)
+    num_blocks = divide_up(num_elements, state.block_size)
+
     matrix.check_dtype("values", torch.uint8)
-    matrix.check_shape("values", ((count + 1) // 2, 1))
+    matrix.check_shape("values", (num_bytes, 1))
     matrix.check_shape("codebook", (16,))
     matrix.check_shape("scales", (num_blocks,))
-    is_nested = "nested_scales" in matrix.tensors
-    matrix.check_dtype("scales", torch.uint8 if is_nested else torch.float32)
-    if is_nested:
-        size = state.get("nested_blocksize")
-        if (
-            size is None
-            or state.get("nested_offset") is None
-            or "nested_codebook" not in (matrix.tensors)
-        ):
-            matrix.refuse("has nested_absmax, but its nested quant_map, block size or offset lack")
-        matrix.check_shape("nested_scales", (-(-num_blocks // size),))
-        matrix.check_shape("nested_codebook", (256,))
-    return matrix.decode(shape, partial(_decode_rows, matrix, state))
+    if "nested_scales" in matrix.tensors:
+        _check_nested_scales(matrix, state, num_blocks)
+    else:
+        matrix.check_dtype("scales", torch.float32)
+    return matrix.decode(state.shape, partial(_decode_rows, matrix, state))
 
 
-def _read_state(matrix: EncodedMatrix) -> dict[str, Any]:
+def _check_nested_scales(matrix: EncodedMatrix, state: _QuantState, num_blocks: int) -> None:
+    """Raise ValueError if the tensors of double quantization are incomplete or do not match."""
+    matrix.check_dtype("scales", torch.uint8)
+    nested_block_size = state.nested_block_size
+    has_codebook = "nested_codebook" in matrix.tensors
+    if nested_block_size is None or state.nested_offset is None or not has_codebook:
+        matrix.refuse("has nested_absmax, but its nested quant_map, block size or offset lack")
+    num_nested_blocks = divide_up(num_blocks, nested_block_size)
+    matrix.check_shape("nested_scales", (num_nested_blocks,))
+    matrix.check_shape("nested_codebook", (256,))
+
+
+def _read_state(matrix: EncodedMatrix) -> _QuantState:
     """Return the description of the matrix, which is JSON in a tensor of bytes."""
-    role = next((role for role in ("nf4", "fp4") if role in matrix.tensors), None)
-    if role is None:
+    roles = [role for role in _STATE_ROLES if role in matrix.tensors]
+    if not roles:
         matrix.refuse("has no quant_state.bitsandbytes__nf4 or __fp4")
+    role = roles[0]
+    tensor = matrix.tensors[role]
+    name = matrix.names[role]
     matrix.check_dtype(role, torch.uint8)
-    size = math.prod(matrix.tensors[role].shape)
-    if size > _MAX_STATE:
-        matrix.refuse(f"has {matrix.names[role]} of {size} bytes")
-    location = f"{matrix.directory}: {matrix.names[role]}"
-    content = bytes(matrix.tensors[role].read_all().flatten().tolist())
-    state: dict[str, Any] = _STATE(parse_json(content, location), location)
-    return state
+    num_bytes = math.prod(tensor.shape)
+    if num_bytes > _MAX_STATE:
+        matrix.refuse(f"has {name} of {num_bytes} bytes")
+
+    location = f"{matrix.directory}: {name}"
+    content = bytes(tensor.read_all().flatten().tolist())
+    fields = _STATE(parse_json(content, location), location)
+    rows, columns = fields["shape"]
+    return _QuantState(
+        shape=(rows, columns),
+        dtype=_DTYPES[fields["dtype"]],
+        block_size=fields["blocksize"],
+        nested_block_size=fields.get("nested_blocksize"),
+        nested_offset=fields.get("nested_offset"),
+    )
 
 
 def _decode_rows(
-    matrix: EncodedMatrix, state: dict[str, Any], lead: Shape, first: int, count: int
+    matrix: EncodedMatrix, state: _QuantState, lead: Shape, first: int, count: int
 ) -> torch.Tensor:
-    columns = state["shape"][1]
-    size = state["blocksize"]
-    # Elements, in whole bytes, and the blocks that contain them.
+    """Decode rows: [count, columns]."""
+    columns = state.shape[1]
     start = first * columns
     stop = start + count * columns
+    codes = _read_codes(matrix, lead, start, stop)
+    scales = _read_scales(matrix, state, start, stop)
+    codebook = matrix.tensors["codebook"].read_all()
+    values = codebook[codes.int()] * scales
+    return values.view(count, columns).to(state.dtype)
+
+
+def _read_codes(matrix: EncodedMatrix, lead: Shape, start: int, stop: int) -> torch.Tensor:
+    """Return the indices of elements `start` to `stop` into the codebook.
+
+    The first and the last byte that are read may contain the index of a neighboring element.
+    """
     first_byte = start // 2
-    first_block = start // size
-    packed = matrix.read_rows("values", lead, first_byte, -(-stop // 2) - first_byte)
-    scales = _read_block_scales(matrix, state, first_block, -(-stop // size) - first_block)
+    end_byte = divide_up(stop, 2)
+    # [bytes, 1] -> [bytes, 2] -> [2 * bytes]
+    packed = matrix.read_rows("values", lead, first_byte, end_byte - first_byte)
     codes = torch.cat([packed >> 4, packed & 15], dim=1).flatten()
-    skipped = start - 2 * first_byte
-    codes = codes[skipped : skipped + stop - start]
-    blocks = torch.arange(start, stop) // size - first_block
-    values = matrix.tensors["codebook"].read_all()[codes.int()] * scales[blocks]
-    return values.view(count, columns).to(_DTYPES[state["dtype"]])
+    first_code = start - 2 * first_byte
+    return codes[first_code : first_code + stop - start]
+
+
+def _read_scales(matrix: EncodedMatrix, state: _QuantState, start: int, stop: int) -> torch.Tensor:
+    """Return the scale of each of the elements `start` to `stop`."""
+    first_block = start // state.block_size
+    end_block = divide_up(stop, state.block_size)
+    scales = _read_block_scales(matrix, state, first_block, end_block - first_block)
+    blocks = torch.arange(start, stop) // state.block_size
+    return scales[blocks - first_block]
 
 
 def _read_block_scales(
-    matrix: EncodedMatrix, state: dict[str, Any], first: int, count: int
+    matrix: EncodedMatrix, state: _QuantState, first: int, count: int
 ) -> torch.Tensor:
-    """Return the largest magnitudes of blocks, decoded if they are quantized, too."""
+    """Return the scales of blocks.
+
+    With double quantization, a scale is the product of an entry of the nested codebook and the
+    scale of its block of scales, plus an offset.
+    """
     if "nested_scales" not in matrix.tensors:
         return matrix.read_scales("scales", (), first, count)
-    size = state["nested_blocksize"]
+    block_size = state.nested_block_size
+    offset = state.nested_offset
+    assert block_size is not None and offset is not None  # checked by _check_nested_scales
+
+    first_block = first // block_size
+    end_block = divide_up(first + count, block_size)
+    nested_scales = matrix.read_scales("nested_scales", (), first_block, end_block - first_block)
+    blocks = torch.arange(first, first + count) // block_size
     codes = matrix.read_rows("scales", (), first, count)
-    start = first // size
-    stop = -(-(first + count) // size)
-    outer = matrix.read_scales("nested_scales", (), start, stop - start)
-    blocks = torch.arange(first, first + count) // size - start
     codebook = matrix.tensors["nested_codebook"].read_all()
-    return codebook[codes.int()] * outer[blocks] + state["nested_offset"]
+    return codebook[codes.int()] * nested_scales[blocks - first_block] + offset

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -14,22 +14,34 @@ import torch
 from megatron.conversion.model_space.lazy_tensors import reshape
 from megatron.core.dist_checkpointing.mapping import LazyTensor, Shape
 
-# (index of the matrix in a stack, first row, number of rows) -> [rows, columns], of any float dtype
+# (index of the matrix in a stack, first row, number of rows) -> [rows, columns] in any float dtype.
+# The index is () for a matrix that is not in a stack.
 DecodeRows = Callable[[Shape, int, int], torch.Tensor]
 
-# Index of an e8m0 scale -> 2 ** (index - 127). The last one, NaN, is refused where it is read.
-_POWERS_OF_TWO = torch.ldexp(torch.ones(256, dtype=torch.float64), torch.arange(-127, 129))
-_POWERS_OF_TWO[-1] = torch.nan
-_E8M0_DTYPES = (torch.uint8, getattr(torch, "float8_e8m0fnu", torch.uint8))
-_MAX_ELEMENTS = 4 << 20  # that are decoded at once
+# dtypes of scales in e8m0: eight bits of exponent, without sign and mantissa.
+E8M0_DTYPES = (torch.uint8, getattr(torch, "float8_e8m0fnu", torch.uint8))
+# Byte of an e8m0 scale -> 2 ** (byte - 127). Byte 255 is NaN, which `read_scales` refuses.
+_E8M0_EXPONENTS = torch.arange(-127, 129)
+_E8M0_VALUES = torch.ldexp(torch.ones(256, dtype=torch.float64), _E8M0_EXPONENTS)
+_E8M0_VALUES[-1] = torch.nan
+# Maximum number of elements that are decoded or encoded at once.
+_MAX_ELEMENTS = 4 << 20
+
+
+def divide_up(total: int, size: int) -> int:
+    """Return the quotient, rounded up."""
+    return -(-total // size)
 
 
 @dataclass(frozen=True)
 class EncodedMatrix:
-    """The stored tensors of a matrix, or of a stack of matrices, by their role."""
+    """The stored tensors of a quantized matrix, or of a stack of quantized matrices.
+
+    A tensor has a role in its encoding: "values", "scales", "zero_points", ...
+    """
 
     name: str  # of the decoded tensor
-    tensors: Mapping[str, LazyTensor]
+    tensors: Mapping[str, LazyTensor]  # role -> stored tensor
     names: Mapping[str, str]  # role -> name in the files
     settings: Mapping[str, Any]  # `quantization_config` in config.json, checked
     dtype: torch.dtype  # of the decoded tensor
@@ -46,8 +58,9 @@ class EncodedMatrix:
         """Raise ValueError if a stored tensor has none of `dtypes`."""
         dtype = self.tensors[role].dtype
         if dtype not in dtypes:
+            name = self.names[role]
             expected = " or ".join(map(str, dtypes))
-            self.refuse(f"is stored with {self.names[role]} in {dtype}, which must be {expected}")
+            self.refuse(f"is stored with {name} in {dtype}, which must be {expected}")
 
     def check_shape(self, role: str, *shapes: Shape) -> None:
         """Raise ValueError if a stored tensor has none of `shapes`."""
@@ -61,55 +74,65 @@ class EncodedMatrix:
         """Raise ValueError if a stored tensor has none of these numbers of dimensions."""
         shape = self.tensors[role].shape
         if len(shape) not in ranks:
+            name = self.names[role]
             expected = " or ".join(map(str, ranks))
             self.refuse(
-                f"is stored with {self.names[role]} of shape {list(shape)}, which must have "
-                f"{expected} dimensions"
+                f"is stored with {name} of shape {list(shape)}, which must have {expected} "
+                "dimensions"
             )
 
     def read_rows(self, role: str, lead: Shape, first: int, count: int) -> torch.Tensor:
-        """Return rows of a stored tensor, of the matrix `lead` if it is a stack."""
+        """Return rows of a stored tensor: [count, ...].
+
+        `lead` is the index of the matrix in its stack, () without a stack.
+        """
         tensor = self.tensors[role]
         row_shape = tensor.shape[len(lead) + 1 :]
-        offset = (*lead, first, *(0,) * len(row_shape))
-        shape = (*(1,) * len(lead), count, *row_shape)
-        return tensor.read(offset, shape).view(count, *row_shape)
+        row_offset = (0,) * len(row_shape)
+        lead_shape = (1,) * len(lead)
+        rows = tensor.read((*lead, first, *row_offset), (*lead_shape, count, *row_shape))
+        return rows.view(count, *row_shape)
 
     def read_scales(self, role: str, lead: Shape, first: int, count: int) -> torch.Tensor:
-        """Return rows of scales, those of e8m0 in fp32.
+        """Return rows of scales; scales in e8m0 are converted to fp32.
 
         Raises ValueError for values that cannot be scales. A block of zeros may have the scale 0.
         """
         scales = self.read_rows(role, lead, first, count)
-        if scales.dtype in _E8M0_DTYPES:
-            scales = _POWERS_OF_TWO[scales.view(torch.uint8).int()].float()
+        if scales.dtype in E8M0_DTYPES:
+            exponents = scales.view(torch.uint8)
+            scales = _E8M0_VALUES[exponents.int()].float()
+        self._check_scales(scales, role, lead, first)
+        return scales
+
+    def _check_scales(self, scales: torch.Tensor, role: str, lead: Shape, first: int) -> None:
+        """Raise ValueError for scales, read from row `first`, that are negative or not finite."""
+        # Scales in fp8 are compared in fp32.
         values = scales.float() if scales.dtype.itemsize == 1 else scales
         is_valid = torch.isfinite(values) & (values >= 0)
-        if not is_valid.all():
-            position = (~is_valid).nonzero()[0].tolist()
-            index = [*lead, first + position[0], *position[1:]]
-            raise ValueError(
-                f"{self.directory}: {self.names[role]}{index} is {values[tuple(position)].item()}, "
-                "but scales are finite and not negative: the weights of this block would be wrong. "
-                "The file is damaged, or was written from weights that had diverged: download the "
-                "file that contains it again, or convert the unquantized original of the model"
-            )
-        return scales
+        if is_valid.all():
+            return
+        row, *indices = (~is_valid).nonzero()[0].tolist()
+        value = values[(row, *indices)].item()
+        index = [*lead, first + row, *indices]
+        raise ValueError(
+            f"{self.directory}: {self.names[role]}{index} is {value}, "
+            "but scales are finite and not negative: the weights of this block would be wrong. "
+            "The file is damaged, or was written from weights that had diverged: download the "
+            "file that contains it again, or convert the unquantized original of the model"
+        )
 
     def with_tensor(self, role: str, shape: Shape) -> EncodedMatrix:
         """Return the matrix with a small stored tensor in another shape."""
         tensor = reshape(self.tensors[role], shape)
-        return EncodedMatrix(
-            self.name,
-            {**self.tensors, role: tensor},
-            self.names,
-            self.settings,
-            self.dtype,
-            self.directory,
-        )
+        return replace(self, tensors={**self.tensors, role: tensor})
 
     def decode(self, shape: Shape, decode_rows: DecodeRows, row_step: int = 1) -> LazyTensor:
-        """Return the decoded tensor; rows are decoded in multiples of `row_step`."""
+        """Return the decoded tensor [..., rows, columns] of `shape`.
+
+        A read calls `decode_rows` for at most `_MAX_ELEMENTS` elements at a time. First rows and,
+        except at the end of the matrix, numbers of rows are multiples of `row_step`.
+        """
         if 0 in shape:
             self.refuse(f"has shape {list(shape)}")
         read = partial(_read_decoded, shape, self.dtype, decode_rows, row_step)
@@ -117,27 +140,38 @@ class EncodedMatrix:
 
 
 def _read_decoded(
-    whole: Shape,
+    decoded_shape: Shape,
     dtype: torch.dtype,
     decode_rows: DecodeRows,
     row_step: int,
     offset: Shape,
     shape: Shape,
 ) -> torch.Tensor:
-    """Return a box, cut out of rows that are decoded a few at a time."""
+    """Return a box of a decoded tensor, cut out of rows that are decoded a few at a time.
+
+    Args:
+        decoded_shape: shape of the whole tensor, [..., rows, columns].
+        dtype: dtype of the result.
+        decode_rows: function that decodes whole rows.
+        row_step: number of rows that are decoded together.
+        offset: first element of the box in each dimension.
+        shape: shape of the box.
+    """
     *lead_offset, first_row, first_column = offset
     *lead_shape, num_rows, num_columns = shape
-    result = torch.empty(shape, dtype=dtype)
-    ranges = [
-        range(start, start + extent) for start, extent in zip(lead_offset, lead_shape, strict=True)
-    ]
     end_row = first_row + num_rows
     columns = slice(first_column, first_column + num_columns)
-    for lead, matrix in zip(product(*ranges), result.view(-1, *shape[-2:]), strict=True):
-        for start, stop in split_rows(first_row, end_row, whole[-1], row_step):
-            last = min(-(-stop // row_step) * row_step, whole[-2])
+    lead_ranges = []
+    for first, extent in zip(lead_offset, lead_shape, strict=True):
+        lead_ranges.append(range(first, first + extent))
+
+    result = torch.empty(shape, dtype=dtype)
+    matrices = result.view(-1, num_rows, num_columns)
+    for lead, matrix in zip(product(*lead_ranges), matrices, strict=True):
+        for start, stop in split_rows(first_row, end_row, decoded_shape[-1], row_step):
+            # Decode whole steps, then cut off the rows that are outside of the box.
+            last = min(divide_up(stop, row_step) * row_step, decoded_shape[-2])
             rows = decode_rows(lead, start, last - start)
-            # Cut off the rows that are outside of the box.
             begin = max(start, first_row)
             end = min(last, end_row)
             matrix[begin - first_row : end - first_row] = rows[begin - start : end - start, columns]
@@ -145,16 +179,24 @@ def _read_decoded(
 
 
 def split_rows(first: int, end: int, columns: int, row_step: int = 1) -> Iterator[tuple[int, int]]:
-    """Yield first and end of runs of rows that are processed at once; all but the last end at a
-    multiple of `row_step`, and all begin at one.
+    """Yield the first row and the end of each run of rows that is processed at once.
+
+    Runs begin at multiples of `row_step`, the first one at or before `first`. All runs but the last
+    end at one, too.
     """
-    step = max(_MAX_ELEMENTS // columns // row_step, 1) * row_step
-    for start in range(first - first % row_step, end, step):
-        yield start, min(start + step, end)
+    max_rows = _MAX_ELEMENTS // columns
+    num_steps = max(max_rows // row_step, 1)
+    run_length = num_steps * row_step
+    for start in range(first - first % row_step, end, run_length):
+        yield start, min(start + run_length, end)
 
 
-def spread(grid: torch.Tensor, width: int, columns: int) -> torch.Tensor:
-    """Return a matrix in which each column of `grid` is repeated `width` times."""
+def repeat_columns(grid: torch.Tensor, width: int, columns: int) -> torch.Tensor:
+    """Return a matrix in which each column of `grid` is repeated `width` times.
+
+    The last column is repeated fewer times if there are fewer than `columns` columns left. A grid
+    of one column is returned as it is, since it is broadcast.
+    """
     if grid.shape[1] == 1:
         return grid
     return grid.repeat_interleave(width, dim=1)[:, :columns]

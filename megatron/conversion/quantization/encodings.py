@@ -244,16 +244,17 @@ def dequantize(
     of the wrong shape; a read raises it for scales that are not finite or negative.
     """
     result = {name: tensor for name, tensor in tensors.items() if not name.endswith(_UNUSED)}
-    rows = [ENCODINGS[name] for name in METHODS[settings["quant_method"]].encodings]
-    for encoding in rows:
+    encodings = [ENCODINGS[name] for name in METHODS[settings["quant_method"]].encodings]
+    for encoding in encodings:
         marker = encoding.suffixes[encoding.marker]
-        for name in [name for name in result if name.endswith(marker)]:
+        markers = [name for name in result if name.endswith(marker)]
+        for name in markers:
             stem = name.removesuffix(marker)
-            stored, names = _take_tensors(result, encoding, stem, directory)
+            matrix_tensors, names = _take_tensors(result, encoding, stem, directory)
             target = stem + encoding.target
-            matrix = EncodedMatrix(target, stored, names, settings, dtype, directory)
+            matrix = EncodedMatrix(target, matrix_tensors, names, settings, dtype, directory)
             result[target] = resolve(f"{_PACKAGE}.{encoding.decoder}")(matrix)
-    _check_leftovers(result, rows, directory)
+    _check_leftovers(result, encodings, directory)
     return result
 
 
@@ -261,12 +262,12 @@ def _take_tensors(
     tensors: dict[str, LazyTensor], encoding: Encoding, stem: str, directory: Path
 ) -> tuple[dict[str, LazyTensor], dict[str, str]]:
     """Remove the tensors of a matrix, and return them and their names by role."""
-    stored: dict[str, LazyTensor] = {}
+    matrix_tensors: dict[str, LazyTensor] = {}
     names: dict[str, str] = {}
     for role, suffix in encoding.suffixes.items():
         name = stem + suffix
         if name in tensors:
-            stored[role] = tensors.pop(name)
+            matrix_tensors[role] = tensors.pop(name)
             names[role] = name
         elif role not in encoding.optional:
             marker = stem + encoding.suffixes[encoding.marker]
@@ -274,15 +275,18 @@ def _take_tensors(
                 f"{directory}: the weights have {marker}, but lack {name}, which is needed to "
                 "decode it: the download is incomplete, or config.json is of another model"
             )
-    return stored, names
+    return matrix_tensors, names
 
 
 def _check_leftovers(
-    tensors: Mapping[str, LazyTensor], rows: Sequence[Encoding], directory: Path
+    tensors: Mapping[str, LazyTensor], encodings: Sequence[Encoding], directory: Path
 ) -> None:
-    """Raise ValueError for tensors that belong to an encoded matrix, but not to one of these."""
-    # Names of values are also those of matrices that are not quantized.
-    suffixes = {suffix for row in rows for suffix in row.suffixes.values()} - {"", "weight"}
+    """Raise ValueError for tensors of encoded matrices that were not decoded."""
+    suffixes: set[str] = set()
+    for encoding in encodings:
+        suffixes.update(encoding.suffixes.values())
+    # Matrices that are not quantized have these suffixes, too.
+    suffixes -= {"", "weight"}
     for name in tensors:
         if name.endswith(tuple(suffixes)):
             raise ValueError(

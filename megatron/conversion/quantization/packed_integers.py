@@ -1,6 +1,6 @@
 """Matrices of integers of 2 to 8 bits, packed into int32 words, with scales and zero points.
 
-The value of an element is (integer - zero point) * scale, in the dtype of the scales. Sources:
+An element is decoded as (integer - zero point) * scale, in the dtype of the scales. Sources:
 compressed-tensors (`pack-quantized`), AutoAWQ (`gemm`), AutoGPTQ and GPTQModel (`gptq`, `gptq_v2`).
 """
 
@@ -11,15 +11,16 @@ from functools import partial
 import torch
 
 from megatron.conversion.model_space.lazy_tensors import transpose
-from megatron.conversion.quantization.encoded_matrix import EncodedMatrix, spread
+from megatron.conversion.quantization.encoded_matrix import EncodedMatrix, divide_up, repeat_columns
 from megatron.conversion.quantization.fp4_values import decode_mxfp4, decode_nvfp4
 from megatron.conversion.quantization.scaled_values import find_block
 from megatron.core.dist_checkpointing.mapping import LazyTensor, Shape
 
 _WORD_BITS = 32
-# 32 integers of any number of bits fill whole words.
+# Rows that are decoded together: 32 integers of any width fill whole words.
 _ROW_STEP = 32
-# Position of each of 8 neighboring columns in a word of AWQ.
+_AWQ_BITS = 4
+# Positions of 8 neighboring columns in a word of AWQ.
 _AWQ_ORDER = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
 _SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -29,38 +30,51 @@ def unpack_integers(words: torch.Tensor, bits: int) -> torch.Tensor:
     mask = 2**bits - 1
     if 8 % bits == 0:
         shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
-        codes = words.contiguous().view(torch.uint8)
-        return ((codes[:, :, None] >> shifts) & mask).flatten(1)
-    # An integer may be in two words.
-    starts = torch.arange(0, words.shape[1] * _WORD_BITS - bits + 1, bits)
-    unsigned = torch.nn.functional.pad(words.long() & 0xFFFFFFFF, (0, 1))
+        packed = words.contiguous().view(torch.uint8)
+        return ((packed[:, :, None] >> shifts) & mask).flatten(1)
+
+    # An integer may be in two words: shift the 64 bits of its word and the next one.
+    num_bits = words.shape[1] * _WORD_BITS
+    starts = torch.arange(0, num_bits - bits + 1, bits)
     index = starts // _WORD_BITS
+    unsigned = torch.nn.functional.pad(words.long() & 0xFFFFFFFF, (0, 1))
     pairs = unsigned[:, index] | (unsigned[:, index + 1] << _WORD_BITS)
     return ((pairs >> (starts % _WORD_BITS)) & mask).to(torch.uint8)
 
 
-def _divide_up(total: int, size: int) -> int:
-    """Return the quotient, rounded up."""
-    return -(-total // size)
+def _count_words(num_integers: int, bits: int) -> int:
+    """Return the number of words that contain some integers."""
+    return divide_up(num_integers * bits, _WORD_BITS)
 
 
 # ---- compressed-tensors ----
 
 
 def decode_compressed(matrix: EncodedMatrix) -> LazyTensor:
-    """Decode `weight_packed`: int32 words of integers, or bytes of two fp4 numbers."""
+    """Decode `weight_packed`: int32 words of integers, or bytes of two fp4 values."""
     if matrix.tensors["values"].dtype == torch.int32:
         return _decode_words(matrix)
-    for group in matrix.settings["config_groups"].values():
-        weights = group["weights"] or {"num_bits": 0}
-        if weights["num_bits"] == 4 and weights.get("type") == "float":
-            break
-    else:
+    if not _has_fp4_group(matrix):
         matrix.refuse("is stored in bytes, but no config_groups has weights of 4-bit floats")
-    return decode_nvfp4(matrix) if "global_scale" in matrix.tensors else decode_mxfp4(matrix)
+    if "global_scale" in matrix.tensors:
+        return decode_nvfp4(matrix)
+    return decode_mxfp4(matrix)
+
+
+def _has_fp4_group(matrix: EncodedMatrix) -> bool:
+    """Return whether one of `config_groups` describes weights in fp4."""
+    for group in matrix.settings["config_groups"].values():
+        weights = group["weights"]
+        if weights and weights["num_bits"] == 4 and weights.get("type") == "float":
+            return True
+    return False
 
 
 def _decode_words(matrix: EncodedMatrix) -> LazyTensor:
+    """Decode words [rows, columns * bits / 32].
+
+    Words of zero points are along the rows: [rows * bits / 32, groups].
+    """
     matrix.check_dtype("scales", *_SCALE_DTYPES)
     if "shape" not in matrix.tensors:
         matrix.refuse("has no weight_shape")
@@ -68,67 +82,78 @@ def _decode_words(matrix: EncodedMatrix) -> LazyTensor:
     matrix.check_rank("values", 2)
     matrix.check_rank("scales", 1, 2)
     rows, columns = matrix.tensors["shape"].read_all().tolist()
-    bits, width = _find_scheme(matrix, rows, columns)
-    num_words = _divide_up(columns * bits, _WORD_BITS)
+    bits, group_size = _find_scheme(matrix, rows, columns)
+    num_words = _count_words(columns, bits)
     matrix.check_shape("values", (rows, num_words))
 
     # Scales: [rows, groups], or one.
     shape = (rows, columns)
-    block = find_block(matrix, "scales", shape, (1, width))
+    block = find_block(matrix, "scales", shape, (1, group_size))
     has_one_scale = block[0] > 1
-    groups = _divide_up(columns, block[1])
+    num_groups = divide_up(columns, block[1])
     scale_rows = 1 if has_one_scale else rows
-    matrix = matrix.with_tensor("scales", (scale_rows, groups))
+    matrix = matrix.with_tensor("scales", (scale_rows, num_groups))
 
     # Zero points: [words of rows, groups]
     if "zero_points" in matrix.tensors:
         if has_one_scale:
             matrix.refuse("has zero points with a scale of the whole matrix")
-        word_rows = _divide_up(rows * bits, _WORD_BITS)
+        word_rows = _count_words(rows, bits)
         matrix.check_dtype("zero_points", torch.int32)
-        matrix.check_shape("zero_points", (word_rows, groups))
+        matrix.check_shape("zero_points", (word_rows, num_groups))
 
     # Groups that are not ranges of columns (act order)
-    order: torch.Tensor | None = None
+    column_groups: torch.Tensor | None = None
     if "groups" in matrix.tensors:
         matrix.check_shape("groups", (columns,))
-        in_order = torch.arange(columns) // block[1]
-        order = _read_groups(matrix, groups, in_order)
-    decode_rows = partial(_decode_word_rows, matrix, bits, shape, block, order)
+        default_groups = torch.arange(columns) // block[1]
+        column_groups = _read_groups(matrix, num_groups, default_groups)
+    decode_rows = partial(_decode_word_rows, matrix, bits, shape, block, column_groups)
     return matrix.decode(shape, decode_rows, _ROW_STEP)
 
 
 def _find_scheme(matrix: EncodedMatrix, rows: int, columns: int) -> tuple[int, int]:
-    """Return bits and group size of the first of `config_groups` that fits the shapes."""
+    """Return bits and group size of the first of `config_groups` that matches the shapes.
+
+    Raises ValueError if none does.
+    """
+    # Stored words and scales of a row
     num_words = matrix.tensors["values"].shape[-1]
     num_scales = matrix.tensors["scales"].shape[-1]
     is_symmetric = "zero_points" not in matrix.tensors
-    described = []
+
+    descriptions = []  # of schemes of another shape
     for group in matrix.settings["config_groups"].values():
         weights = group["weights"]
         if weights is None or weights.get("type", "int") != "int":
             continue
         bits = weights["num_bits"]
-        size = weights.get("group_size") or 0
-        width = size if size > 0 else columns
-        described.append(f"{bits} bits in groups of {width}")
+        group_size = weights.get("group_size") or 0
+        if group_size <= 0:
+            group_size = columns
+        descriptions.append(f"{bits} bits in groups of {group_size}")
         if columns <= 0 or is_symmetric != weights.get("symmetric", True):
             continue
-        expected = (_divide_up(columns * bits, _WORD_BITS), _divide_up(columns, width))
-        if expected == (num_words, num_scales):
-            return bits, width
-    zeros = "" if is_symmetric else " and zero points"
-    schemes = "; ".join(described) or "no integers"
+        expected_words = _count_words(columns, bits)
+        expected_scales = divide_up(columns, group_size)
+        if (num_words, num_scales) == (expected_words, expected_scales):
+            return bits, group_size
+
+    zero_points = "" if is_symmetric else " and zero points"
+    schemes = "; ".join(descriptions) or "no integers"
     matrix.refuse(
-        f"of shape {[rows, columns]} has {num_words} words and {num_scales} scales per row{zeros}, "
-        f"but config_groups has {schemes}"
+        f"of shape {[rows, columns]} has {num_words} words and {num_scales} scales per row"
+        f"{zero_points}, but config_groups has {schemes}"
     )
 
 
 def _read_groups(
     matrix: EncodedMatrix, num_groups: int, default: torch.Tensor
 ) -> torch.Tensor | None:
-    """Return the group of each column, or None if columns are in order. -1 means in order."""
+    """Return the group of each column, or None if groups are ranges of columns.
+
+    `default` has the groups that are ranges. Files may store -1 instead of them.
+    """
     groups = matrix.tensors["groups"].read_all().long()
     first = int(groups.min())
     last = int(groups.max())
@@ -145,137 +170,176 @@ def _decode_word_rows(
     bits: int,
     shape: Shape,
     block: tuple[int, int],
-    order: torch.Tensor | None,
+    column_groups: torch.Tensor | None,
     lead: Shape,
     first: int,
     count: int,
 ) -> torch.Tensor:
-    """Decode rows; `order` is the group of each column if it is not a range of columns."""
+    """Decode rows [count, columns].
 
-    def expand(grid: torch.Tensor) -> torch.Tensor:
+    Args:
+        matrix: words, scales and optional zero points.
+        bits: bits of an integer.
+        shape: rows and columns of the decoded matrix.
+        block: rows and columns with one scale.
+        column_groups: group of each column if groups are not ranges of columns.
+        lead: (), since words are not stored in stacks.
+        first: first row.
+        count: number of rows.
+    """
+    columns = shape[1]
+    height, width = block
+
+    def expand_groups(grid: torch.Tensor) -> torch.Tensor:
         """Return the entry of the group of each column."""
-        return spread(grid, block[1], shape[1]) if order is None else grid[:, order]
+        if column_groups is None:
+            return repeat_columns(grid, width, columns)
+        return grid[:, column_groups]
 
-    # [rows, columns]
-    words = matrix.read_rows("values", lead, first, count)
-    codes = unpack_integers(words, bits)[:, : shape[1]]
-    # [rows, groups]
-    if block[0] > 1:
+    # Scales: [rows, groups] -> [rows, columns]; one scale of the matrix is broadcast.
+    if height > 1:
         scales = matrix.read_scales("scales", lead, 0, 1)
     else:
         scales = matrix.read_scales("scales", lead, first, count)
-    factors = expand(scales)
-    numbers = codes.to(factors.dtype)
+    factors = expand_groups(scales)
 
-    # Integers are stored plus 2 ** (bits - 1), zero points, too.
+    # Integers: [rows, columns]
+    words = matrix.read_rows("values", lead, first, count)
+    integers = unpack_integers(words, bits)[:, :columns].to(factors.dtype)
+
+    # Integers and zero points are stored plus 2 ** (bits - 1).
     if "zero_points" not in matrix.tensors:
-        return (numbers - 2 ** (bits - 1)) * factors
+        return (integers - 2 ** (bits - 1)) * factors
     first_word = first * bits // _WORD_BITS
-    num_words = _divide_up(count * bits, _WORD_BITS)
+    num_words = _count_words(count, bits)
     packed = matrix.read_rows("zero_points", lead, first_word, num_words)
-    zeros = unpack_integers(packed.t(), bits)[:, :count].t()
-    return (numbers - expand(zeros).to(factors.dtype)) * factors
+    zero_points = unpack_integers(packed.t(), bits)[:, :count].t()
+    return (integers - expand_groups(zero_points).to(factors.dtype)) * factors
 
 
 # ---- AWQ and GPTQ: rows are inputs ----
 
 
 def decode_awq(matrix: EncodedMatrix) -> LazyTensor:
-    """Decode words [inputs, outputs / 8] with scales [groups, outputs] as [outputs, inputs]."""
-    bits = 4
+    """Decode words [inputs, outputs / 8] with scales [groups, outputs] as [outputs, inputs].
+
+    Zero points are packed like values: [groups, outputs / 8].
+    """
+    bits = matrix.settings["bits"]
     version = matrix.settings.get("version", "gemm").lower()
-    if matrix.settings["bits"] != bits or version != "gemm":
+    if bits != _AWQ_BITS or version != "gemm":
         matrix.refuse(
-            f"has {matrix.settings['bits']} bits in the layout {version!r}, only 4 bits of 'gemm' "
-            "are read"
+            f"has {bits} bits in the layout {version!r}, only {_AWQ_BITS} bits of 'gemm' are read"
         )
     matrix.check_dtype("values", torch.int32)
     matrix.check_rank("values", 2)
-    inputs, words = matrix.tensors["values"].shape
-    outputs = words * _WORD_BITS // bits
-    width = _check_groups(matrix, bits, inputs, outputs)
-    return transpose(matrix.decode((inputs, outputs), partial(_decode_awq_rows, matrix, width)))
+    inputs, num_words = matrix.tensors["values"].shape
+    outputs = num_words * _WORD_BITS // bits
+    group_size = _check_groups(matrix, bits, inputs, outputs)
+    decode_rows = partial(_decode_awq_rows, matrix, group_size)
+    return transpose(matrix.decode((inputs, outputs), decode_rows))
 
 
 def _decode_awq_rows(
-    matrix: EncodedMatrix, width: int, lead: Shape, first: int, count: int
+    matrix: EncodedMatrix, group_size: int, lead: Shape, first: int, count: int
 ) -> torch.Tensor:
-    # [inputs, outputs]
-    words = matrix.read_rows("values", lead, first, count)
-    codes = _unpack_awq(words)
-    # The group of each input, relative to the first one
-    groups = torch.arange(first, first + count) // width
+    """Decode rows: [count of inputs, outputs]."""
+    # Read the groups that contain these inputs: [groups, outputs].
+    groups = torch.arange(first, first + count) // group_size
     start = int(groups[0])
     num_groups = int(groups[-1]) + 1 - start
     groups -= start
-    # [groups, outputs]
     scales = matrix.read_scales("scales", lead, start, num_groups)
     packed = matrix.read_rows("zero_points", lead, start, num_groups)
-    zeros = _unpack_awq(packed).to(scales.dtype)
-    numbers = codes.to(scales.dtype)
-    return (numbers - zeros[groups]) * scales[groups]
+    zero_points = _unpack_awq(packed).to(scales.dtype)
+
+    # [inputs, outputs]
+    words = matrix.read_rows("values", lead, first, count)
+    integers = _unpack_awq(words).to(scales.dtype)
+    return (integers - zero_points[groups]) * scales[groups]
 
 
 def _unpack_awq(words: torch.Tensor) -> torch.Tensor:
-    """Return the integers in the order of columns."""
-    codes = unpack_integers(words, 4)
-    return codes.view(len(codes), -1, 8)[:, :, _AWQ_ORDER].flatten(1)
+    """Return the integers in the words of each row, in the order of columns."""
+    integers = unpack_integers(words, _AWQ_BITS)
+    columns_of_words = integers.view(len(integers), -1, 8)
+    return columns_of_words[:, :, _AWQ_ORDER].flatten(1)
 
 
 def decode_gptq(matrix: EncodedMatrix) -> LazyTensor:
-    """Decode words [inputs * bits / 32, outputs] with scales [groups, outputs] as
-    [outputs, inputs]. Columns may be in groups that are not ranges (act order).
+    """Decode words [inputs * bits / 32, outputs] with scales [groups, outputs].
+
+    The result is [outputs, inputs]. Groups of inputs need not be ranges (act order).
     """
     bits = matrix.settings["bits"]
     matrix.check_dtype("values", torch.int32)
     matrix.check_rank("values", 2)
-    words, outputs = matrix.tensors["values"].shape
-    inputs = words * _WORD_BITS // bits
-    width = _check_groups(matrix, bits, inputs, outputs)
-    groups = torch.arange(inputs) // width
+    num_words, outputs = matrix.tensors["values"].shape
+    inputs = num_words * _WORD_BITS // bits
+    group_size = _check_groups(matrix, bits, inputs, outputs)
+
+    input_groups = torch.arange(inputs) // group_size
     if "groups" in matrix.tensors:
         matrix.check_shape("groups", (inputs,))
         num_groups = matrix.tensors["scales"].shape[0]
-        order = _read_groups(matrix, num_groups, groups)
-        groups = groups if order is None else order
+        stored_groups = _read_groups(matrix, num_groups, input_groups)
+        if stored_groups is not None:
+            input_groups = stored_groups
     is_v2 = matrix.settings.get("checkpoint_format") == "gptq_v2"
-    decode_rows = partial(_decode_gptq_rows, matrix, bits, 0 if is_v2 else 1, groups)
+    shift = 0 if is_v2 else 1  # version 1 stores zero points minus 1
+    decode_rows = partial(_decode_gptq_rows, matrix, bits, shift, input_groups)
     return transpose(matrix.decode((inputs, outputs), decode_rows, _ROW_STEP))
 
 
 def _check_groups(matrix: EncodedMatrix, bits: int, inputs: int, outputs: int) -> int:
-    """Return the number of inputs with one scale; check scales and zero points."""
-    size = matrix.settings.get("group_size", -1)
-    width = size if size > 0 else inputs
+    """Return the number of inputs with one scale.
+
+    Raises ValueError for scales or zero points of another dtype or shape.
+    """
+    group_size = matrix.settings.get("group_size", -1)
+    if group_size <= 0:
+        group_size = inputs
     if outputs * bits % _WORD_BITS or inputs == 0:
         matrix.refuse(f"has {outputs} outputs, which do not fill words of {_WORD_BITS // bits}")
-    groups = _divide_up(inputs, width)
+    num_groups = divide_up(inputs, group_size)
+    num_words = _count_words(outputs, bits)
     matrix.check_dtype("scales", *_SCALE_DTYPES)
     matrix.check_dtype("zero_points", torch.int32)
-    matrix.check_shape("scales", (groups, outputs))
-    matrix.check_shape("zero_points", (groups, outputs * bits // _WORD_BITS))
-    return width
+    matrix.check_shape("scales", (num_groups, outputs))
+    matrix.check_shape("zero_points", (num_groups, num_words))
+    return group_size
 
 
 def _decode_gptq_rows(
     matrix: EncodedMatrix,
     bits: int,
     shift: int,
-    groups: torch.Tensor,
+    input_groups: torch.Tensor,
     lead: Shape,
     first: int,
     count: int,
 ) -> torch.Tensor:
-    """Decode rows; version 1 stores zero points minus `shift`."""
+    """Decode rows: [count of inputs, outputs].
+
+    Args:
+        matrix: words, scales and zero points.
+        bits: bits of an integer.
+        shift: difference between zero points and their stored values.
+        input_groups: group of each input.
+        lead: (), since words are not stored in stacks.
+        first: first input.
+        count: number of inputs.
+    """
+    # All groups, as inputs may be in any of them: [groups, outputs]
+    num_groups = matrix.tensors["scales"].shape[0]
+    scales = matrix.read_scales("scales", lead, 0, num_groups)
+    packed = matrix.read_rows("zero_points", lead, 0, num_groups)
+    zero_points = unpack_integers(packed, bits).to(scales.dtype) + shift
+
+    # Words are along the inputs: [words, outputs] -> [inputs, outputs]
     first_word = first * bits // _WORD_BITS
     num_words = count * bits // _WORD_BITS
     words = matrix.read_rows("values", lead, first_word, num_words)
-    # [inputs, outputs]
-    codes = unpack_integers(words.t(), bits).t()
-    rows = groups[first : first + count]
-    # [groups, outputs]
-    num_groups = matrix.tensors["scales"].shape[0]
-    scales = matrix.read_scales("scales", lead, 0, num_groups)
-    zeros = unpack_integers(matrix.read_rows("zero_points", lead, 0, num_groups), bits)
-    zeros = zeros.to(scales.dtype) + shift
-    return (codes.to(scales.dtype) - zeros[rows]) * scales[rows]
+    integers = unpack_integers(words.t(), bits).t().to(scales.dtype)
+    groups = input_groups[first : first + count]
+    return (integers - zero_points[groups]) * scales[groups]

@@ -1,24 +1,28 @@
-"""Matrices of fp8 or int8 numbers with a scale per tensor, row, group of columns or block.
+"""Matrices of fp8 or int8 values with a scale per tensor, row, group of columns or block.
 
-The value of an element is (number - zero point) * scale. Blocks at the lower and right edge may be
+An element is decoded as (value - zero point) * scale. Blocks at the lower and right edge may be
 partial. Sources: the files of DeepSeek-V3 and Mistral 3, compressed-tensors, NVIDIA's Model
 Optimizer and bitsandbytes (https://arxiv.org/abs/2208.07339).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 
-from megatron.conversion.quantization.encoded_matrix import EncodedMatrix, spread
+from megatron.conversion.quantization.encoded_matrix import (
+    E8M0_DTYPES,
+    EncodedMatrix,
+    divide_up,
+    repeat_columns,
+)
 from megatron.core.dist_checkpointing.mapping import LazyTensor, Shape
 
 Block = tuple[int, int]  # rows and columns with one scale
 
 _SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_E8M0_DTYPES = (torch.uint8, getattr(torch, "float8_e8m0fnu", torch.uint8))
 _INT8_FORMAT = 0  # "row"; others are orders of elements for one GPU architecture
 _INVERSE_OF_127 = 7.874015718698502e-3  # as bitsandbytes rounds it
 
@@ -30,24 +34,24 @@ def decode_fp8(matrix: EncodedMatrix) -> LazyTensor:
 
 def decode_modelopt(matrix: EncodedMatrix) -> LazyTensor:
     """Decode fp8 of the Model Optimizer: a scale per tensor or row, or per block of 128 x 128."""
-    scales = matrix.tensors["scales"]
-    if len(scales.shape) == 4:  # [blocks of rows, 1, blocks of columns, 1]
-        matrix = matrix.with_tensor("scales", (scales.shape[0], scales.shape[2]))
+    scales_shape = matrix.tensors["scales"].shape
+    if len(scales_shape) == 4:  # [blocks of rows, 1, blocks of columns, 1]
+        matrix = matrix.with_tensor("scales", (scales_shape[0], scales_shape[2]))
     return _decode(matrix, (128, 128), torch.float32)
 
 
 def decode_compressed(matrix: EncodedMatrix) -> LazyTensor:
     """Decode fp8 or int8 of compressed-tensors, which computes in the dtype of the scales."""
     matrix.check_rank("values", 2, 3)
-    block: Sequence[int] | None = None
     columns = matrix.tensors["values"].shape[-1]
+    num_scales = matrix.tensors["scales"].shape[-1:]
+    block: Sequence[int] | None = None
     for group in matrix.settings["config_groups"].values():
         weights = group["weights"] or {}
-        size = weights.get("group_size") or 0
-        if size > 0 and columns % size == 0:
-            groups = columns // size
-            if matrix.tensors["scales"].shape[-1:] == (groups,):
-                block = (1, size)
+        group_size = weights.get("group_size") or 0
+        has_whole_groups = group_size > 0 and columns % group_size == 0
+        if has_whole_groups and num_scales == (columns // group_size,):
+            block = (1, group_size)
         block = block or weights.get("block_structure")
     return _decode(matrix, block, None)
 
@@ -60,13 +64,20 @@ def decode_int8(matrix: EncodedMatrix) -> LazyTensor:
     shape = matrix.tensors["values"].shape
     matrix.check_shape("scales", shape[:1])
     if "format" in matrix.tensors:
-        order = matrix.tensors["format"].read_all().flatten().tolist()
-        if order not in ([], [_INT8_FORMAT]):
-            matrix.refuse(f"has {matrix.names['format']} = {order}, only [{_INT8_FORMAT}] is read")
+        _check_int8_format(matrix)
     return matrix.decode(shape, partial(_decode_int8_rows, matrix))
 
 
+def _check_int8_format(matrix: EncodedMatrix) -> None:
+    """Raise ValueError if elements are in the order of a GPU architecture."""
+    element_order = matrix.tensors["format"].read_all().flatten().tolist()
+    if element_order not in ([], [_INT8_FORMAT]):
+        name = matrix.names["format"]
+        matrix.refuse(f"has {name} = {element_order}, only [{_INT8_FORMAT}] is read")
+
+
 def _decode_int8_rows(matrix: EncodedMatrix, lead: Shape, first: int, count: int) -> torch.Tensor:
+    """Decode rows [count, columns], which have one scale each."""
     values = matrix.read_rows("values", lead, first, count)
     scales = matrix.read_scales("scales", lead, first, count)
     return values * scales[:, None] * _INVERSE_OF_127
@@ -75,26 +86,31 @@ def _decode_int8_rows(matrix: EncodedMatrix, lead: Shape, first: int, count: int
 def _decode(
     matrix: EncodedMatrix, block: Sequence[int] | None, dtype: torch.dtype | None
 ) -> LazyTensor:
-    """Decode a matrix whose scales have any of the shapes; products are computed in `dtype`, or in
-    that of the scales.
+    """Decode a matrix, or a stack of matrices, with scales of one of the supported shapes.
+
+    Args:
+        matrix: values, scales and optional zero points, which have the shape of the scales.
+        block: rows and columns of a block according to config.json, if it specifies them.
+        dtype: dtype in which products are computed; None for that of the scales.
     """
     matrix.check_dtype("values", *_list_value_dtypes(matrix))
-    matrix.check_dtype("scales", *_SCALE_DTYPES, *_E8M0_DTYPES)
+    matrix.check_dtype("scales", *_SCALE_DTYPES, *E8M0_DTYPES)
     matrix.check_rank("values", 2, 3)
     shape = matrix.tensors["values"].shape
-    size = find_block(matrix, "scales", shape, block)
-    matrix = _shape_grid(matrix, "scales", shape, size)
+    block_shape = find_block(matrix, "scales", shape, block)
+    matrix = _reshape_grid(matrix, "scales", shape, block_shape)
     if "zero_points" in matrix.tensors:
         matrix.check_dtype("zero_points", torch.int8)
         find_block(matrix, "zero_points", shape, block)
-        matrix = _shape_grid(matrix, "zero_points", shape, size)
-    return matrix.decode(shape, partial(_decode_rows, matrix, size, dtype))
+        matrix = _reshape_grid(matrix, "zero_points", shape, block_shape)
+    return matrix.decode(shape, partial(_decode_rows, matrix, block_shape, dtype))
 
 
-def _list_value_dtypes(matrix: EncodedMatrix) -> Iterable[torch.dtype]:
-    yield torch.float8_e4m3fn
+def _list_value_dtypes(matrix: EncodedMatrix) -> list[torch.dtype]:
+    """Return the dtypes of values that the method supports."""
     if matrix.settings["quant_method"] == "compressed-tensors":
-        yield torch.int8
+        return [torch.float8_e4m3fn, torch.int8]
+    return [torch.float8_e4m3fn]
 
 
 def _decode_rows(
@@ -105,21 +121,27 @@ def _decode_rows(
     first: int,
     count: int,
 ) -> torch.Tensor:
+    """Decode rows: [count, columns]."""
+    height, width = block
     values = matrix.read_rows("values", lead, first, count)
-    # Rows of the grid that the rows are in.
-    rows = torch.arange(first, first + count) // block[0]
-    start = int(rows[0])
-    grid_rows = int(rows[-1]) + 1 - start
-    rows -= start
     columns = values.shape[1]
-    scales = matrix.read_scales("scales", lead, start, grid_rows)
-    factors = spread(scales[rows], block[1], columns)
+
+    # Read the rows of blocks that contain these rows: [rows of blocks, blocks of columns].
+    block_rows = torch.arange(first, first + count) // height
+    start = int(block_rows[0])
+    num_block_rows = int(block_rows[-1]) + 1 - start
+    block_rows -= start
+    scales = matrix.read_scales("scales", lead, start, num_block_rows)
+
+    # [rows, columns]
+    factors = repeat_columns(scales[block_rows], width, columns)
     factors = factors.to(dtype or factors.dtype)
-    numbers = values.to(factors.dtype)
+    values = values.to(factors.dtype)
     if "zero_points" in matrix.tensors:
-        zeros = matrix.read_rows("zero_points", lead, start, grid_rows)
-        numbers = numbers - spread(zeros[rows], block[1], columns).to(factors.dtype)
-    return numbers * factors
+        grid = matrix.read_rows("zero_points", lead, start, num_block_rows)
+        zero_points = repeat_columns(grid[block_rows], width, columns)
+        values = values - zero_points.to(factors.dtype)
+    return values * factors
 
 
 def find_block(
@@ -127,29 +149,44 @@ def find_block(
 ) -> Block:
     """Return rows and columns of a block with one scale, from the shape of the scales.
 
-    `block` is the size in config.json, if it states one. Raises ValueError for other shapes.
+    Raises ValueError for scales of an unsupported shape.
+
+    Args:
+        matrix: the stored tensors.
+        role: role of the scales or zero points.
+        shape: shape of the decoded tensor, [..., rows, columns].
+        block: rows and columns of a block according to config.json, if it specifies them.
     """
     *lead, rows, columns = shape
     grid = matrix.tensors[role].shape
-    is_one = grid in ((1,), (1, 1)) and not lead
-    if is_one or grid in (tuple(lead), (*lead, 1), (*lead, 1, 1)):
+
+    # One scale per matrix
+    if not lead and grid in ((1,), (1, 1)):
         return (rows, columns)
+    if grid in (tuple(lead), (*lead, 1), (*lead, 1, 1)):
+        return (rows, columns)
+
+    # One scale per row
     if grid in ((*lead, rows), (*lead, rows, 1)):
         return (1, columns)
-    expected = [(*lead, 1, 1), (*lead, rows, 1)]
+
+    # One scale per block
+    supported_shapes = [(*lead, 1, 1), (*lead, rows, 1)]
     if block is not None:
         height, width = block
-        expected.append((*lead, -(-rows // height), -(-columns // width)))
-        if grid == expected[-1]:
+        block_grid = (*lead, divide_up(rows, height), divide_up(columns, width))
+        if grid == block_grid:
             return (height, width)
-    matrix.check_shape(role, *expected)
+        supported_shapes.append(block_grid)
+    matrix.check_shape(role, *supported_shapes)
     raise AssertionError(grid)
 
 
-def _shape_grid(matrix: EncodedMatrix, role: str, shape: Shape, block: Block) -> EncodedMatrix:
+def _reshape_grid(matrix: EncodedMatrix, role: str, shape: Shape, block: Block) -> EncodedMatrix:
     """Return the matrix with scales of shape [..., blocks of rows, blocks of columns]."""
     *lead, rows, columns = shape
-    grid = (*lead, -(-rows // block[0]), -(-columns // block[1]))
+    height, width = block
+    grid = (*lead, divide_up(rows, height), divide_up(columns, width))
     if matrix.tensors[role].shape == grid:
         return matrix
     return matrix.with_tensor(role, grid)

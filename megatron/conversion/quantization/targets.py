@@ -30,16 +30,19 @@ def _describe_blocks(unquantized: Sequence[str]) -> dict[str, Any]:
 
 
 def _describe_experts(unquantized: Sequence[str]) -> dict[str, Any]:
+    """Describe mxfp4 of gpt-oss, which quantizes experts only."""
     return {"quant_method": "mxfp4", "modules_to_not_convert": list(unquantized)}
 
 
 def _describe_rows(unquantized: Sequence[str]) -> dict[str, Any]:
+    """Describe fp8 with a scale per row; inputs are quantized with a scale per token."""
     weights = {"num_bits": 8, "strategy": "channel", "dynamic": False}
     inputs = {"num_bits": 8, "strategy": "token", "dynamic": True}
     return _describe_compressed("float-quantized", weights, inputs, unquantized)
 
 
 def _describe_nvfp4(unquantized: Sequence[str]) -> dict[str, Any]:
+    """Describe nvfp4 weights; inputs are not quantized."""
     weights = {"num_bits": 4, "strategy": "tensor_group", "group_size": 16, "dynamic": False}
     return _describe_compressed("nvfp4-pack-quantized", weights, None, unquantized)
 
