@@ -50,24 +50,28 @@ _GROUP = schema.record(
     },
 )
 _GROUPS = schema.sequence(_GROUP)
-_LEAVE_OUT = "leave the optimizer out (--no-optim of convert.py, --no-load-optim of a run)"
+_DROP_OPTIMIZER = "leave the optimizer out (--no-optim of convert.py, --no-load-optim of a run)"
 
 
 def describe_model_folder(root: Path) -> str | None:
     """Return what is missing next to sharded weights in `root`, None if there are none."""
-    folders = []
+    # `root` itself, or folders in it
+    folders: list[Path] = []
     for pattern in (f"{FSDP_MODEL}/{METADATA}", f"*/{FSDP_MODEL}/{METADATA}"):
-        folders += sorted(path.parent.parent for path in root.glob(pattern))
+        for metadata in sorted(root.glob(pattern)):
+            folders.append(metadata.parent.parent)
     if not folders:
         return None
-    if folders[-1] == root and (root / CONFIG).is_file():
-        return f"{root / CONFIG} is not the configuration of a model of transformers"
-    if (folders[-1] / CONFIG).is_file():
-        return f"{root} has folders of accelerate's FSDP: give one of them, e.g. {folders[-1]}"
-    return (
-        f"{folders[-1]} has the weights of a model of transformers that accelerate's FSDP saved, "
-        "but no config.json, which defines the model: copy it there and give this directory"
-    )
+    folder = folders[-1]
+    config = folder / CONFIG
+    if not config.is_file():
+        return (
+            f"{folder} has the weights of a model of transformers that accelerate's FSDP saved, "
+            "but no config.json, which defines the model: copy it there and give this directory"
+        )
+    if folder == root:
+        return f"{config} is not the configuration of a model of transformers"
+    return f"{root} has folders of accelerate's FSDP: give one of them, e.g. {folder}"
 
 
 class AccelerateSource:
@@ -78,11 +82,15 @@ class AccelerateSource:
         self.description = f"FSDP folder {directory}"
         self._directory = directory
         self._read_options = replace(read_options, no_optim=True)
+
+        # Weights
         weights = _read_tensors(Reader(directory / FSDP_MODEL), _MODEL_KEY)
         model = self._open(weights)
         self.args: dict[str, Any] = model.args
         self.unused = list(model.unused)
         self.tensors: dict[str, LazyTensor] = dict(model.tensors)
+
+        # Optimizer and step
         optimizer = None
         step = 0
         if not read_options.no_optim and (directory / _OPTIMIZER).is_dir():
@@ -93,45 +101,66 @@ class AccelerateSource:
             self.training.param_groups = None
 
     def _open(self, weights: Mapping[str, LazyTensor]) -> HuggingFaceSource:
-        """Return the model with these tensors under the names of transformers."""
+        """Return the tensors of the model, converted from those that transformers names.
+
+        `weights` may also be moments, which are converted like the weights.
+        """
         return HuggingFaceSource(self._directory, self._read_options, weights)
 
     def _add_optimizer(self, model: HuggingFaceSource) -> tuple[dict[str, Any], int]:
         """Add main parameters and moments; return the parameter groups and the step."""
         location = str(self._directory / _OPTIMIZER)
         reader = Reader(self._directory / _OPTIMIZER)
-        # State -> name of the parameter -> its tensor
-        states: dict[str, dict[str, LazyTensor]] = {}
-        for name, tensor in _read_tensors(reader, _STATE_KEY).items():
-            parameter, _, state = name.rpartition(".")
-            states.setdefault(state, {})[parameter] = tensor
-        steps = {int(tensor.read_all()) for tensor in states.pop(_STEP, {}).values()}
-        unknown = sorted(states.keys() - set(OPTIMIZER_STATES))
-        if unknown or not states or len(steps) != 1:
-            raise CheckpointError(
-                f"{location}: it has the states {', '.join(unknown) or sorted(states)} at the "
-                f"steps {sorted(steps)}, unlike one step of an optimizer here: {_LEAVE_OUT}"
-            )
+        states, step = _read_states(reader, location)
 
-        # The weights are those that the optimizer works on. Moments have their names and layout.
+        # The weights are the main parameters. Moments have the names and the layout of weights.
         for key, tensor in model.tensors.items():
             self.tensors[optimizer_key("param", key)] = cast(tensor, torch.float32)
         for state, tensors in states.items():
-            for key, tensor in self._open(tensors).tensors.items():
+            moments = self._open(tensors).tensors
+            for key, tensor in moments.items():
                 self.tensors[optimizer_key(state, key)] = cast(tensor, torch.float32)
         check_optimizer_complete(self.tensors, self.args, location)
 
+        # Compare which parameters have weight decay.
         groups = _read_groups(reader, location)
+        members = [group["params"] for group in groups]
         decays = {}
         for spec in model_parameters(model.config):
             decays[spec.name] = spec.group.weight_decay
-        decayed = {name: decays[key] for name, key in model.map_names().items()}
-        check_groups(groups, [group["params"] for group in groups], decayed, location)
-        return {"param_groups": groups}, steps.pop()
+        decays_by_name = {}
+        for name, key in model.map_names().items():
+            decays_by_name[name] = decays[key]
+        check_groups(groups, members, decays_by_name, location)
+        return {"param_groups": groups}, step
+
+
+def _read_states(reader: Reader, location: str) -> tuple[dict[str, dict[str, LazyTensor]], int]:
+    """Return the moments by optimizer state and name of the parameter, and the optimizer's step.
+
+    Raises CheckpointError for states that optimizers here do not have, or for several steps.
+    """
+    states: dict[str, dict[str, LazyTensor]] = {}
+    for name, tensor in _read_tensors(reader, _STATE_KEY).items():
+        parameter, _, state = name.rpartition(".")
+        states.setdefault(state, {})[parameter] = tensor
+    steps = set()
+    for tensor in states.pop(_STEP, {}).values():
+        steps.add(int(tensor.read_all()))
+    unknown = sorted(states.keys() - set(OPTIMIZER_STATES))
+    if unknown or not states or len(steps) != 1:
+        raise CheckpointError(
+            f"{location}: it has the states {', '.join(unknown) or sorted(states)} at the "
+            f"steps {sorted(steps)}, unlike one step of an optimizer here: {_DROP_OPTIMIZER}"
+        )
+    return states, steps.pop()
 
 
 def _read_tensors(reader: Reader, prefix: str) -> dict[str, LazyTensor]:
-    """Return the tensors whose keys have the prefix, without it."""
+    """Return the tensors whose keys begin with `prefix`.
+
+    Names in the result do not have the prefix.
+    """
     tensors = {}
     for key in reader.metadata.tensors:
         if key.startswith(prefix):
@@ -150,11 +179,14 @@ def _read_groups(reader: Reader, location: str) -> list[dict[str, Any]]:
         fields: dict[int, dict[str, Any]] = defaultdict(dict)
         for key in reader.metadata.objects:
             match = _GROUP_FIELD.fullmatch(key)
-            if match is not None:
-                fields[int(match[1])][match[2]] = reader.read_object(key)
+            if match is None:
+                continue
+            index = int(match[1])
+            name = match[2]
+            fields[index][name] = reader.read_object(key)
         groups = [fields[index] for index in sorted(fields)]
     if not groups:
-        raise CheckpointError(f"{location} has no {_GROUP_KEY}: {_LEAVE_OUT}")
+        raise CheckpointError(f"{location} has no {_GROUP_KEY}: {_DROP_OPTIMIZER}")
     checked: list[dict[str, Any]] = _GROUPS(groups, location)
     return checked
 

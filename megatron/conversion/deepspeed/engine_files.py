@@ -50,7 +50,7 @@ from megatron.core.safe_files.schema import key as check_key
 MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{1,6})_model_states\.pt")
 OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})_optim_states\.pt")
 _EXPERT_FILES = ("expp_rank_*_optim_states.pt", "layer_*_expert_*_model_states.pt")
-_MAX_MISSING = 8  # files in a message
+_MAX_MISSING = 8  # files that a message names
 _DROP_OPTIMIZER = "leave the optimizer out (--no-optim of convert.py, --no-load-optim of a run)"
 
 _SHAPES = mapping(tensor_shape, keys=check_key)
@@ -85,13 +85,16 @@ _SHARDED = record(  # ZeRO-3
 
 @dataclass
 class RankTensors:
-    """Tensors of one model-parallel rank by name, of its own shapes, and its other state."""
+    """The tensors of one model-parallel rank by name, and the state of its training.
 
-    state: dict[str, Any]  # of the model-state file
+    Tensors have the shapes that they have on this rank: they are shards of those of the model.
+    """
+
+    state: dict[str, Any]  # contents of the model-state file
     param: dict[str, LazyTensor] = field(default_factory=dict)  # fp32, frozen ones as stored
     moments: dict[str, dict[str, LazyTensor]] = field(default_factory=dict)  # by optimizer state
-    groups: list[Mapping[str, Any]] = field(default_factory=list)
-    members: list[list[str]] = field(default_factory=list)  # names of each parameter group
+    groups: list[Mapping[str, Any]] = field(default_factory=list)  # hyperparameters
+    members: list[list[str]] = field(default_factory=list)  # parameters of each group
     steps: set[int] = field(default_factory=set)  # of the optimizer
 
 
@@ -176,19 +179,18 @@ def group_files(directory: Path, pattern: re.Pattern[str]) -> dict[int, dict[int
 
 
 def list_engine_damage(directory: Path) -> list[str]:
-    """Return a line for each file that is missing: ranks are numbered without gaps."""
+    """Return a message for each missing file: ranks are numbered without gaps."""
     missing: list[str] = []
     for pattern, suffix in ((MODEL_FILE, "model_states"), (OPTIMIZER_FILE, "optim_states")):
         files = group_files(directory, pattern)
         dp_ranks: set[int] = set()
         is_numbered = False
-        for by_rank in files.values():
-            dp_ranks.update(by_rank)
-            is_numbered |= any("zero_pp_rank" in path.name for path in by_rank.values())
-        all_ranks = itertools.product(
-            range(max(files, default=-1) + 1), range(max(dp_ranks, default=-1) + 1)
-        )
-        for mp_rank, dp_rank in all_ranks:
+        for paths in files.values():
+            dp_ranks.update(paths)
+            is_numbered |= any("zero_pp_rank" in path.name for path in paths.values())
+        mp_size = max(files, default=-1) + 1
+        dp_size = max(dp_ranks, default=-1) + 1
+        for mp_rank, dp_rank in itertools.product(range(mp_size), range(dp_size)):
             if dp_rank in files.get(mp_rank, {}):
                 continue
             prefix = f"zero_pp_rank_{dp_rank}_" if is_numbered else ""
@@ -206,7 +208,7 @@ def _read_optimizer(path: Path) -> dict[str, Any]:
         return dict(_SHARDED(state, str(path)))
     if "single_partition_of_fp32_groups" not in state:
         raise CheckpointError(
-            f"{path} is of no optimizer of DeepSpeed that is read (ZeRO 1 to 3, bf16): it has "
+            f"{path} is not of a supported optimizer of DeepSpeed (ZeRO 1 to 3, bf16): it has "
             f"{', '.join(sorted(state)[:8])}"
         )
     return dict(_PARTITIONED(state, str(path)))
@@ -230,7 +232,10 @@ def _check_count(optimizers: Sequence[Mapping[str, Any]], paths: Sequence[Path])
 def read_partitioned(
     rank: RankTensors, optimizers: Sequence[Mapping[str, Any]], description: str
 ) -> None:
-    """Add the parameters and moments that are split over `optimizers` as part of a flat tensor."""
+    """Add the parameters and moments of groups, whose flat tensors are split over the ranks.
+
+    `optimizers` are the optimizer states of the data-parallel ranks.
+    """
     shapes = rank.state.get("param_shapes") or []
     bases = [_read_base(optimizer, description) for optimizer in optimizers]
     rank.groups = bases[0]["param_groups"]
@@ -243,18 +248,18 @@ def read_partitioned(
         shards = _open_shards(rank, flats, bases, group, description)
         addresses = []
         for optimizer in optimizers:
-            mappings = optimizer["param_slice_mappings"]
-            addresses.append(_read_addresses(mappings[group], description))
+            mappings = optimizer["param_slice_mappings"][group]
+            addresses.append(_read_addresses(mappings, description))
 
         for name, shape in group_shapes.items():
             for state in shards[0]:
                 # The ranges of a parameter on consecutive ranks
                 ranges = []
-                for shard, by_name in zip(shards, addresses, strict=True):
-                    if name in by_name:
-                        start, count = by_name[name]
+                for shard, shard_addresses in zip(shards, addresses, strict=True):
+                    if name in shard_addresses:
+                        start, count = shard_addresses[name]
                         ranges.append(view_range(shard[state], start, count))
-                _add(rank, state, name, _assemble(ranges, shape, name, description))
+                _add_tensor(rank, state, name, _assemble(ranges, shape, name, description))
 
 
 def _read_base(optimizer: Mapping[str, Any], description: str) -> dict[str, Any]:
@@ -262,7 +267,7 @@ def _read_base(optimizer: Mapping[str, Any], description: str) -> dict[str, Any]
     base = optimizer["base_optimizer_state"]
     if not isinstance(base, dict):
         raise ValueError(
-            f"{description}: elastic checkpoints of ZeRO are not read: save with "
+            f"{description}: elastic checkpoints of ZeRO are not supported: save with "
             '"elastic_checkpoint": false'
         )
     return dict(_TORCH_STATE(base, description))
@@ -287,9 +292,10 @@ def _read_addresses(value: Mapping[str, Any], description: str) -> dict[str, tup
 def read_sharded(
     rank: RankTensors, optimizers: Sequence[Mapping[str, Any]], description: str
 ) -> None:
-    """Add the parameters and moments of which every rank has an equal part, padded at the end.
+    """Add parameters and moments that are split evenly over the ranks and padded at the end.
 
-    Each of `param_shapes` is a sub-group of parameters, a flat tensor on each rank.
+    Each of `param_shapes` is a sub-group of parameters, a flat tensor on each rank. `optimizers`
+    are the optimizer states of the data-parallel ranks.
     """
     bases = [optimizer["optimizer_state_dict"] for optimizer in optimizers]
     rank.groups = bases[0]["param_groups"]
@@ -298,7 +304,7 @@ def read_sharded(
     all_flats = [optimizer["fp32_flat_groups"] for optimizer in optimizers]
     _check_length(shapes, all_flats, description)
     for sub_group, group_shapes in enumerate(shapes):
-        flats = [of_rank[sub_group] for of_rank in all_flats]
+        flats = [rank_flats[sub_group] for rank_flats in all_flats]
         shards = _open_shards(rank, flats, bases, sub_group, description)
         start = 0  # of a parameter in the flat tensor
         for name, shape in group_shapes.items():
@@ -310,14 +316,14 @@ def read_sharded(
                     count = min(size, numel - index * size)
                     if count > 0:
                         ranges.append(view_range(shard[state], start, count))
-                _add(rank, state, name, _assemble(ranges, shape, name, description))
+                _add_tensor(rank, state, name, _assemble(ranges, shape, name, description))
             start += size
     for group in rank.groups:
         names: list[str] = []
-        # Each parameter of a group is a sub-group.
-        indices = group["params"]
+        # The "parameters" of a group are indices of sub-groups.
+        sub_groups = group["params"]
         for sub_group, group_shapes in enumerate(shapes):
-            if sub_group in indices:
+            if sub_group in sub_groups:
                 names += group_shapes
         rank.members.append(names)
 
@@ -361,7 +367,10 @@ def _open_shards(
 def _select_states(
     rank: RankTensors, flat: Any, moments: Mapping[str, Any], description: str
 ) -> dict[str, LazyTensor]:
-    """Return the flat parameters and moments by name of the state; count the optimizer's step."""
+    """Return the flat parameters and moments by name of the state.
+
+    The optimizer's step is added to the steps of `rank`.
+    """
     if not isinstance(flat, FileTensor | torch.Tensor):
         raise ValueError(
             f"{description}: its fp32 parameters are not stored in it (offloaded to NVMe)"
@@ -403,7 +412,8 @@ def _assemble(
     return unflatten(concatenate(ranges, 0), 0, shape)
 
 
-def _add(rank: RankTensors, state: str, name: str, tensor: LazyTensor) -> None:
+def _add_tensor(rank: RankTensors, state: str, name: str, tensor: LazyTensor) -> None:
+    """Add a parameter, or a moment of one."""
     if state == "param":
         rank.param[name] = tensor
     else:
@@ -416,22 +426,27 @@ def _add(rank: RankTensors, state: str, name: str, tensor: LazyTensor) -> None:
 def _add_frozen(
     rank: RankTensors, states: Sequence[Mapping[str, Any]], is_stage_3: bool, description: str
 ) -> None:
-    """Add the frozen parameters, of which every rank has a part with ZeRO-3."""
-    for name, shape in (rank.state.get("frozen_param_shapes") or {}).items():
+    """Add the frozen parameters, which ZeRO-3 splits over the ranks.
+
+    `states` are the contents of the model-state files of the data-parallel ranks.
+    """
+    frozen_shapes = rank.state.get("frozen_param_shapes") or {}
+    for name, shape in frozen_shapes.items():
         ranges = []
-        left = math.prod(shape)
+        num_missing = math.prod(shape)  # elements, without padding
         for state in states if is_stage_3 else states[:1]:
-            fragment = (state.get("frozen_param_fragments") or {}).get(name)
+            fragments = state.get("frozen_param_fragments") or {}
+            fragment = fragments.get(name)
             if not isinstance(fragment, FileTensor | torch.Tensor):
                 raise ValueError(f"{description}: the frozen parameter {name} is not stored in it")
-            elements = view_range(view_elements(fragment), 0, left)
-            left -= elements.shape[0]
+            elements = view_range(view_elements(fragment), 0, num_missing)
+            num_missing -= elements.shape[0]
             ranges.append(elements)
         rank.param[name] = _assemble(ranges, shape, name, description)
 
 
 def _add_buffers(rank: RankTensors) -> None:
-    """Add buffers, and parameters that are another one under a second name."""
+    """Add buffers, and the second names of parameters that are shared."""
     module = rank.state.get("module") or {}
     for name in rank.state.get("buffer_names") or ():
         value = module.get(name)
@@ -445,7 +460,10 @@ def _add_buffers(rank: RankTensors) -> None:
 
 def list_names(ranks: Iterable[RankTensors]) -> list[str]:
     """Return the names of all parameters."""
-    return list(dict.fromkeys(name for rank in ranks for name in rank.param))
+    names: dict[str, None] = {}
+    for rank in ranks:
+        names.update(dict.fromkeys(rank.param))
+    return list(names)
 
 
 # ---- Optimizer ----
@@ -468,4 +486,6 @@ def find_step(rank: RankTensors, description: str) -> int:
         raise ValueError(f"{description}: parameters are at different steps: {sorted(rank.steps)}")
     if rank.steps:
         return next(iter(rank.steps))
-    return (rank.state.get("global_steps") or 0) - (rank.state.get("skipped_steps") or 0)
+    num_steps: int = rank.state.get("global_steps") or 0
+    num_skipped: int = rank.state.get("skipped_steps") or 0
+    return num_steps - num_skipped

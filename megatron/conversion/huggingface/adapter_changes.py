@@ -15,22 +15,24 @@ import torch
 from megatron.conversion.model_space.lazy_tensors import select, stack, view_box
 from megatron.core.dist_checkpointing.mapping import LazyTensor, Shape, narrow
 
-# Libraries compute the product with a single row in another order than that with several.
+# Libraries add up products with a single row in another order than products with several rows.
 _MIN_ROWS = 64
-_BLOCK = 32 << 20  # bytes of a product that are computed at once
+_MAX_PRODUCT = 32 << 20  # bytes of a product that are computed at once
 
 
 def replace_rows(base: LazyTensor, rows: Sequence[int], new: LazyTensor) -> LazyTensor:
     """Return the matrix `base` with row `rows[i]` replaced by row i of `new`."""
 
     def read(offset: Shape, shape: Shape) -> torch.Tensor:
+        """Return a box of the matrix; only the new rows in it are read."""
         values = base.read(offset, shape).clone()
-        first = offset[0]
-        last = first + shape[0]
+        first_row, first_column = offset
+        num_rows, num_columns = shape
         for index, row in enumerate(rows):
-            if first <= row < last:
-                replacement = new.read((index, offset[1]), (1, shape[1]))
-                values[row - first] = replacement[0].to(base.dtype)
+            position = row - first_row
+            if 0 <= position < num_rows:
+                new_row = new.read((index, first_column), (1, num_columns))
+                values[position] = new_row[0].to(base.dtype)
         return values
 
     return LazyTensor(base.shape, base.dtype, read)
@@ -40,6 +42,7 @@ def add_bias(base: LazyTensor, bias: LazyTensor, scaling: float) -> LazyTensor:
     """Return the bias `base` plus the scaled bias of a low-rank product."""
 
     def read(offset: Shape, shape: Shape) -> torch.Tensor:
+        """Return a range of the sum, which is computed in fp32."""
         change = bias.read(offset, shape).float() * scaling
         return (base.read(offset, shape) + change).to(base.dtype)
 
@@ -63,7 +66,7 @@ class LowRankProduct:
     is_rounded: bool = False
 
     def compute_rows(self, first: int, count: int) -> torch.Tensor:
-        """Return rows of the change of the stored matrix."""
+        """Return rows of the change of the stored matrix in fp32."""
         rank = self.a.shape[0]
         if self.transposed:
             # Rows of the stored matrix are columns of the product.
@@ -91,12 +94,17 @@ class _ChangedMatrix:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def read(self, offset: Shape, shape: Shape) -> torch.Tensor:
-        """Return a box of the changed matrix."""
-        num_rows = self.base.shape[0]
-        first = max(0, min(offset[0], num_rows - _MIN_ROWS))
-        last = max(offset[0] + shape[0], min(num_rows, first + _MIN_ROWS))
-        rows = self._merge_rows(first, last - first)
-        return narrow(rows, (offset[0] - first, *offset[1:]), shape).contiguous()
+        """Return a box of the changed matrix.
+
+        At least `_MIN_ROWS` rows are computed, so that values do not depend on the box.
+        """
+        total_rows = self.base.shape[0]
+        first_row, first_column = offset
+        num_rows = shape[0]
+        first = max(0, min(first_row, total_rows - _MIN_ROWS))
+        end = max(first_row + num_rows, min(total_rows, first + _MIN_ROWS))
+        rows = self._merge_rows(first, end - first)
+        return narrow(rows, (first_row - first, first_column), shape).contiguous()
 
     def _merge_rows(self, first: int, count: int) -> torch.Tensor:
         """Return whole rows of the changed matrix."""
@@ -107,12 +115,13 @@ class _ChangedMatrix:
         total = weight + change
         magnitude = self.change.magnitude
         if magnitude is not None:
+            # DoRA: [count, 1], or [1, out] if the stored matrix is transposed
             if self.change.transposed:
                 factors = self._get_column_factors(magnitude)
             else:
                 lengths = torch.linalg.norm(total, dim=1)
-                factors = magnitude.read((first,), (count,)).float() / lengths
-                factors = factors.view(-1, 1)
+                row_factors = magnitude.read((first,), (count,)).float() / lengths
+                factors = row_factors.view(-1, 1)
             total = factors * total
         return total.to(weight.dtype)
 
@@ -121,7 +130,8 @@ class _ChangedMatrix:
         with self._lock:
             if not self._factors:
                 lengths = self._compute_column_lengths()
-                self._factors.append((magnitude.read_all().float() / lengths).view(1, -1))
+                factors = magnitude.read_all().float() / lengths
+                self._factors.append(factors.view(1, -1))
             return self._factors[0]
 
     def _compute_column_lengths(self) -> torch.Tensor:
@@ -133,7 +143,8 @@ class _ChangedMatrix:
         rank = self.change.a.shape[0]
         weight = self.base.read_all()
         a = self.change.a.read_all().float()
-        step = min(num_columns, max(_MIN_ROWS, _BLOCK // (4 * num_rows)))
+        column_size = 4 * num_rows  # bytes in fp32
+        step = min(num_columns, max(_MIN_ROWS, _MAX_PRODUCT // column_size))
         lengths = torch.empty(num_columns)
         for start in range(0, num_columns, step):
             # The last columns are computed together with some that precede them.
@@ -149,28 +160,41 @@ def add_to_experts(base: LazyTensor, change: LowRankProduct) -> LazyTensor:
     """Return the matrices `base` of all experts of a layer, each with its own change.
 
     Matrix A contains the ranks of expert 0, then those of expert 1, ...; in matrix B the experts
-    alternate.
+    alternate. Experts have no magnitudes.
+
+    Args:
+        base: [experts, rows, columns].
+        change: the matrices A and B of all experts: [experts * rank, in], [out, rank * experts].
     """
     num_experts = base.shape[0]
-    rank = change.a.shape[0] // num_experts
-    changed = []
+    total_rank, in_size = change.a.shape
+    rank = total_rank // num_experts
+    changed_experts = []
     for expert in range(num_experts):
-        a = view_box(change.a, (expert * rank, 0), (rank, change.a.shape[1]))
-        b = _select_columns(change.b, expert, num_experts)
         product = LowRankProduct(
-            a, b, change.scaling, transposed=change.transposed, is_rounded=change.is_rounded
+            a=view_box(change.a, (expert * rank, 0), (rank, in_size)),
+            b=_select_columns(change.b, expert, num_experts),
+            scaling=change.scaling,
+            transposed=change.transposed,
+            is_rounded=change.is_rounded,
         )
-        changed.append(add_to_matrix(select(base, expert), product))
-    return stack(changed)
+        changed = add_to_matrix(select(base, expert), product)
+        changed_experts.append(changed)
+    return stack(changed_experts)
 
 
 def _select_columns(tensor: LazyTensor, first: int, step: int) -> LazyTensor:
-    """Return every `step`-th column of a matrix from column `first` on."""
+    """Return every `step`-th column of a matrix, beginning with column `first`.
+
+    A read of some of these columns reads whole rows of the matrix.
+    """
     rows, columns = tensor.shape
 
     def read(offset: Shape, shape: Shape) -> torch.Tensor:
-        whole = tensor.read((offset[0], 0), (shape[0], columns))
-        selected = whole[:, first::step]
-        return narrow(selected, (0, offset[1]), shape)
+        """Return a box of the selected columns, from whole rows."""
+        first_row, first_column = offset
+        all_columns = tensor.read((first_row, 0), (shape[0], columns))
+        selected = all_columns[:, first::step]
+        return narrow(selected, (0, first_column), shape)
 
     return LazyTensor((rows, columns // step), tensor.dtype, read)

@@ -1,8 +1,9 @@
 """Adapters of a run (`--lora-rank`) written as files of PEFT.
 
-A run has matrices for q, k and v, and for gate and up. Families of transformers that compute
-several of them in one module have one pair of matrices for it, whose rank is the sum: A contains
-those of the projections, and B is zero where the row and the rank belong to different ones.
+A run has matrices for q, k and v, and for gate and up. If a family of transformers computes several
+of these projections in one module, the module has one pair of matrices whose rank is the sum of
+their ranks: A contains the matrices A of the projections, and B is zero where the row and the rank
+belong to different projections.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from megatron.core.run_checkpoint.source import Source
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 MATRIX_KEY = re.compile(r"(.+)\.(\w+)\.(lora_A|lora_B|lora_magnitude_vector)")
-_NUMBER = re.compile(r"^.*?\.\d+\.")  # of the layer, with everything before it
+_LAYER_PREFIX = re.compile(r"^.*?\.\d+\.")  # up to the number of the layer
+_MODULE_PREFIX = "base_model.model."
+_MAX_FILE_SIZE = 1 << 62  # bytes: one file
 
 
 @dataclass(frozen=True)
@@ -53,14 +56,15 @@ def write_adapter(source: Source, directory: Path, progress: Progress = no_progr
     tensors: dict[str, LazyTensor] = {}
     ranks: dict[str, int] = {}  # by module of transformers
     for parameter, matrices in _match_layers(source, family, config):
-        for module, stored in split_matrices(parameter, matrices):
-            name = f"base_model.model.{module}"
-            tensors[f"{name}.lora_A.weight"] = view_tensor(stored.a)
-            tensors[f"{name}.lora_B.weight"] = view_tensor(stored.b)
-            if stored.magnitude is not None:
-                tensors[f"{name}.lora_magnitude_vector"] = view_tensor(stored.magnitude)
-            ranks[module] = stored.a.shape[0]
-    write_weight_files(directory, "adapter_model", tensors, 1 << 62, 1, progress)
+        for module, module_matrices in split_matrices(parameter, matrices):
+            name = f"{_MODULE_PREFIX}{module}"
+            tensors[f"{name}.lora_A.weight"] = view_tensor(module_matrices.a)
+            tensors[f"{name}.lora_B.weight"] = view_tensor(module_matrices.b)
+            magnitude = module_matrices.magnitude
+            if magnitude is not None:
+                tensors[f"{name}.lora_magnitude_vector"] = view_tensor(magnitude)
+            ranks[module] = module_matrices.a.shape[0]
+    write_weight_files(directory, "adapter_model", tensors, _MAX_FILE_SIZE, 1, progress)
     fields = _make_fields(source.args, ranks, _list_modules(family, config))
     fields["base_model_name_or_path"] = base
     write_json(directory / ADAPTER_CONFIG, fields)
@@ -87,12 +91,15 @@ def _match_layers(
     source: Source, family: Family, config: TransformerConfig
 ) -> Iterator[tuple[StoredParameter, dict[str, ProjectionMatrices]]]:
     """Yield each adapted weight as the family stores it, and the matrices of its projections."""
+    # Layer -> projection -> "lora_A", "lora_B" and "lora_magnitude_vector"
     layers: dict[str, dict[str, dict[str, LazyTensor]]] = {}
     for key, tensor in source.tensors.items():
         match = MATRIX_KEY.fullmatch(key)
         if match is not None and not key.startswith("optimizer."):
             layer, projection, matrix = match.groups()
-            layers.setdefault(layer, {}).setdefault(projection, {})[matrix] = tensor
+            projections = layers.setdefault(layer, {})
+            projections.setdefault(projection, {})[matrix] = tensor
+
     shapes = model_tensors(config)
     adapted = {f"{layer}.weight": shapes[f"{layer}.weight"] for layer in layers}
     rows = family.select_rows(config)
@@ -100,12 +107,13 @@ def _match_layers(
         layer = parameter.key.removesuffix(".weight")
         row_ids = find_projection_rows(layer, config, parameter.shape[0])
         matrices = {}
-        for projection, pair in layers[layer].items():
-            a = pair["lora_A"].read_all()
-            b = pair["lora_B"].read_all()
-            magnitude = pair.get("lora_magnitude_vector")
+        for projection, tensors in layers[layer].items():
+            magnitude = tensors.get("lora_magnitude_vector")
             matrices[projection] = ProjectionMatrices(
-                a, b, row_ids[projection], None if magnitude is None else magnitude.read_all()
+                a=tensors["lora_A"].read_all(),
+                b=tensors["lora_B"].read_all(),
+                rows=row_ids[projection],
+                magnitude=None if magnitude is None else magnitude.read_all(),
             )
         yield parameter, matrices
 
@@ -124,8 +132,10 @@ def find_projection_rows(
             heads.insert(1, heads[0])
             names.insert(1, "q_gate_proj")
         groups = rows.view(config.query_groups, sum(heads), config.head_dim)
-        parts = groups.split(heads, 1)
-        return {name: part.flatten() for name, part in zip(names, parts, strict=True)}
+        rows_by_projection = {}
+        for projection, projection_rows in zip(names, groups.split(heads, 1), strict=True):
+            rows_by_projection[projection] = projection_rows.flatten()
+        return rows_by_projection
     if name == "linear_fc1" and config.gated:
         gate, up = rows.chunk(2)
         return {"gate_proj": gate, "up_proj": up}
@@ -149,39 +159,49 @@ def split_matrices(
 ) -> Iterator[tuple[str, ProjectionMatrices]]:
     """Yield the modules of transformers that have adapters, with their matrices.
 
-    Raises ValueError for a magnitude without those of the other rows of the module, of which only
-    the base model has the norms.
+    `matrices` are those of the projections of the layer. Raises ValueError if only some rows of a
+    module have magnitudes: the norms of the other rows are known to the base model only.
     """
     for name, row_ids in zip(parameter.names, list_stored_rows(parameter), strict=True):
         module = name.removesuffix(".weight")
-        pairs = []
-        blocks = []
+        a_blocks = []
+        b_blocks = []
         magnitudes = []
         is_adapted = torch.zeros(len(row_ids), dtype=torch.bool)
-        for pair in matrices.values():
+        for projection in matrices.values():
             # Position of each stored row in the projection, -1 if it computes another row.
             positions = torch.full((parameter.shape[0],), -1)
-            positions[pair.rows] = torch.arange(len(pair.rows))
+            positions[projection.rows] = torch.arange(len(projection.rows))
             stored_positions = positions[row_ids]
-            is_other = stored_positions < 0
-            if is_other.all():
+            is_outside = stored_positions < 0
+            if is_outside.all():
                 continue
-            pairs.append(pair)
-            is_adapted |= ~is_other
+            is_adapted |= ~is_outside
+
+            # Rows that the projection does not compute are zero.
             stored_positions = stored_positions.clamp(min=0)
-            blocks.append(pair.b[stored_positions].masked_fill(is_other.unsqueeze(1), 0.0))
-            if pair.magnitude is not None:
-                magnitudes.append(pair.magnitude[stored_positions].masked_fill(is_other, 0.0))
-        if not pairs:
+            b = projection.b[stored_positions]
+            a_blocks.append(projection.a)
+            b_blocks.append(b.masked_fill(is_outside.unsqueeze(1), 0.0))
+            if projection.magnitude is not None:
+                magnitude = projection.magnitude[stored_positions]
+                magnitudes.append(magnitude.masked_fill(is_outside, 0.0))
+        if not a_blocks:
             continue
         if magnitudes and not is_adapted.all():
             raise ValueError(
                 f"{module} needs the magnitudes of all of its rows, but only "
                 f"{', '.join(matrices)} were trained: add its other projections to --lora-targets"
             )
-        a = torch.cat([pair.a for pair in pairs])
-        magnitude = sum(magnitudes[1:], magnitudes[0]) if magnitudes else None
-        yield module, ProjectionMatrices(a, torch.cat(blocks, 1), row_ids, magnitude)
+        yield (
+            module,
+            ProjectionMatrices(
+                a=torch.cat(a_blocks),
+                b=torch.cat(b_blocks, 1),
+                rows=row_ids,
+                magnitude=sum(magnitudes[1:], magnitudes[0]) if magnitudes else None,
+            ),
+        )
 
 
 def list_stored_rows(parameter: StoredParameter) -> list[torch.Tensor]:
@@ -214,7 +234,7 @@ def _make_fields(
     alpha_pattern = {}
     for module, module_rank in ranks.items():
         if module_rank != rank:
-            name = _NUMBER.sub("", module)
+            name = _LAYER_PREFIX.sub("", module)
             rank_pattern[name] = module_rank
             alpha_pattern[name] = alpha * module_rank / rank  # the same scale
     return {
@@ -234,11 +254,12 @@ def _make_fields(
 
 def _name_targets(adapted: Mapping[str, int], modules: Sequence[str]) -> list[str]:
     """Return the shortest names, e.g. q_proj, that match the adapted modules and no other one."""
+    ambiguous_names = set()  # of modules that are not adapted
+    for module in modules:
+        if module not in adapted:
+            ambiguous_names.add(module.rpartition(".")[2])
     targets = set()
     for module in adapted:
         name = module.rpartition(".")[2]
-        if all(other in adapted for other in modules if other.rpartition(".")[2] == name):
-            targets.add(name)
-        else:
-            targets.add(module)
+        targets.add(module if name in ambiguous_names else name)
     return sorted(targets)

@@ -30,11 +30,17 @@ from megatron.core.dist_checkpointing.mapping import LazyTensor, Shape
 from megatron.core.safe_files.schema import abbreviate, key
 
 _PREFIX = "base_model.model."
+_BIAS = "lora_B.bias"
+_MAGNITUDE = "lora_magnitude_vector"
+_LINEAR_MATRICES = ("lora_A", "lora_B")
+_EMBEDDING_MATRICES = ("lora_embedding_A", "lora_embedding_B")
+# Matrix of a linear layer -> matrix of an embedding with the same values, transposed.
+_TIED_MATRICES = {"lora_A": "lora_embedding_B", "lora_B": "lora_embedding_A"}
 _WRAPPER = ".base_layer"
-# Module, and kind of a tensor that describes a change of it. Others replace one of the model.
+# Names of tensors that describe a change of a module. Other tensors replace one of the model.
 _CHANGE = re.compile(
     r"(?P<module>.+?)\.(?:"
-    r"(?P<linear>lora_[AB])\.(?P<kind>weight|bias)"
+    r"(?P<linear>lora_[AB])\.(?P<tensor>weight|bias)"
     r"|(?P<embedding>lora_embedding_[AB])"
     r"|(?P<magnitude>lora_magnitude_vector)(?:\.weight)?"
     r"|token_adapter\.(?P<tokens>trainable_tokens_delta)"
@@ -53,17 +59,21 @@ class _Target:
 class LoraAdapter:
     """The tensors of an adapter under the names of a family's models.
 
-    Raises CheckpointError for files that are damaged or of another kind of adapter.
+    Raises CheckpointError for files that are damaged or of an adapter that is not LoRA.
     """
 
     def __init__(self, directory: Path, family: Family) -> None:
         require_adapter(directory)
         self.directory = directory
         self.config = read_adapter_config(directory)
-        self._stored_names: dict[str, str] = {}  # name of a tensor -> its name in the files
-        self._matrices: dict[str, dict[str, LazyTensor]] = defaultdict(dict)  # by module and kind
-        self._tokens: dict[str, LazyTensor] = {}  # by module
-        self._whole: dict[str, LazyTensor] = {}  # by tensor of the model
+        # Name of a tensor -> its name in the files
+        self._stored_names: dict[str, str] = {}
+        # Module -> "lora_A", "lora_B", "lora_B.bias", ... -> tensor
+        self._matrices: dict[str, dict[str, LazyTensor]] = defaultdict(dict)
+        # Module -> its trained rows
+        self._tokens: dict[str, LazyTensor] = {}
+        # Tensor of the model -> the tensor that replaces it
+        self._replacements: dict[str, LazyTensor] = {}
         tensors = open_adapter_tensors(directory)
         if not tensors:
             raise CheckpointError(f"{directory}: the adapter has no tensors")
@@ -73,18 +83,21 @@ class LoraAdapter:
         self._inner_modules = set(map(_strip_wrappers, self._matrices))
 
     def _add_tensor(self, name: str, stored_name: str, tensor: LazyTensor) -> None:
-        """Sort a tensor of the adapter by the kind of its change."""
+        """Add a tensor of the adapter to the changes that it describes.
+
+        Raises CheckpointError if the files have a tensor of this name under two names.
+        """
         match = _CHANGE.fullmatch(name)
         if match is None:
             # Modules within other wrappers of PEFT have the name of the wrapper.
             name = name.replace(f"{_WRAPPER}.", ".")
-            self._whole[name] = tensor
+            self._replacements[name] = tensor
         elif match["tokens"]:
             self._tokens[match["module"]] = tensor
             name = f"{match['module']}.tokens"
         else:
             matrix = match["embedding"] or match["magnitude"] or match["linear"]
-            if match["kind"] == "bias":
+            if match["tensor"] == "bias":
                 matrix += ".bias"
             self._matrices[match["module"]][matrix] = tensor
             name = f"{match['module']}.{matrix}"
@@ -105,11 +118,18 @@ class LoraAdapter:
 
     @property
     def matrices(self) -> Mapping[str, Mapping[str, LazyTensor]]:
-        """Return the matrices of each module, by kind. Raises CheckpointError for other changes."""
-        for name in (*self._whole, *(f"{module}.tokens" for module in self._tokens)):
+        """Return the matrices of each module by their names, e.g. "lora_A".
+
+        Raises CheckpointError if the adapter has changes that are not low-rank products.
+        """
+        other_changes = list(self._replacements)
+        for module in self._tokens:
+            other_changes.append(f"{module}.tokens")
+        if other_changes:
+            name = self._stored_names[other_changes[0]]
             raise CheckpointError(
-                f"{self.directory}: {self._stored_names[name]} is not a low-rank matrix, and "
-                "cannot be trained here: merge the adapter into the base model (convert.py --lora)"
+                f"{self.directory}: {name} is not a low-rank matrix, and cannot be trained here: "
+                "merge the adapter into the base model (convert.py --lora)"
             )
         return self._matrices
 
@@ -117,43 +137,41 @@ class LoraAdapter:
 
     def changes(self, name: str) -> bool:
         """Return whether the adapter may change the tensor that transformers calls `name`."""
-        return name.rpartition(".")[0] in self._inner_modules or name in self._whole
+        module = name.rpartition(".")[0]
+        return module in self._inner_modules or name in self._replacements
 
     def trains(self, module: str) -> bool:
         """Return whether a module has matrices, or was trained as a whole."""
-        is_saved = f"{module}.weight" in self._whole and self.config.is_saved(module)
-        return module in self._matrices or is_saved
+        if module in self._matrices:
+            return True
+        return f"{module}.weight" in self._replacements and self.config.is_saved(module)
 
     def trains_rows(self, module: str) -> bool:
         """Return whether some rows of a module were trained."""
         return module in self._tokens
 
     def drop_copy(self, copy: str, original: str) -> bool:
-        """Leave out the changes of the module `copy` if they are those of `original`.
+        """Leave out the changes of the linear layer `copy` if they equal those of `original`.
 
-        Return whether they are. The matrices of a linear layer are those of an embedding,
-        transposed.
+        Return whether they do. `original` is an embedding, whose matrices are transposed.
         """
-        pairs = []
         name = f"{copy}.weight"
-        if name in self._whole:
-            pairs.append((self._whole[name], self._whole.get(f"{original}.weight"), False))
-        copy_matrices = self._matrices.get(copy, {})
+        replacement = self._replacements.get(name)
+        if replacement is not None:
+            original_replacement = self._replacements.get(f"{original}.weight")
+            if original_replacement is None:
+                return False
+            if not torch.equal(replacement.read_all(), original_replacement.read_all()):
+                return False
+
         original_matrices = self._matrices.get(original, {})
-        for matrix, tensor in copy_matrices.items():
-            transposed_matrix = {"lora_A": "lora_embedding_B", "lora_B": "lora_embedding_A"}.get(
-                matrix, ""
-            )
-            pairs.append((tensor, original_matrices.get(transposed_matrix), True))
-        for first, second, is_transposed in pairs:
-            if second is None:
+        for matrix, tensor in self._matrices.get(copy, {}).items():
+            original_tensor = original_matrices.get(_TIED_MATRICES.get(matrix, ""))
+            if original_tensor is None:
                 return False
-            value = first.read_all()
-            if is_transposed:
-                value = value.t()
-            if not torch.equal(value, second.read_all()):
+            if not torch.equal(tensor.read_all().t(), original_tensor.read_all()):
                 return False
-        self._whole.pop(name, None)
+        self._replacements.pop(name, None)
         self._matrices.pop(copy, None)
         return True
 
@@ -172,7 +190,7 @@ class LoraAdapter:
         unused: list[str] = []
 
         # Tensors that were trained as a whole, or saved next to their changes.
-        for name, tensor in self._whole.items():
+        for name, tensor in self._replacements.items():
             if name not in model:
                 unused.append(self._stored_names[name])
                 continue
@@ -184,7 +202,8 @@ class LoraAdapter:
         # Products of matrices.
         children: dict[str, list[str]] = defaultdict(list)
         for name in tensors:
-            children[name.rpartition(".")[0]].append(name)
+            parent = name.rpartition(".")[0]
+            children[parent].append(name)
         for module, matrices in self._matrices.items():
             target = self._find_target(module, children)
             if target is None:
@@ -196,7 +215,7 @@ class LoraAdapter:
             add = add_to_experts if len(base.shape) == 3 else add_to_matrix
             model[target.name] = add(base, product)
             changed[target.name] = None
-            if "lora_B.bias" in matrices:
+            if _BIAS in matrices:
                 bias_name = target.name.removesuffix("weight") + "bias"
                 model[bias_name] = self._add_bias(module, bias_name, model)
                 changed[bias_name] = None
@@ -251,59 +270,64 @@ class LoraAdapter:
     ) -> LowRankProduct:
         """Return the change of a matrix, or of the matrices of all experts."""
         matrices = self._matrices[module]
-        is_embedding = "lora_embedding_A" in matrices or "lora_embedding_B" in matrices
-        names = ["lora_embedding_A", "lora_embedding_B"] if is_embedding else ["lora_A", "lora_B"]
-        matrix_names = list(names)
+        is_embedding = any(name in matrices for name in _EMBEDDING_MATRICES)
+        a_name, b_name = _EMBEDDING_MATRICES if is_embedding else _LINEAR_MATRICES
+        required = [a_name, b_name]
         if self.config.has_magnitudes:
-            matrix_names.append("lora_magnitude_vector")
-        self._check_kinds(module, matrix_names)
+            required.append(_MAGNITUDE)
+        self._check_names(module, required)
 
         # Shapes. The matrices of all experts are stored as one.
-        pattern_name = target.name if target.is_parameter else _strip_wrappers(module)
-        rank = self.config.get_rank(pattern_name)
         is_transposed = is_transposed or is_embedding
-        count = 1
-        shape = base.shape
-        if len(shape) == 3:
-            count, *matrix_shape = shape
-            shape = tuple(matrix_shape)
-        if len(shape) != 2:
-            raise CheckpointError(
-                f"{self.directory} changes {target.name} of shape {list(base.shape)}, which is not "
-                "a matrix"
-            )
-        out_size, in_size = shape[::-1] if is_transposed else shape
-        self._check_shape(f"{module}.{names[0]}", matrices[names[0]], (count * rank, in_size))
-        self._check_shape(f"{module}.{names[1]}", matrices[names[1]], (out_size, count * rank))
-        magnitude = matrices.get("lora_magnitude_vector")
-        is_linear = not target.is_parameter and count == 1
-        if not is_linear and (magnitude is not None or "lora_B.bias" in matrices):
+        *lead, num_rows, num_columns = self._check_matrix(target.name, base)
+        num_experts = lead[0] if lead else 1
+        out_size = num_columns if is_transposed else num_rows
+        in_size = num_rows if is_transposed else num_columns
+        pattern_name = target.name if target.is_parameter else _strip_wrappers(module)
+        total_rank = num_experts * self.config.get_rank(pattern_name)
+        self._check_shape(f"{module}.{a_name}", matrices[a_name], (total_rank, in_size))
+        self._check_shape(f"{module}.{b_name}", matrices[b_name], (out_size, total_rank))
+        magnitude = matrices.get(_MAGNITUDE)
+        is_linear = not target.is_parameter and num_experts == 1
+        if not is_linear and (magnitude is not None or _BIAS in matrices):
             raise CheckpointError(
                 f"{self.directory}: {module} has a magnitude or a bias, which only linear layers "
                 "and embeddings have in PEFT"
             )
         if magnitude is not None:
-            self._check_shape(f"{module}.lora_magnitude_vector", magnitude, (out_size,))
+            self._check_shape(f"{module}.{_MAGNITUDE}", magnitude, (out_size,))
         return LowRankProduct(
-            matrices[names[0]],
-            matrices[names[1]],
-            self.config.get_scaling(pattern_name),
-            magnitude,
-            is_transposed,
+            a=matrices[a_name],
+            b=matrices[b_name],
+            scaling=self.config.get_scaling(pattern_name),
+            magnitude=magnitude,
+            transposed=is_transposed,
             is_rounded=target.is_parameter or (is_embedding and magnitude is None),
         )
 
-    def _check_kinds(self, module: str, required: list[str]) -> None:
-        """Raise CheckpointError unless a module has the wanted matrices, and at most a bias."""
+    def _check_matrix(self, name: str, base: LazyTensor) -> Shape:
+        """Return the shape of a matrix, or of the matrices of all experts.
+
+        Raises CheckpointError for a tensor of another rank.
+        """
+        if len(base.shape) not in (2, 3):
+            raise CheckpointError(
+                f"{self.directory} changes {name} of shape {list(base.shape)}, which is not a "
+                "matrix"
+            )
+        return base.shape
+
+    def _check_names(self, module: str, required: list[str]) -> None:
+        """Raise CheckpointError unless a module has the required matrices, and at most a bias."""
         matrices = self._matrices[module]
         missing = [matrix for matrix in required if matrix not in matrices]
         if missing:
             raise CheckpointError(
                 f"{self.directory}: {module} has {', '.join(matrices)}, but no "
-                f"{', '.join(missing)}: the adapter is incomplete, or its configuration is another "
-                "one's"
+                f"{', '.join(missing)}: the adapter is incomplete, or its configuration is that of "
+                "another one"
             )
-        extra = [matrix for matrix in matrices if matrix not in (*required, "lora_B.bias")]
+        extra = [matrix for matrix in matrices if matrix not in (*required, _BIAS)]
         if extra:
             name = self._stored_names[f"{module}.{extra[0]}"]
             raise CheckpointError(
@@ -311,8 +335,11 @@ class LoraAdapter:
             )
 
     def _add_bias(self, module: str, name: str, tensors: Mapping[str, LazyTensor]) -> LazyTensor:
-        """Return the bias of a layer with that of the matrices."""
-        change = self._matrices[module]["lora_B.bias"]
+        """Return the bias of a layer with the bias of its low-rank product added.
+
+        `name` is the bias of the layer in `tensors`, those of the model.
+        """
+        change = self._matrices[module][_BIAS]
         if name not in tensors:
             raise CheckpointError(
                 f"{self.directory}: {module} has a bias (lora_bias), but the model does not have "
@@ -320,11 +347,14 @@ class LoraAdapter:
             )
         base = tensors[name]
         self._check_changeable(name, base)
-        self._check_shape(f"{module}.lora_B.bias", change, base.shape)
+        self._check_shape(f"{module}.{_BIAS}", change, base.shape)
         return add_bias(base, change, self.config.get_scaling(module))
 
     def _find_rows(self, module: str, values: LazyTensor, shape: Shape) -> list[int]:
-        """Return the rows of a matrix that the adapter replaces."""
+        """Return the rows of a matrix that the adapter replaces.
+
+        `values` are the new rows of the module, and `shape` is that of its matrix.
+        """
         rows = self.config.get_tokens(module)
         if not rows:
             raise CheckpointError(
@@ -347,7 +377,7 @@ class LoraAdapter:
             return
         hint = ""
         has_more_rows = len(expected) == 2 and tensor.shape[1:] == expected[1:]
-        if name in self._whole and has_more_rows and tensor.shape[0] > expected[0]:
+        if name in self._replacements and has_more_rows and tensor.shape[0] > expected[0]:
             hint = _describe_growth(tensor.shape[0])
         raise CheckpointError(
             f"{self.directory}: {self._stored_names[name]} has shape {list(tensor.shape)}, but the "

@@ -3,9 +3,9 @@
 Format (https://github.com/huggingface/safetensors): u64 length of the header, the header as JSON
 `{name: {"dtype", "shape", "data_offsets"}}`, then the row-major data of each tensor.
 
-The library is not used, so that memory is one piece of one tensor both ways: pages that it maps
-count as resident, its writer needs all tensors of a file at once, and its `get_slice` read rows at
-a tenth of the speed measured here.
+The library of the format is not used, so that reading and writing need memory for one box of one
+tensor: pages that the library maps count as resident memory, and its writer requires all tensors of
+a file at once. Its `get_slice` read rows at a tenth of the speed of `_read_box`.
 """
 
 from __future__ import annotations
@@ -46,49 +46,62 @@ _ENTRY = schema.record(
 _HEADER = schema.mapping(_ENTRY, keys=schema.key)
 _LENGTH_BYTES = 8
 _MAX_HEADER = 100 << 20  # the limit of the reference implementation
-_BLOCK = 16 << 20  # bytes read at once where only some columns are needed
+_MAX_READ = 16 << 20  # bytes that are read at once if only some columns are needed
 
 
 def open_safetensors(path: Path) -> dict[str, LazyTensor]:
     """Return the tensors of one file. Raises ValueError if it is truncated or damaged."""
-    header, data_start, size = _read_header(path)
+    header = _read_header(path)
+    entries = sorted(header.entries.items(), key=lambda item: item[1]["data_offsets"])
     tensors: dict[str, LazyTensor] = {}
-    end = data_start
-    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+    end = header.data_start
+    for name, entry in entries:
         info = TensorInfo(tuple(entry["shape"]), _DTYPES[entry["dtype"]])
         first, last = entry["data_offsets"]
-        start = data_start + first
-        stop = data_start + last
-        if stop - start != info.nbytes:
+        start = header.data_start + first
+        num_bytes = last - first
+        if num_bytes != info.nbytes:
             raise ValueError(
-                f"{path}: {name!r} has {stop - start} bytes, shape {info.shape} needs {info.nbytes}"
+                f"{path}: {name!r} has {num_bytes} bytes, shape {info.shape} needs {info.nbytes}"
             )
         if start != end:  # tensors are contiguous
             raise ValueError(
                 f"{path}: {name!r} begins at byte {start}, the one before ends at {end}"
             )
         content = FileTensor(path, start, info.dtype, info.shape)
-        tensors[name] = LazyTensor(info.shape, info.dtype, partial(_read_box, content))
-        end = stop
-    if end != size:
+        read = partial(_read_box, content)
+        tensors[name] = LazyTensor(info.shape, info.dtype, read)
+        end = start + num_bytes
+    if end != header.file_size:
         raise ValueError(
-            f"{path} has {size} bytes, its header describes {end}: it is truncated or damaged"
+            f"{path} has {header.file_size} bytes, its header describes {end}: it is truncated or "
+            "damaged"
         )
     return tensors
 
 
-def _read_header(path: Path) -> tuple[dict[str, Any], int, int]:
-    """Return the checked header, the position of the data, and the size of the file."""
+class _Header(NamedTuple):
+    """The checked header of a file."""
+
+    entries: dict[str, Any]  # name of a tensor -> its dtype, shape and data_offsets
+    data_start: int  # byte of the file that data_offsets count from
+    file_size: int
+
+
+def _read_header(path: Path) -> _Header:
+    """Return the header of a file. Raises ValueError if there is none."""
     with open_file(path) as file:
         size = file.size
         length = int.from_bytes(file.read(0, _LENGTH_BYTES), "little")
-        if size < _LENGTH_BYTES or length > min(_MAX_HEADER, size - _LENGTH_BYTES):
+        max_length = min(_MAX_HEADER, size - _LENGTH_BYTES)
+        if size < _LENGTH_BYTES or length > max_length:
             raise ValueError(
                 f"{path} is truncated or not a safetensors file: header of {length} bytes in {size}"
             )
         content = file.read(_LENGTH_BYTES, length)
-    header = parse_json(content, f"{path}: the header", object_pairs_hook=_make_unique)
-    return _HEADER(header, str(path)), _LENGTH_BYTES + length, size
+    fields = parse_json(content, f"{path}: the header", object_pairs_hook=_make_unique)
+    entries = _HEADER(fields, str(path))
+    return _Header(entries, _LENGTH_BYTES + length, size)
 
 
 def _make_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -107,57 +120,68 @@ def _read_box(tensor: FileTensor, offset: Shape, shape: Shape) -> torch.Tensor:
     files.
     """
     # Whole rows are contiguous.
-    first = offset[0] if offset else 0
+    first_row = offset[0] if offset else 0
     row_shape = tensor.shape[1:]
-    row_size = math.prod(row_shape)
+    row_elements = math.prod(row_shape)
     if shape[1:] == row_shape:
-        return tensor.read_flat(first * row_size, math.prod(shape)).view(shape)
+        return tensor.read_flat(first_row * row_elements, math.prod(shape)).view(shape)
 
-    # Read blocks of whole rows and keep the columns: one large read beats many small ones.
+    # Read blocks of whole rows and keep the columns: one large read is faster than many small ones.
     result = torch.empty(shape, dtype=tensor.dtype)
-    rows_per_block = max(1, _BLOCK // (row_size * tensor.dtype.itemsize))
+    row_bytes = row_elements * tensor.dtype.itemsize
+    rows_per_block = max(1, _MAX_READ // row_bytes)
     for rows in result.split(rows_per_block):
         num_rows = len(rows)
-        block = tensor.read_flat(first * row_size, num_rows * row_size).view(num_rows, *row_shape)
-        rows.copy_(narrow(block, (0, *offset[1:]), (num_rows, *shape[1:])))
-        first += num_rows
+        start = first_row * row_elements
+        block = tensor.read_flat(start, num_rows * row_elements).view(num_rows, *row_shape)
+        columns = narrow(block, (0, *offset[1:]), (num_rows, *shape[1:]))
+        rows.copy_(columns)
+        first_row += num_rows
     return result
 
 
 class SafetensorsLayout(NamedTuple):
-    """The header of a file, the position of each tensor, and the size of the file."""
+    """The header of a file that is written, and the positions of its tensors."""
 
-    header: bytes
-    starts: dict[str, int]
-    size: int
+    header: bytes  # with its length and its padding
+    starts: dict[str, int]  # name of a tensor -> its first byte in the file
+    size: int  # of the file, in bytes
 
 
 def lay_out_safetensors(tensors: Mapping[str, TensorInfo]) -> SafetensorsLayout:
-    """Return the layout of a file with these tensors, in this order."""
-    # Older releases of transformers require the format.
+    """Return the layout of a file with these tensors, in this order.
+
+    Data begins at a multiple of eight bytes, and tensors are contiguous.
+    """
+    # Older releases of transformers require the metadata "format".
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offsets: dict[str, int] = {}
     end = 0
     for name, info in tensors.items():
-        offsets[name] = end
+        start = end
         end += info.nbytes
+        offsets[name] = start
         entries[name] = {
             "dtype": _DTYPE_NAMES[info.dtype],
             "shape": list(info.shape),
-            "data_offsets": [offsets[name], end],
+            "data_offsets": [start, end],
         }
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # data starts at a multiple of eight
-    header = len(text).to_bytes(_LENGTH_BYTES, "little") + text
-    starts = {name: len(header) + offset for name, offset in offsets.items()}
-    return SafetensorsLayout(header, starts, len(header) + end)
+
+    content = json.dumps(entries, separators=(",", ":")).encode()
+    padding = -len(content) % 8
+    content += b" " * padding
+    header = len(content).to_bytes(_LENGTH_BYTES, "little") + content
+    data_start = len(header)
+    starts = {name: data_start + offset for name, offset in offsets.items()}
+    return SafetensorsLayout(header, starts, data_start + end)
 
 
 class SafetensorsWriter:
     """A file or object whose header is written first, and then rows of its tensors in any order.
 
     Threads may share it. Closing it raises AssertionError if bytes were not written. An object
-    appears when it is closed; rows before their turn wait in memory until then.
+    becomes visible when it is closed. Its bytes are uploaded in order: rows that are written too
+    early are kept in memory until it is their turn.
     """
 
     def __init__(self, path: Path, tensors: Mapping[str, TensorInfo]) -> None:
@@ -171,18 +195,23 @@ class SafetensorsWriter:
             self._upload.write(0, memoryview(layout.header))
         else:
             path.write_bytes(layout.header)
-        self._missing = layout.size - len(layout.header)
+        self._missing_bytes = layout.size - len(layout.header)
         self._lock = Lock()
 
     def write(self, name: str, rows: torch.Tensor, first: int = 0) -> None:
-        """Write rows of `name`, starting at row `first`."""
+        """Write rows of `name`, starting at row `first`.
+
+        A tensor without dimensions is written as a whole.
+        """
         info = self._tensors[name]
         assert rows.dtype == info.dtype, (name, rows.dtype)
         assert tuple(rows.shape[1:]) == info.shape[1:], (name, rows.shape)
         start = 0  # byte of the tensor
         if rows.dim() > 0:
-            start = first * rows[:1].nbytes
+            row_bytes = rows[:1].nbytes
+            start = first * row_bytes
         assert start + rows.nbytes <= info.nbytes, (name, first, rows.shape)
+
         position = self._starts[name] + start
         content = rows.contiguous()
         if self._upload is not None:
@@ -190,15 +219,16 @@ class SafetensorsWriter:
         else:
             write_at(self._path, content, position)
         with self._lock:
-            self._missing -= rows.nbytes
+            self._missing_bytes -= rows.nbytes
 
     def __enter__(self) -> SafetensorsWriter:
         return self
 
     def __exit__(self, error_type: object, *details: object) -> None:
-        is_complete = not self._missing
-        assert error_type is not None or is_complete, (
-            f"{self._missing} bytes of {self._path} were not written"
+        if error_type is not None:
+            return
+        assert self._missing_bytes == 0, (
+            f"{self._missing_bytes} bytes of {self._path} were not written"
         )
-        if error_type is None and self._upload is not None:
+        if self._upload is not None:
             self._upload.close()

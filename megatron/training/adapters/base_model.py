@@ -1,7 +1,7 @@
-"""The frozen model that adapters belong to: loaded at every launch, and never saved.
+"""The frozen base model of adapters: loaded at every launch, and never saved.
 
-Checkpoints of a run with adapters name it, with an identity that depends on its values. A launch
-that resumes loads it again from there, or from `--pretrained-checkpoint` if it has moved.
+Checkpoints of a run with adapters contain its directory and a digest of its values. A launch that
+resumes loads it from this directory, or from `--pretrained-checkpoint` if it has moved.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _BASE_MODEL = sequence(text(4096), limit=3, least=3)
 logger = logging.getLogger(__name__)
 
 _READ_ADAPTER = "megatron.conversion.huggingface.adapter_reader:read_adapter"
-_HASHED_ELEMENTS = 1 << 22  # at once
+_MAX_ELEMENTS = 1 << 22  # whose bits are summed up at once
 _SAME_IN_ALL_LAUNCHES = ("lora_rank", "lora_alpha", "lora_targets", "lora_dora")
 
 
@@ -71,10 +71,10 @@ def load_base_model(run: Run, checkpoint: ChosenCheckpoint[Source]) -> bool:
     """
     source = checkpoint.source
     flags = run.config.checkpoint
-    stored_base = _read_base_model(source)
-    if stored_base is not None:
+    checkpoint_base = _read_base_model(source)
+    if checkpoint_base is not None:
         _check_same_adapters(run.config.flags(), source)
-        directory = flags.pretrained_checkpoint or stored_base.directory
+        directory = flags.pretrained_checkpoint or checkpoint_base.directory
         ref, base = _open_base_model(run, directory)
         directory = str(ref.directory.absolute())
     elif checkpoint.choice.weights_only:
@@ -92,9 +92,8 @@ def load_base_model(run: Run, checkpoint: ChosenCheckpoint[Source]) -> bool:
         state |= chunk.sharded_state_dict()
     adapters, frozen = separate_adapters(state)
     initialize_parameters(adapters, run.config.loader.seed)
-    for warning in check_same_model(
-        run.config.flags(), normalize_stored_args(base.args), base.description
-    ):
+    base_args = normalize_stored_args(base.args)
+    for warning in check_same_model(run.config.flags(), base_args, base.description):
         logger.warning(warning)
     load_from_source(
         frozen,
@@ -107,8 +106,8 @@ def load_base_model(run: Run, checkpoint: ChosenCheckpoint[Source]) -> bool:
     identity = compute_identity(frozen, run.ps)
     run.base_model = BaseModel(directory, identity, base.args.get("hf_model_type") or "")
     logger.info(f"the adapters belong to the frozen weights of {base.description}")
-    if stored_base is not None:
-        _check_same_base_model(run.base_model, stored_base, source)
+    if checkpoint_base is not None:
+        _check_same_base_model(run.base_model, checkpoint_base, source)
         return True
     if run.config.lora.lora_load is not None:
         _load_peft_files(run, adapters)
@@ -142,10 +141,11 @@ def _load_peft_files(run: Run, adapters: ShardedStateDict) -> None:
 
 def _read_base_model(source: Source) -> BaseModel | None:
     """Return the base model that a checkpoint of adapters names, None for any other checkpoint."""
-    stored = source.args.get("lora_base_model")
-    if stored is None:
+    fields = source.args.get("lora_base_model")
+    if fields is None:
         return None
-    directory, identity, model_type = _BASE_MODEL(stored, f"{source.description}: lora_base_model")
+    location = f"{source.description}: lora_base_model"
+    directory, identity, model_type = _BASE_MODEL(fields, location)
     return BaseModel(directory, identity, model_type)
 
 
@@ -157,11 +157,13 @@ def check_adapters(run: Run) -> None:
             f"--lora-rank {lora.lora_rank} without a base model: adapters on random weights are "
             "useless. Give --pretrained-checkpoint (or --load with --finetune)"
         )
-    paths = []
+    local_paths = []
     for chunk in run.chunks:
-        paths += list_available(iterate_linear_layers(chunk))
+        local_paths += list_available(iterate_linear_layers(chunk))
     # Layers may differ between pipeline stages.
-    paths = [path for paths_of_rank in gather_names(run, paths) for path in paths_of_rank]
+    paths = []
+    for paths_of_rank in gather_names(run, local_paths):
+        paths += paths_of_rank
     unmatched = find_unmatched_targets(paths, lora.lora_targets)
     if unmatched:
         raise ValueError(
@@ -192,14 +194,15 @@ def _check_same_adapters(flags: Mapping[str, Any], source: Source) -> None:
     """Raise ValueError if the adapters in a checkpoint differ from those of the flags."""
     differences = []
     for name in _SAME_IN_ALL_LAUNCHES:
-        stored = source.args.get(name)
+        checkpoint_value = source.args.get(name)
         value = flags[name]
         if isinstance(value, list | tuple):
-            stored, value = sorted(stored or ()), sorted(value)
-        if stored != value:
+            checkpoint_value = sorted(checkpoint_value or ())
+            value = sorted(value)
+        if checkpoint_value != value:
             flag_name = f"--{name.replace('_', '-')}"
-            text = escape_control_chars(str(stored))
-            differences.append(f"{flag_name}: {text} in the checkpoint, {value} now")
+            shown_value = escape_control_chars(str(checkpoint_value))
+            differences.append(f"{flag_name}: {shown_value} in the checkpoint, {value} now")
     if differences:
         raise ValueError(
             f"{source.description} contains other adapters: {'; '.join(differences)}. Change the "
@@ -207,20 +210,24 @@ def _check_same_adapters(flags: Mapping[str, Any], source: Source) -> None:
         )
 
 
-def _check_same_base_model(base: BaseModel, stored: BaseModel, source: Source) -> None:
-    """Raise ValueError if the frozen weights are not those that the adapters were trained on."""
+def _check_same_base_model(base: BaseModel, expected: BaseModel, source: Source) -> None:
+    """Raise ValueError if the frozen weights are not those that the adapters were trained on.
+
+    `expected` is the base model according to the checkpoint of the adapters.
+    """
     dtype, _, _ = base.identity.partition(":")
-    stored_dtype, _, _ = stored.identity.partition(":")
-    if dtype != stored_dtype:
+    expected_dtype, _, _ = expected.identity.partition(":")
+    if dtype != expected_dtype:
         logger.warning(
-            f"{source.description} was trained on {stored_dtype} weights, and continues on "
+            f"{source.description} was trained on {expected_dtype} weights, and continues on "
             f"{dtype}: whether the base model is the same is not checked"
         )
-    elif base.identity != stored.identity:
+    elif base.identity != expected.identity:
+        expected_directory = escape_control_chars(expected.directory)
         raise ValueError(
             f"{base.directory} is another base model (identity {base.identity}) than the adapters "
-            f"in {source.description} were trained on ({stored.identity}, loaded from "
-            f"{escape_control_chars(stored.directory)}): give that one as --pretrained-checkpoint"
+            f"in {source.description} were trained on ({expected.identity}, loaded from "
+            f"{expected_directory}): give that one as --pretrained-checkpoint"
         )
 
 
@@ -244,15 +251,21 @@ def compute_identity(state: ShardedStateDict, ps: ParallelState) -> str:
         is_first_replica = ps.config.splits_experts or ps.dp_cp.is_first
         if not (is_first_replica and counts_for_model(info, ps, sharded=False)):
             continue
-        digest = hashlib.sha256(key.encode()).digest()
-        factors = [int.from_bytes(digest[start : start + 7], "little") for start in (0, 7)]
-        weight = torch.tensor(factors, dtype=torch.int64, device=device)
+        factors = _compute_factors(key).to(device)
         for box in entry.boxes:
-            totals.append(_sum_bits(box.tensor) * weight)
-    total = torch.stack([part.to(device) for part in totals]).sum(0)
+            totals.append(_sum_bits(box.tensor) * factors)
+    total = torch.stack([sums.to(device) for sums in totals]).sum(0)
     dist.all_reduce(total)
     words = [value % (1 << 64) for value in total.tolist()]
     return f"{dtype}:{words[0]:016x}{words[1]:016x}"
+
+
+def _compute_factors(key: str) -> torch.Tensor:
+    """Return the factors of a parameter's sums, int64 [2]: 56 bits each of a digest of its key."""
+    digest = hashlib.sha256(key.encode()).digest()
+    factor = int.from_bytes(digest[:7], "little")
+    factor_of_squares = int.from_bytes(digest[7:14], "little")
+    return torch.tensor([factor, factor_of_squares], dtype=torch.int64)
 
 
 def _sum_bits(values: torch.Tensor) -> torch.Tensor:
@@ -260,7 +273,7 @@ def _sum_bits(values: torch.Tensor) -> torch.Tensor:
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     sums = torch.zeros(2, dtype=torch.int64, device=values.device)
     bits = values.detach().reshape(-1).view(integers[values.element_size()])
-    for block in bits.split(_HASHED_ELEMENTS):
+    for block in bits.split(_MAX_ELEMENTS):
         wide = block.to(torch.int64)
         sums += torch.stack((wide.sum(), wide.square().sum()))
     return sums

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ Span = tuple[int, int]  # half-open range of characters
 
 @dataclass(frozen=True)
 class EncodedExamples:
-    """The examples of a chunk in a row.
+    """The concatenated examples of a chunk.
 
     An example has two lengths: the tokens before the first one that is trained on, and the others.
     Tokens that are not trained on are stored as their complement (`~token`), a negative number.
@@ -71,16 +72,18 @@ class ExampleEncoder:
         self.has_markers = _GENERATION.search(self.template or "") is not None
 
     def __call__(self, chunk: Chunk) -> EncodedExamples:
-        """Raises ValueError with file, line, reason and fix for the first bad example."""
+        """Return the examples of a chunk.
+
+        Raises ValueError with file, line, reason and fix for the first bad example.
+        """
         rows = []
         lengths: list[int] = []
         for line_number, content in chunk.documents:
             try:
                 encoded = [self.encode(example) for example in self._parse(content)]
             except ValueError as error:
-                raise ValueError(
-                    str(BadLine(chunk.path, line_number, format_error(error)))
-                ) from None
+                bad_line = BadLine(chunk.path, line_number, format_error(error))
+                raise ValueError(str(bad_line)) from None
             for ids, is_trained in encoded:
                 num_context = int(is_trained.argmax())
                 lengths += [num_context, len(ids) - num_context]
@@ -88,7 +91,10 @@ class ExampleEncoder:
         return EncodedExamples(np.concatenate(rows), lengths)
 
     def _parse(self, content: bytes) -> tuple[Example, ...]:
-        return parse_preference(content) if self.reads_pairs else (parse_example(content),)
+        """Return the examples of a record."""
+        if self.reads_pairs:
+            return parse_preference(content)
+        return (parse_example(content),)
 
     def encode(self, example: Example) -> tuple[np.ndarray, np.ndarray]:
         """Return token ids (int32 [length]) and whether each is trained on (bool [length])."""
@@ -121,10 +127,10 @@ class ExampleEncoder:
             text = self._apply_template(example, example.messages)
         _, offsets = self._tokenize(text, add_special_tokens=isinstance(example, TextPair))
         for start, end in _find_excluded(text, self.exclude):
-            is_trained[(offsets[:, 1] > start) & (offsets[:, 0] < end)] = False
+            is_trained[_overlaps(offsets, start, end)] = False
 
     def _join(self, pair: TextPair) -> str:
-        """Return the text of both, which ends with EOS."""
+        """Return prompt and completion as one text, which ends with EOS."""
         text = pair.prompt + pair.completion
         eos: str = self.tokenizer.eos_token
         return text if text.endswith(eos) else text + eos
@@ -143,7 +149,10 @@ class ExampleEncoder:
         return ids, np.array(encoded["assistant_masks"], dtype=np.bool_)
 
     def _encode_by_prefixes(self, conversation: Conversation) -> tuple[np.ndarray, np.ndarray]:
-        """Train on what a message adds to the rendering of those before it, without its header."""
+        """Train on the text that assistant messages add to the rendered text, without headers.
+
+        The text is found by rendering the first messages of the conversation.
+        """
         text: str = self._apply_template(conversation, conversation.messages)
         ids, offsets = self._tokenize(text, add_special_tokens=False)
         if self.train_on == "all":
@@ -162,7 +171,7 @@ class ExampleEncoder:
         for index in turns:
             start = self._measure_prefix(conversation, index, text, True)
             end = self._measure_prefix(conversation, index + 1, text, False)
-            is_trained |= (offsets[:, 1] > start) & (offsets[:, 0] < end)
+            is_trained |= _overlaps(offsets, start, end)
         return ids, is_trained
 
     def _measure_prefix(
@@ -179,9 +188,7 @@ class ExampleEncoder:
         messages = conversation.messages[:num_messages]
         prefix: str = self._apply_template(conversation, messages, add_generation_prompt=is_prompt)
         if not text.startswith(prefix):
-            common = 0
-            while common < min(len(text), len(prefix)) and text[common] == prefix[common]:
-                common += 1
+            common = len(os.path.commonprefix([text, prefix]))
             raise ValueError(
                 f"the chat template renders the first {num_messages} messages differently when "
                 f"others follow: {prefix[common : common + 40]!r} becomes "
@@ -231,6 +238,11 @@ def _find_excluded(text: str, pairs: Iterable[tuple[str, str]]) -> Iterator[Span
             if start >= 0:
                 yield start, previous_end
             end = text.find(last, previous_end)
+
+
+def _overlaps(offsets: np.ndarray, start: int, end: int) -> np.ndarray:
+    """Return whether each token contains characters of the range from `start` to `end`."""
+    return (offsets[:, 1] > start) & (offsets[:, 0] < end)
 
 
 def _mark_suffix(offsets: np.ndarray, start: int) -> np.ndarray:

@@ -22,14 +22,14 @@ from megatron.training.sft.examples import read_example_chunks
 
 logger = logging.getLogger(__name__)
 
-CACHE_VERSION = 1  # of the tokens and masks that the same input results in
+CACHE_VERSION = 1  # increased if the tokens or masks of the same input change
 
 
 class SFTCorpus:
     """Examples of the files of `paths`, in their order.
 
-    A record is one example, or a chosen and a rejected one. `first_trained` are the positions of
-    the first token of each example that is trained on, and `lengths` the numbers of its tokens.
+    A record is one example, or a chosen and a rejected one (--dpo). `lengths` are the numbers of
+    tokens of the examples, and `first_trained` the positions of the first token that is trained on.
     """
 
     def __init__(
@@ -42,11 +42,12 @@ class SFTCorpus:
         self.cache_directory = find_cache_directory(config, self.files[0])
         self.examples_per_record = 2 if encoder.reads_pairs else 1
         # Equal digests mean equal tokens and masks.
+        file_digests = [compute_file_digest(path, self.cache_directory) for path in self.files]
         self.digest = compute_digest(
             {
                 "class": "PreferenceCorpus" if encoder.reads_pairs else "SFTCorpus",
                 "version": CACHE_VERSION,
-                "files": [compute_file_digest(path, self.cache_directory) for path in self.files],
+                "files": file_digests,
                 "tokenizer": _compute_tokenizer_digest(encoder),
                 "train_on": encoder.train_on,
                 "exclude": encoder.exclude,
@@ -65,25 +66,29 @@ class SFTCorpus:
 
     def read(self, example: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the token ids of an example, and whether each is trained on."""
+        # Tokens that are not trained on are stored as their complement.
         context = self._indexed.read(2 * example)
-        stored = np.concatenate((context, self._indexed.read(2 * example + 1)))
-        is_trained = stored >= 0
-        return np.where(is_trained, stored, ~stored), is_trained
+        completion = self._indexed.read(2 * example + 1)
+        encoded = np.concatenate((context, completion))
+        is_trained = encoded >= 0
+        return np.where(is_trained, encoded, ~encoded), is_trained
 
     def find_examples(self, fractions: Fractions) -> tuple[int, int]:
         """Return the half-open range of the examples of a split."""
-        first, last = compute_sequence_range(fractions, len(self) // self.examples_per_record)
-        return first * self.examples_per_record, last * self.examples_per_record
+        num_records = len(self) // self.examples_per_record
+        first, end = compute_sequence_range(fractions, num_records)
+        return first * self.examples_per_record, end * self.examples_per_record
 
     def locate(self, example: int) -> str:
         """Return the file and line of an example, for messages. Reads the files again."""
         record = example // self.examples_per_record
-        num_records = 0
+        first_record = 0  # of a chunk
         for chunk in read_example_chunks(self.files):
-            if record < num_records + len(chunk.documents):
-                line_number, _ = chunk.documents[record - num_records]
+            end_record = first_record + len(chunk.documents)
+            if record < end_record:
+                line_number, _ = chunk.documents[record - first_record]
                 return f"{chunk.path}:{line_number}"
-            num_records += len(chunk.documents)
+            first_record = end_record
         raise AssertionError(f"{self.name} has no example {example}")
 
     def _tokenize(self, prefix: Path, encoder: ExampleEncoder) -> None:

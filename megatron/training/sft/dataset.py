@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from dataclasses import replace
+from typing import NoReturn
 
 import numpy as np
 
@@ -40,8 +41,15 @@ class SFTDataset:
 
     A row contains whole examples: several with --reset-attention-mask, otherwise one, and with
     --dpo a chosen and a rejected one. Sample i is row `i mod R` of the order for epoch `i div R`,
-    so it depends on the seed only. `examples` is the half-open range of the split, `num_samples`
-    the number of samples (None: one epoch).
+    where R is the number of rows, so it depends on the seed only.
+
+    Args:
+        corpus: all examples.
+        examples: half-open range of the examples of the split.
+        split: name of the split.
+        num_samples: length of the dataset; None for one epoch.
+        config: data flags.
+        padding: token that fills rows.
     """
 
     def __init__(
@@ -85,6 +93,7 @@ class SFTDataset:
 
     @property
     def num_rows(self) -> int:
+        """Return the number of rows of an epoch."""
         return len(self.row_starts) - 1
 
     def __len__(self) -> int:
@@ -95,7 +104,8 @@ class SFTDataset:
         if not 0 <= index < self.num_samples:
             raise IndexError(f"sample {index} of {self.num_samples}")
         epoch, position = divmod(index, self.num_rows)
-        return self.read_row(int(shuffle_rows(self.config.seed, epoch, self.num_rows)[position]))
+        order = shuffle_rows(self.config.seed, epoch, self.num_rows)
+        return self.read_row(int(order[position]))
 
     def read_row(self, row: int) -> Sample:
         """Return inputs, labels and masks; the mask of a rejected example is -1 instead of 1."""
@@ -117,8 +127,9 @@ class SFTDataset:
             tokens[start:end] = ids[:-1]
             labels[start:end] = ids[1:]
             is_rejected = self.config.dpo and example % 2 == 1
-            loss_mask[start:end] = is_trained[1 : len(ids)] * (-1 if is_rejected else 1)
-            # What follows, another example or the padding, is another document.
+            sign = -1 if is_rejected else 1
+            loss_mask[start:end] = is_trained[1 : len(ids)] * sign
+            # The next example, or the padding, is another document.
             documents[end:] += 1
             if self.config.reset_position_ids:
                 position_ids[end:] = np.arange(length - end)
@@ -131,99 +142,133 @@ class SFTDataset:
         if self.config.reset_attention_mask:
             sample["documents"] = documents
         if self.reference_margins is not None:
-            # A value per position, so that context parallelism slices it like the others
-            sample["reference_margins"] = np.full(length, self.reference_margins[row])
+            # A value per position, so that context parallelism slices it like the other fields
+            margin = self.reference_margins[row]
+            sample["reference_margins"] = np.full(length, margin)
         return sample
 
     def get_examples(self, row: int) -> list[int]:
         """Return the examples of a row, as indices of the corpus."""
-        examples = self.row_examples[self.row_starts[row] : self.row_starts[row + 1]]
-        return [int(example) for example in examples]
+        start = self.row_starts[row]
+        end = self.row_starts[row + 1]
+        examples: list[int] = self.row_examples[start:end].tolist()
+        return examples
 
     def _find_too_long(self, examples: np.ndarray) -> np.ndarray:
-        """Return whether each example, or the pair it is in, is longer than a sequence."""
+        """Return whether each example, or the pair it is in, is longer than a sequence.
+
+        `examples` are whole records: with --dpo, pairs.
+        """
         per_record = self.corpus.examples_per_record
         num_inputs = self.corpus.lengths[examples] - 1  # the last token is a label only
-        num_inputs = num_inputs.reshape(-1, per_record).sum(axis=1)
-        return np.repeat(num_inputs > self.config.seq_length, per_record)
+        inputs_of_records = num_inputs.reshape(-1, per_record).sum(axis=1)
+        is_too_long = inputs_of_records > self.config.seq_length
+        return np.repeat(is_too_long, per_record)
 
     def _compute_limits(self, examples: np.ndarray) -> np.ndarray:
-        """Return the maximum length of each example: in a pair that is too long, half a
-        sequence.
+        """Return the maximum number of tokens of each example.
+
+        The examples of a pair that is too long are cut to half a sequence each. The last token of
+        an example is a label only.
         """
         length = self.config.seq_length
-        shortened = length // self.corpus.examples_per_record
-        return np.where(self._find_too_long(examples), shortened, length) + 1
+        shortened_length = length // self.corpus.examples_per_record
+        is_too_long = self._find_too_long(examples)
+        return np.where(is_too_long, shortened_length, length) + 1
 
     def _build_rows(self) -> Arrays:
-        """Apply --sft-too-long, and pack the examples."""
-        per_record = self.corpus.examples_per_record
+        """Apply --sft-too-long, and assign the examples to rows."""
+        examples = self._select_examples()
+        if self.config.dpo or not self.config.reset_attention_mask:
+            row_starts = np.arange(0, len(examples) + 1, self.corpus.examples_per_record)
+            return {"row_starts": row_starts, "row_examples": examples}
+
+        # Pack several examples into a row.
+        limits = self._compute_limits(examples)
+        num_inputs = np.minimum(self.corpus.lengths[examples], limits) - 1
+        rows = pack_best_fit(num_inputs, self.config.seq_length)
+        examples_per_row = np.bincount(rows)
+        order = np.argsort(rows, kind="stable")
+        return {
+            "row_starts": np.append(0, np.cumsum(examples_per_row)),
+            "row_examples": examples[order],
+        }
+
+    def _select_examples(self) -> np.ndarray:
+        """Return the examples of the split without those that --sft-too-long leaves out.
+
+        Raises ValueError if there are none, or for examples that are too long and an error.
+        """
+        policy = self.config.sft_too_long
         examples = np.arange(self._first_example, self._last_example)
         is_too_long = self._find_too_long(examples)
-        policy = self.config.sft_too_long
         if policy == "error" and is_too_long.any():
-            example = int(examples[np.argmax(is_too_long)])
-            num_tokens = self.corpus.lengths[example : example + per_record].sum()
-            raise ValueError(
-                f"{self.corpus.locate(example)}: the {'pair' if self.config.dpo else 'example'} "
-                f"has {num_tokens} tokens, more than --seq-length {self.config.seq_length} + "
-                f"{per_record}, as do {is_too_long.sum() // per_record - 1} others of the "
-                f"{self.split} split: raise --seq-length, or use --sft-too-long truncate or drop"
-            )
-        # A truncated example may have no token left that is trained on.
-        is_kept = self.corpus.first_trained[examples] < self._compute_limits(examples)
-        is_kept = np.repeat(is_kept.reshape(-1, per_record).all(axis=1), per_record)
+            self._raise_too_long(examples[is_too_long])
         if policy == "drop":
             is_kept = ~is_too_long
-        examples = examples[is_kept]
-        if not len(examples):
+        else:
+            # A truncated example may have no token left that is trained on.
+            per_record = self.corpus.examples_per_record
+            is_trained = self.corpus.first_trained[examples] < self._compute_limits(examples)
+            is_trained_record = is_trained.reshape(-1, per_record).all(axis=1)
+            is_kept = np.repeat(is_trained_record, per_record)
+        if not is_kept.any():
             raise ValueError(
                 f"the {self.split} split of {self.corpus.name} has no examples (of "
-                f"{len(is_kept)}, {is_too_long.sum()} are longer than --seq-length "
+                f"{len(examples)}, {is_too_long.sum()} are longer than --seq-length "
                 f"{self.config.seq_length}): give it a larger share in --split or data of its own, "
                 "raise --seq-length, or do not use the split (--eval-iters 0)"
             )
+        return examples[is_kept]
 
-        if self.config.dpo or not self.config.reset_attention_mask:
-            row_starts = np.arange(0, len(examples) + 1, per_record)
-            return {"row_starts": row_starts, "row_examples": examples}
-        lengths = np.minimum(self.corpus.lengths[examples], self._compute_limits(examples)) - 1
-        rows = pack_best_fit(lengths, self.config.seq_length)
-        row_starts = np.append(0, np.cumsum(np.bincount(rows)))
-        return {
-            "row_starts": row_starts,
-            "row_examples": examples[np.argsort(rows, kind="stable")],
-        }
+    def _raise_too_long(self, examples: np.ndarray) -> NoReturn:
+        """Raise ValueError for examples that are longer than a sequence."""
+        per_record = self.corpus.examples_per_record
+        example = int(examples[0])
+        num_tokens = self.corpus.lengths[example : example + per_record].sum()
+        num_others = len(examples) // per_record - 1
+        raise ValueError(
+            f"{self.corpus.locate(example)}: the {'pair' if self.config.dpo else 'example'} has "
+            f"{num_tokens} tokens, more than --seq-length {self.config.seq_length} + "
+            f"{per_record}, as do {num_others} others of the {self.split} split: raise "
+            "--seq-length, or use --sft-too-long truncate or drop"
+        )
 
     def describe(self, num_samples: int) -> str:
         """Return the numbers of examples, rows and epochs, and how full the rows are."""
-        limits = self._compute_limits(self.row_examples)
         lengths = self.corpus.lengths[self.row_examples]
+        limits = self._compute_limits(self.row_examples)
         num_truncated = int((lengths > limits).sum())
         num_dropped = self._last_example - self._first_example - len(lengths)
-        fill = (np.minimum(lengths, limits) - 1).sum() / (self.num_rows * self.config.seq_length)
+        num_inputs = np.minimum(lengths, limits) - 1
+        fill = num_inputs.sum() / (self.num_rows * self.config.seq_length)
+        num_epochs = num_samples / self.num_rows
         return (
             f"{self.split}: {self.corpus.name}: {len(lengths)} examples ({num_truncated} "
             f"truncated, {num_dropped} dropped) in {self.num_rows} sequences of "
             f"{self.config.seq_length} tokens, {fill:.1%} full; {num_samples} samples are "
-            f"{num_samples / self.num_rows:.2f} epochs"
+            f"{num_epochs:.2f} epochs"
         )
 
 
 def format_preview(dataset: SFTDataset, tokenizer: Tokenizer) -> str:
-    """Return the text of the first example that is trained on, with its trained parts marked."""
-    row = int(shuffle_rows(dataset.config.seed, 0, dataset.num_rows)[0])
-    example = dataset.get_examples(row)[0]  # with --dpo the chosen one
+    """Return the text of the first training example, with [[ ]] around text that is trained on."""
+    order = shuffle_rows(dataset.config.seed, 0, dataset.num_rows)
+    example = dataset.get_examples(int(order[0]))[0]  # with --dpo the chosen one
     ids, is_trained = dataset.corpus.read(example)
-    ids = ids[: min(PREVIEW_TOKENS, dataset.config.seq_length + 1)]
-    changes = np.flatnonzero(np.diff(is_trained[: len(ids)])) + 1
+    num_tokens = min(len(ids), PREVIEW_TOKENS, dataset.config.seq_length + 1)
+    ids = ids[:num_tokens]
+    is_trained = is_trained[:num_tokens]
+
+    # Runs of tokens that are all trained on, or all not
+    run_starts = np.flatnonzero(np.diff(is_trained)) + 1
     texts = []
     start = 0
-    for end in [*changes.tolist(), len(ids)]:
+    for end in [*run_starts.tolist(), num_tokens]:
         text = tokenizer.detokenize(ids[start:end].tolist())
         texts.append(f"[[{text}]]" if is_trained[start] else text)
         start = end
-    if len(ids) < dataset.corpus.lengths[example]:
+    if num_tokens < dataset.corpus.lengths[example]:
         texts.append(" ...")
     return (
         f"example {example} of {dataset.corpus.name}, trained on the text in [[ ]]:\n"
@@ -237,6 +282,7 @@ def set_length_in_samples(config: Config, tokenizer: Tokenizer) -> None:
     assert epochs is not None
 
     def count_rows(verify: bool) -> int:
+        """Return the number of rows of an epoch of the training data."""
         data = replace(config.data, verify_index_cache=verify)
         sources = data.sources()
         if "train" not in sources:
@@ -251,7 +297,9 @@ def set_length_in_samples(config: Config, tokenizer: Tokenizer) -> None:
         encoder = _make_encoder(data, tokenizer)
         corpus = SFTCorpus(blend.prefixes, data, encoder)
         examples = corpus.find_examples(fractions)
-        return SFTDataset(corpus, examples, "train", None, data, _find_padding(tokenizer)).num_rows
+        padding = _find_padding(tokenizer)
+        dataset = SFTDataset(corpus, examples, "train", None, data, padding)
+        return dataset.num_rows
 
     num_rows = build_on_one_rank_per_node_first(count_rows, needs_data=True)
     assert num_rows is not None
@@ -259,8 +307,10 @@ def set_length_in_samples(config: Config, tokenizer: Tokenizer) -> None:
 
 
 def _make_encoder(data: GPTDatasetConfig, tokenizer: Tokenizer) -> ExampleEncoder:
-    huggingface = load_huggingface(tokenizer.config)
-    return ExampleEncoder(huggingface, data.sft_train_on, data.sft_exclude or (), data.dpo)
+    """Return the encoder of the data flags."""
+    huggingface_tokenizer = load_huggingface(tokenizer.config)
+    exclude = data.sft_exclude or ()
+    return ExampleEncoder(huggingface_tokenizer, data.sft_train_on, exclude, data.dpo)
 
 
 def _find_padding(tokenizer: Tokenizer) -> int:
@@ -283,6 +333,7 @@ def build_sft_datasets(
     def build_member(
         paths: tuple[str, ...], fractions: Fractions, split: Split, count: int | None
     ) -> SFTDataset:
+        """Return the samples of one split of some files."""
         if paths not in corpora:
             corpora[paths] = SFTCorpus(paths, data, encoder)
         corpus = corpora[paths]
@@ -290,12 +341,15 @@ def build_sft_datasets(
         return SFTDataset(corpus, examples, split, count, data, padding)
 
     def build_split(blend: Blend, fractions: Fractions, split: Split, count: int) -> Dataset:
+        """Return the samples of one split of all files."""
         # Without weights, the files are one data set.
         if blend.weights is None:
             single = build_member(blend.prefixes, fractions, split, count)
             logger.info(single.describe(count))
             return single
-        members = [build_member((path,), fractions, split, count) for path in blend.prefixes]
+        members = []
+        for path in blend.prefixes:
+            members.append(build_member((path,), fractions, split, count))
         dataset = BlendedDataset(
             members,
             blend.weights,
@@ -304,9 +358,9 @@ def build_sft_datasets(
             f"SFTBlend-{split}",
             data.verify_index_cache,
         )
-        num_samples_of_members = np.bincount(dataset.dataset_index, minlength=len(members))
-        for member, drawn in zip(members, num_samples_of_members.tolist(), strict=True):
-            logger.info(member.describe(drawn))
+        member_samples = np.bincount(dataset.dataset_index, minlength=len(members)).tolist()
+        for member, num_member_samples in zip(members, member_samples, strict=True):
+            logger.info(member.describe(num_member_samples))
         return dataset
 
     sources = data.sources()

@@ -1,4 +1,4 @@
-"""Packing: which examples share a row of `--seq-length` tokens."""
+"""Packing: the assignment of examples to rows of `--seq-length` tokens."""
 
 from __future__ import annotations
 
@@ -8,27 +8,32 @@ import numpy as np
 
 
 class OpenRows:
-    """Rows that have room for further examples, by their room."""
+    """Rows that have room for further examples.
+
+    The room of a row is the number of tokens that still fit into it.
+    """
 
     def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.num_rows = 0
+        self.capacity = capacity  # tokens of a row
+        self.num_rows = 0  # that were created
+        # Room -> arrays of rows that have it
         self._rows_by_room: defaultdict[int, list[np.ndarray]] = defaultdict(list)
-        # Bit r is set if a row has room r: the least sufficient room is the lowest bit of a shift.
+        # Bit r is set if a row has room r: the lowest bit from r on is the least sufficient room.
         self._rooms = 0
 
     def take(self, length: int, num_examples: int) -> tuple[np.ndarray, int]:
         """Return rows with the least room for an example of `length`, and their room.
 
-        Without such rows, they are new, and as many as `num_examples` of this length require.
+        If no row has room, rows are created for `num_examples` examples of this length.
         """
         sufficient = self._rooms >> length
         if not sufficient:
-            per_row = self.capacity // length
+            examples_per_row = self.capacity // length
             first = self.num_rows
-            self.num_rows += -(-num_examples // per_row)  # rounded up
+            self.num_rows += -(-num_examples // examples_per_row)  # rounded up
             return np.arange(first, self.num_rows), self.capacity
 
+        # The least room that suffices
         lowest_bit = sufficient & -sufficient
         room = length + lowest_bit.bit_length() - 1
         rows = self._rows_by_room[room].pop()
@@ -37,7 +42,7 @@ class OpenRows:
         return rows, room
 
     def put_back(self, rows: np.ndarray, room: int) -> None:
-        """Add rows that have `room` left."""
+        """Add rows that have `room` left, unless they are full."""
         if len(rows) and room > 0:
             self._rows_by_room[room].append(rows)
             self._rooms |= 1 << room
@@ -50,29 +55,38 @@ def pack_best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     row that has room for it. All examples of one length are placed together: the number of steps
     depends on the number of different lengths, not on the number of examples.
     """
-    assert not len(lengths) or (lengths.min() > 0 and lengths.max() <= capacity)
-    row_of_example = np.empty(len(lengths), dtype=np.int64)
-    order = np.argsort(-lengths, kind="stable")
-    # Ranges of equal lengths
-    sorted_lengths = lengths[order]
-    starts = np.flatnonzero(np.diff(sorted_lengths, prepend=capacity + 1)).tolist()
-    ends = [*starts[1:], len(lengths)]
+    num_examples = len(lengths)
+    if num_examples == 0:
+        return np.empty(0, dtype=np.int64)
+    assert lengths.min() > 0
+    assert lengths.max() <= capacity
 
+    # Ranges of examples of equal lengths in the sorted order
+    order = np.argsort(-lengths, kind="stable")
+    sorted_lengths = lengths[order]
+    is_start = np.diff(sorted_lengths, prepend=capacity + 1)
+    starts = np.flatnonzero(is_start).tolist()
+    ends = [*starts[1:], num_examples]
+
+    row_of_example = np.empty(num_examples, dtype=np.int64)
     open_rows = OpenRows(capacity)
-    for position, end in zip(starts, ends, strict=True):
-        length = int(sorted_lengths[position])
+    for start, end in zip(starts, ends, strict=True):
+        length = int(sorted_lengths[start])
+        position = start
         while position < end:
-            rows, room = open_rows.take(length, end - position)
             # Fill the rows one after the other; the last one may get fewer examples.
-            per_row = room // length
-            count = min(end - position, per_row * len(rows))
-            num_full, num_in_last = divmod(count, per_row)
+            rows, room = open_rows.take(length, end - position)
+            examples_per_row = room // length
+            count = min(end - position, examples_per_row * len(rows))
+            num_full, num_in_last = divmod(count, examples_per_row)
             num_used = num_full + (num_in_last > 0)
-            placed = np.repeat(rows[:num_used], per_row)[:count]
-            row_of_example[order[position : position + count]] = placed
+            used_rows = np.repeat(rows[:num_used], examples_per_row)
+            examples = order[position : position + count]
+            row_of_example[examples] = used_rows[:count]
             position += count
-            # Return what is left of them.
-            open_rows.put_back(rows[:num_full], room - per_row * length)
+
+            # Put back full rows, a row with fewer examples, and unused rows.
+            open_rows.put_back(rows[:num_full], room - examples_per_row * length)
             open_rows.put_back(rows[num_full:num_used], room - num_in_last * length)
             open_rows.put_back(rows[num_used:], room)
     return row_of_example

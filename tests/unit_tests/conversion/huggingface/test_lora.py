@@ -207,7 +207,7 @@ def test_memory_is_a_few_rows(use_dora: bool, tmp_path: Path) -> None:
     source = apply_edits(
         open_checkpoint(tmp_path / "base"), WriteOptions(edits=EditOptions(adapters=(adapter,)))
     )
-    with LiveTensors() as live, mock.patch.object(adapter_changes, "_BLOCK", 1 << 20):
+    with LiveTensors() as live, mock.patch.object(adapter_changes, "_MAX_PRODUCT", 1 << 20):
         source.tensors[WORD_EMBEDDINGS].read((1000, 0), (100, columns))
     product_bytes = 4 * rows * columns
     assert 0 < live.peak < product_bytes * (1.25 if use_dora else 0.1)

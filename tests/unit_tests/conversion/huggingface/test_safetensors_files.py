@@ -73,7 +73,7 @@ def test_rows_of_the_wrong_shape_or_position_are_refused(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("block", [1, 50, 1 << 20])
 def test_boxes_equal_slices(block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(safetensors_files, "_BLOCK", block)
+    monkeypatch.setattr(safetensors_files, "_MAX_READ", block)
     save_file(TENSORS, tmp_path / "a.safetensors")
     stored = open_safetensors(tmp_path / "a.safetensors")
     assert torch.equal(stored["matrix"].read((2, 1), (4, 3)), TENSORS["matrix"][2:6, 1:4])
