@@ -201,8 +201,8 @@ def _check_same_adapters(flags: Mapping[str, Any], source: Source) -> None:
             value = sorted(value)
         if checkpoint_value != value:
             flag_name = f"--{name.replace('_', '-')}"
-            shown_value = escape_control_chars(str(checkpoint_value))
-            differences.append(f"{flag_name}: {shown_value} in the checkpoint, {value} now")
+            escaped_value = escape_control_chars(str(checkpoint_value))
+            differences.append(f"{flag_name}: {escaped_value} in the checkpoint, {value} now")
     if differences:
         raise ValueError(
             f"{source.description} contains other adapters: {'; '.join(differences)}. Change the "

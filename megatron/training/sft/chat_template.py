@@ -149,9 +149,9 @@ class ExampleEncoder:
         return ids, np.array(encoded["assistant_masks"], dtype=np.bool_)
 
     def _encode_by_prefixes(self, conversation: Conversation) -> tuple[np.ndarray, np.ndarray]:
-        """Train on the text that assistant messages add to the rendered text, without headers.
+        """Train on the text of assistant messages, without their headers.
 
-        The text is found by rendering the first messages of the conversation.
+        A message is the difference between the rendered text with it and without it.
         """
         text: str = self._apply_template(conversation, conversation.messages)
         ids, offsets = self._tokenize(text, add_special_tokens=False)
@@ -188,7 +188,7 @@ class ExampleEncoder:
         messages = conversation.messages[:num_messages]
         prefix: str = self._apply_template(conversation, messages, add_generation_prompt=is_prompt)
         if not text.startswith(prefix):
-            common = len(os.path.commonprefix([text, prefix]))
+            common = len(os.path.commonprefix([text, prefix]))  # of strings, not of paths
             raise ValueError(
                 f"the chat template renders the first {num_messages} messages differently when "
                 f"others follow: {prefix[common : common + 40]!r} becomes "

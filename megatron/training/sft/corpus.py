@@ -68,8 +68,8 @@ class SFTCorpus:
         """Return the token ids of an example, and whether each is trained on."""
         # Tokens that are not trained on are stored as their complement.
         context = self._indexed.read(2 * example)
-        completion = self._indexed.read(2 * example + 1)
-        encoded = np.concatenate((context, completion))
+        remainder = self._indexed.read(2 * example + 1)
+        encoded = np.concatenate((context, remainder))
         is_trained = encoded >= 0
         return np.where(is_trained, encoded, ~encoded), is_trained
 

@@ -108,13 +108,19 @@ class SFTDataset:
         return self.read_row(int(order[position]))
 
     def read_row(self, row: int) -> Sample:
-        """Return inputs, labels and masks; the mask of a rejected example is -1 instead of 1."""
+        """Return inputs, labels and masks of a row.
+
+        The loss mask is 1 where a label is trained on, and -1 in a rejected example (--dpo).
+        Positions of different documents do not attend to each other.
+        """
         length = self.config.seq_length
         tokens = np.full(length, self.padding, dtype=np.int64)
         labels = np.full(length, self.padding, dtype=np.int64)
         loss_mask = np.zeros(length, dtype=np.float32)
         documents = np.zeros(length, dtype=np.int64)
         position_ids = np.arange(length)
+
+        # Examples follow each other; the rest of the row is padding.
         examples = self.get_examples(row)
         limits = self._compute_limits(np.array(examples)).tolist()
         end = 0
@@ -133,6 +139,7 @@ class SFTDataset:
             documents[end:] += 1
             if self.config.reset_position_ids:
                 position_ids[end:] = np.arange(length - end)
+
         sample: Sample = {
             "loss_mask": loss_mask,
             "tokens": tokens,
@@ -195,9 +202,9 @@ class SFTDataset:
         }
 
     def _select_examples(self) -> np.ndarray:
-        """Return the examples of the split without those that --sft-too-long leaves out.
+        """Return the examples of the split that --sft-too-long keeps.
 
-        Raises ValueError if there are none, or for examples that are too long and an error.
+        Raises ValueError if there are none, or if one is too long and the policy is "error".
         """
         policy = self.config.sft_too_long
         examples = np.arange(self._first_example, self._last_example)

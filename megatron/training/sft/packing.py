@@ -51,9 +51,13 @@ class OpenRows:
 def pack_best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     """Return the row of each example, int64 [examples], by best-fit decreasing.
 
-    Examples are placed in the order of decreasing lengths (1 to `capacity`), each into the fullest
-    row that has room for it. All examples of one length are placed together: the number of steps
-    depends on the number of different lengths, not on the number of examples.
+    Examples are placed in the order of decreasing lengths, each into the fullest row that has room
+    for it. All examples of one length are placed together: the number of steps depends on the
+    number of different lengths, not on the number of examples.
+
+    Args:
+        lengths: number of tokens of each example, from 1 to `capacity`.
+        capacity: number of tokens of a row.
     """
     num_examples = len(lengths)
     if num_examples == 0:
@@ -64,8 +68,8 @@ def pack_best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     # Ranges of examples of equal lengths in the sorted order
     order = np.argsort(-lengths, kind="stable")
     sorted_lengths = lengths[order]
-    is_start = np.diff(sorted_lengths, prepend=capacity + 1)
-    starts = np.flatnonzero(is_start).tolist()
+    differences = np.diff(sorted_lengths, prepend=capacity + 1)
+    starts = np.flatnonzero(differences).tolist()
     ends = [*starts[1:], num_examples]
 
     row_of_example = np.empty(num_examples, dtype=np.int64)

@@ -217,7 +217,7 @@ def test_files_are_short_and_readable():
         if lines > 30 and nodes > 7 * lines:
             dense.append(path.name)
     assert long == []
-    assert len(dense) <= 22, dense
+    assert len(dense) <= 10, dense
 
 
 def find_cycle(graph: dict[str, set[str]]) -> list[str] | None:
