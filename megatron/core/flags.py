@@ -54,6 +54,7 @@ def flag(
     aliases: Mapping[str, str] | None = None,
     alias_note: str = "",
     parse: Callable[[str], Any] | None = None,
+    repeatable: bool = False,
     required: bool = False,
     positive: bool = False,
     at_least: float | None = None,
@@ -77,7 +78,8 @@ def flag(
 
     Values: `parse` converts a word when the type alone does not define the conversion. `aliases`
     are words of older releases, forks and other libraries for choices, and `alias_note` is their
-    difference, if it is more than a name. The type,
+    difference, if it is more than a name. A `repeatable` list has the values of all its
+    occurrences on a command line; the last occurrence of any other flag wins. The type,
     the `choices`, and the bounds `positive`, `at_least`, `at_most` (inclusive) and `below`
     (exclusive) are checked by the command line parser and by every instance of a `FlagSection`,
     whether its values come from the command line, from Python or from a checkpoint. The default 0
@@ -98,6 +100,7 @@ def flag(
         "aliases": aliases or {},
         "alias_note": alias_note,
         "parse": parse,
+        "repeatable": repeatable,
         "required": required,
         "positive": positive,
         "at_least": at_least,

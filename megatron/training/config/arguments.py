@@ -33,6 +33,7 @@ FlagValues = dict[str, Any]
 # Imported for words that are not flags here
 _GET_OPTION_NAMES = "megatron.training.config.megatron_lm_options:get_option_names"
 _ARITY_OF = "megatron.training.config.megatron_lm_options:arity_of"
+_MAY_BE_EMPTY = "megatron.training.config.megatron_lm_options:may_be_empty"
 _JUDGE_OPTIONS = "megatron.training.config.megatron_lm_options:judge_options"
 _ADD_ALIASES = "megatron.training.config.megatron_options:add_aliases"
 _FORMAT_HELP = "megatron.training.config.flag_help:format_help"
@@ -266,10 +267,8 @@ class FlagParser:
         if self._replace_aliases is None:
             self._replace_aliases = resolve(_ADD_ALIASES)(self.spellings)
         hyphenated = name.replace("_", "-")
-        if name == hyphenated or name in self.spellings:
-            return name
-        options = resolve(_GET_OPTION_NAMES)()
-        if name in options or (hyphenated not in self.spellings and hyphenated not in options):
+        names = {*self.spellings, *resolve(_GET_OPTION_NAMES)()}
+        if name in names or hyphenated not in names:
             return name
         return hyphenated
 
@@ -317,10 +316,7 @@ def _store_value(
     command_line: CommandLine, name: str, spelling: Spelling, words: list[str]
 ) -> None:
     if spelling.words == "*" and not words:
-        # Lists of Megatron-LM may be empty, which means that they are not given.
-        is_option = name in resolve(_GET_OPTION_NAMES)()
-        may_be_empty = is_option and resolve(_ARITY_OF)(name) == "*"
-        if not may_be_empty:
+        if not resolve(_MAY_BE_EMPTY)(name):
             command_line.problems.append(f"{name} needs at least one value")
             command_line.malformed.add(spelling.dest)
         return
@@ -329,7 +325,10 @@ def _store_value(
         if note and word in spelling.metadata["aliases"]:
             command_line.notes.append(f"{name} {word}: {note}")
     try:
-        command_line.flag_values[spelling.dest] = spelling.parse(name, words)
+        value = spelling.parse(name, words)
+        if spelling.metadata.get("repeatable"):
+            value = command_line.flag_values.get(spelling.dest, []) + value
+        command_line.flag_values[spelling.dest] = value
     except ValueError as error:
         command_line.problems.append(str(error))
         command_line.malformed.add(spelling.dest)

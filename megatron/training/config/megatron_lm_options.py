@@ -85,6 +85,11 @@ def arity_of(name: str) -> str:
     return "0" if base_name(name) in _SWITCHES else "*"
 
 
+def may_be_empty(name: str) -> bool:
+    """Return whether a list of Megatron-LM needs no value, which means that it is not given."""
+    return name in MEGATRON_OPTIONS and MEGATRON_OPTIONS[name].words == "*"
+
+
 def is_translated(name: str) -> bool:
     """Return whether flags here replace an option of Megatron-DeepSpeed."""
     return name in MEGATRON_OPTIONS and MEGATRON_OPTIONS[name].here == "translated"

@@ -71,11 +71,11 @@ class TrainingConfig(FlagSection):
     """Number of global batches per evaluation. 0 or a negative number disables evaluation."""
     eval_interval: int | None = flag(1000, positive=True)
     """Number of iterations between evaluations on the validation set."""
-    valid_domain: list[str] | None = flag(None)
+    valid_domain: list[str] | None = flag(None, repeatable=True)
     """NAME=PATH of further validation sets. At every evaluation, the loss of each one over its
-    first --eval-iters global batches is reported as "validation NAME".
+    first --eval-iters global batches is reported as "validation NAME". May be repeated.
     """
-    eval_tasks: list[str] | None = flag(None)
+    eval_tasks: list[str] | None = flag(None, repeatable=True)
     """Tasks of lm-eval (hellaswag,arc_easy, or the path of a .yaml file), which are evaluated at
     every evaluation with the model of the run. Requires the package lm-eval.
     """

@@ -33,6 +33,8 @@ class Example:
     """Window."""
     paths: list[str] | None = flag(None, "--paths", "--path")
     """Paths."""
+    domains: list[str] | None = flag(None, repeatable=True)
+    """Domains."""
     workers: int = flag(2, positive=True)
     """Workers."""
     dropout: float = flag(0.1, at_least=0, at_most=1)
@@ -63,6 +65,12 @@ def test_values_of_every_type():
     text = "--num-layers 4 --disable-bias --no-shuffle --tied --kind b --window (128,0) --path x y"
     assert parsed(text) == Example(4, None, False, False, True, "b", (128, 0), ["x", "y"])
     assert parsed("--window=-1,0").window == (-1, 0)
+
+
+def test_repeatable_lists_have_the_values_of_all_occurrences():
+    example = parsed("--domains a b --paths x --domains=c --paths y")
+    assert example.domains == ["a", "b", "c"]
+    assert example.paths == ["y"]
 
 
 @pytest.mark.parametrize(
