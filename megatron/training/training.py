@@ -144,8 +144,8 @@ def pretrain(
             run.hf_exports = call_exporter(run, _PLAN_EXPORTS)
             run.saver.prepare(get_state_to_save(run))  # in the background of building the data
         data = build_data(run, tokenizer, datasets_provider)
-        training = config.training
-        if any((training.valid_domain, training.eval_tasks, training.sample_prompts)):
+        flags = config.training
+        if flags.valid_domain or flags.eval_tasks or flags.sample_prompts:
             run.evaluate_further = resolve(_EVALUATIONS)(run, tokenizer, datasets_provider)
 
         # Train, evaluate, save.
