@@ -54,7 +54,7 @@ _DROP_OPTIMIZER = "leave the optimizer out (--no-optim of convert.py, --no-load-
 
 
 def describe_model_folder(root: Path) -> str | None:
-    """Return what is missing next to sharded weights in `root`, None if there are none."""
+    """Return why sharded weights in `root` cannot be read as a model, None without such weights."""
     # `root` itself, or folders in it
     folders: list[Path] = []
     for pattern in (f"{FSDP_MODEL}/{METADATA}", f"*/{FSDP_MODEL}/{METADATA}"):

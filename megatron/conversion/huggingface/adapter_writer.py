@@ -139,7 +139,7 @@ def find_projection_rows(
     if name == "linear_fc1" and config.gated:
         gate, up = rows.chunk(2)
         return {"gate_proj": gate, "up_proj": up}
-    # The only projection, whatever its name is
+    # The only projection, which may have any name
     return _AnyProjection(rows)
 
 
@@ -160,7 +160,7 @@ def split_matrices(
     """Yield the modules of transformers that have adapters, with their matrices.
 
     `matrices` are those of the projections of the layer. Raises ValueError if only some rows of a
-    module have magnitudes: the norms of the other rows are known to the base model only.
+    module have magnitudes: the others would need norms that only the base model has.
     """
     for name, row_ids in zip(parameter.names, list_stored_rows(parameter), strict=True):
         module = name.removesuffix(".weight")

@@ -38,7 +38,8 @@ _MAX_STATE = 1 << 16  # bytes
 class _QuantState:
     """The description of a matrix that bitsandbytes stores with it."""
 
-    shape: tuple[int, int]  # of the decoded matrix
+    rows: int  # of the decoded matrix
+    columns: int
     dtype: torch.dtype  # of the matrix that was quantized
     block_size: int  # elements with one scale
     nested_block_size: int | None  # scales with one nested scale
@@ -52,7 +53,7 @@ def decode_4bit(matrix: EncodedMatrix) -> LazyTensor:
     nested_scales [blocks of scales] and nested_codebook [256].
     """
     state = _read_state(matrix)
-    num_elements = math.prod(state.shape)
+    num_elements = state.rows * state.columns
     num_bytes = divide_up(num_elements, 2)
     num_blocks = divide_up(num_elements, state.block_size)
 
@@ -64,7 +65,8 @@ def decode_4bit(matrix: EncodedMatrix) -> LazyTensor:
         _check_nested_scales(matrix, state, num_blocks)
     else:
         matrix.check_dtype("scales", torch.float32)
-    return matrix.decode(state.shape, partial(_decode_rows, matrix, state))
+    decode_rows = partial(_decode_rows, matrix, state)
+    return matrix.decode((state.rows, state.columns), decode_rows)
 
 
 def _check_nested_scales(matrix: EncodedMatrix, state: _QuantState, num_blocks: int) -> None:
@@ -97,7 +99,8 @@ def _read_state(matrix: EncodedMatrix) -> _QuantState:
     fields = _STATE(parse_json(content, location), location)
     rows, columns = fields["shape"]
     return _QuantState(
-        shape=(rows, columns),
+        rows=rows,
+        columns=columns,
         dtype=_DTYPES[fields["dtype"]],
         block_size=fields["blocksize"],
         nested_block_size=fields.get("nested_blocksize"),
@@ -109,14 +112,13 @@ def _decode_rows(
     matrix: EncodedMatrix, state: _QuantState, lead: Shape, first: int, count: int
 ) -> torch.Tensor:
     """Decode rows: [count, columns]."""
-    columns = state.shape[1]
-    start = first * columns
-    stop = start + count * columns
+    start = first * state.columns
+    stop = start + count * state.columns
     codes = _read_codes(matrix, lead, start, stop)
     scales = _read_scales(matrix, state, start, stop)
     codebook = matrix.tensors["codebook"].read_all()
     values = codebook[codes.int()] * scales
-    return values.view(count, columns).to(state.dtype)
+    return values.view(count, state.columns).to(state.dtype)
 
 
 def _read_codes(matrix: EncodedMatrix, lead: Shape, start: int, stop: int) -> torch.Tensor:

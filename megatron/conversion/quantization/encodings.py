@@ -240,7 +240,7 @@ def dequantize(
 ) -> dict[str, LazyTensor]:
     """Return `tensors` with decoded matrices in `dtype` instead of those that encode them.
 
-    `settings` are a checked `quantization_config`. Raises ValueError where tensors are missing or
+    `settings` are a checked `quantization_config`. Raises ValueError if tensors are missing or
     of the wrong shape; a read raises it for scales that are not finite or negative.
     """
     result = {name: tensor for name, tensor in tensors.items() if not name.endswith(_UNUSED)}
