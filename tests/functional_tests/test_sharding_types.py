@@ -103,7 +103,7 @@ def build_typed_run(config: Config, checker: Checker) -> Run:
         is_mean = not config.training.calculate_per_token_loss
         if checker.independent and is_mean and isinstance(output, Loss):
             # The mean over a micro-batch is a mean, whatever other replicas have.
-            for numbers in (output.num_tokens, output.mtp_num_tokens):
+            for numbers in (output.num_tokens, output.metric_num_tokens):
                 if numbers is not None:
                     checker.set(numbers, REPLICATED)
         return output

@@ -7,6 +7,7 @@ from pathlib import Path
 from megatron.core.dist_checkpointing import CheckpointDirectory, iteration_in_name
 from megatron.core.dist_checkpointing.files import METADATA, METADATA_JSON
 from megatron.core.run_checkpoint.formats import (
+    NoCheckpointError,
     find_problem,
     list_formats,
     list_newest_first,
@@ -103,3 +104,10 @@ def describe_unread(root: Path) -> str | None:
             if description is not None:
                 return description
     return None
+
+
+def refuse_unread(root: Path) -> None:
+    """Raise NoCheckpointError for a checkpoint of a program that is not read."""
+    unread = describe_unread(root)
+    if unread is not None:
+        raise NoCheckpointError(unread)

@@ -122,15 +122,12 @@ class Format(NamedTuple):
     list_damage: str | None = None  # as `_list_damage`; None: files are checked when opened
 
 
-# Every format is both read and written, except for the last one, which is only read.
+# Every format is both read and written, except for the last two, which are only read.
 FORMATS = {
     "torch_dist": Format(
         _is_torch_dist,
         "megatron.conversion.megatron_lm.torch_dist:open_torch_dist",
         "megatron.core.run_checkpoint.formats:list_torch_dist_damage",
-    ),
-    "accelerate": Format(  # only read
-        _is_accelerate, "megatron.conversion.accelerate_fsdp:AccelerateSource"
     ),
     "legacy": Format(
         _is_legacy,
@@ -143,6 +140,7 @@ FORMATS = {
         "megatron.conversion.deepspeed.universal:UniversalSource",
         "megatron.conversion.deepspeed.files:list_universal_damage",
     ),
+    "accelerate": Format(_is_accelerate, "megatron.conversion.accelerate_fsdp:AccelerateSource"),
     "deepspeed": Format(
         _is_engine,
         "megatron.conversion.deepspeed.engine:open_engine_checkpoint",
@@ -153,7 +151,7 @@ FORMATS = {
 _REQUIRE_CHECKSUMS = "megatron.conversion.opening:require_checksums"
 _OPEN_ANY = "megatron.conversion.opening:open_for_run"
 _DESCRIBE_ALTERNATIVE = "megatron.core.run_checkpoint.directory_contents:describe_alternative"
-_DESCRIBE_UNREAD = "megatron.core.run_checkpoint.directory_contents:describe_unread"
+_REFUSE_UNREAD = "megatron.core.run_checkpoint.directory_contents:refuse_unread"
 _DESCRIBE_CONTENTS = "megatron.core.run_checkpoint.directory_contents:describe_contents"
 
 
@@ -445,11 +443,10 @@ def find_checkpoint(
 def _refuse_unread(root: Path) -> None:
     """Raise NoCheckpointError for a checkpoint of a program that is not read.
 
-    A run would start from random weights otherwise.
+    A run would start from random weights otherwise. The files of a new run are hidden.
     """
-    unread = resolve(_DESCRIBE_UNREAD)(root)
-    if unread is not None:
-        raise NoCheckpointError(unread)
+    if any(root.glob("[!.]*")):
+        resolve(_REFUSE_UNREAD)(root)
 
 
 def _find_alternative(root: Path, named: Path) -> str | None:

@@ -349,6 +349,7 @@ SAMPLERS |= {
     "index_topk_freq": choose_optional(2),
     "index_skip_topk_offset": choose_optional(1, 2),
     "clip_qkv": choose_optional(0.3, 2.0, None),
+    "rope_interleaved": choose_optional(False),
     "ffn_dim": choose(20, 24),
     "word_embed_proj_dim": choose_optional(32, None),
     "do_layer_norm_before": choose_optional(True, True, False),
