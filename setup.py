@@ -59,7 +59,7 @@ setup(
         "wandb": ["wandb>=0.16,<1"],
         "mlflow": ["mlflow-skinny>=2.16,<4"],
         "trackio": ["trackio>=0.43,<1"],
-        "data": ["pyarrow>=15", "zstandard>=0.21"],
+        "data": ["pyarrow>=15,<27", "zstandard>=0.21,<1"],
         "eval": ["lm-eval>=0.4.13,<0.5"],
         "plots": ["matplotlib>=3.8,<4"],
         "object-storage": ["obstore>=0.8,<0.13"],
