@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("questions", nargs="+")
     args = parser.parse_args()
     for question in args.questions:
-        answer = ask(args.url, f"Question: {question}\nAnswer: ")
+        answer = ask(args.url, f"Question: {question}\nAnswer:").strip()
         print(f"{question}\n  {answer}")
 
 

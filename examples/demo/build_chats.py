@@ -19,10 +19,10 @@ QUESTIONS = {
     "currencies": ("Which money do people use in {}?", "People in {} use the {}."),
 }
 TEMPLATE = """\
-{{ bos_token }}{% for message in messages %}{% if message.role == 'assistant' %}\
-Answer: {% generation %}{{ message.content }}{{ eos_token }}{% endgeneration %}\
+{% for message in messages %}{% if message.role == 'assistant' %}\
+Answer:{% generation %} {{ message.content }}{{ eos_token }}{% endgeneration %}\
 {% else %}Question: {{ message.content }}
-{% endif %}{% endfor %}{% if add_generation_prompt %}Answer: {% endif %}"""
+{% endif %}{% endfor %}{% if add_generation_prompt %}Answer:{% endif %}"""
 
 
 def main() -> None:

@@ -32,11 +32,11 @@ cp "$DEMO"/hf/* "$WORK/chats/chat_template.jinja" "$WORK/base"
 
 step "2/5  fine-tune all weights on capitals: 2 data-parallel ranks"
 [ -s "$WORK/sft/model/config.json" ] ||
-  train sft "$WORK/base" capitals --sft-epochs 25 --lr 2e-3 --min-lr 1e-4 --use-distributed-optimizer
+  train sft "$WORK/base" capitals --sft-epochs 50 --lr 2e-3 --min-lr 1e-4 --use-distributed-optimizer
 
 step "3/5  train LoRA adapters on currencies: 2 tensor-parallel ranks, the fine-tuned weights are frozen"
 [ -s "$WORK/lora/model/adapter_config.json" ] ||
-  train lora "$WORK/sft/model" currencies --sft-epochs 25 --lr 1e-2 --min-lr 1e-3 --lora-rank 16 --lora-alpha 32 \
+  train lora "$WORK/sft/model" currencies --sft-epochs 30 --lr 5e-3 --min-lr 5e-4 --lora-rank 16 --lora-alpha 32 \
     --tensor-model-parallel-size 2
 
 step "4/5  merge the adapters into the model"
@@ -47,6 +47,6 @@ step "5/5  serve the model with transformers, and ask it over HTTP"
 "$PY" examples/serve/serve.py "$WORK/merged" --port "$PORT" &
 server=$!
 trap 'kill $server 2>/dev/null || true' EXIT
-"$PY" examples/demo/ask.py "http://127.0.0.1:$PORT" "What is the capital of France?" "Which money do people use in Japan?"
+"$PY" examples/demo/ask.py "http://127.0.0.1:$PORT" "Which money do people use in Japan?" "Which money do people use in Poland?"
 
 step "done: model for transformers in $WORK/merged, adapters for PEFT in $WORK/lora/model"
