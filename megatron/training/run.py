@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -443,21 +443,30 @@ def compute_objective(losses: Tensor, config: TransformerConfig) -> Tensor:
 def evaluate(run: Run, batches: Iterator[Batch] | None) -> float:
     """Return the mean loss over --eval-iters global batches, the same on every rank. Collective.
 
-    With --eval-ema it is the loss of the averaged weights. Dropout is off and no random number is
-    drawn, so that training is not affected.
+    Training is not affected.
     """
-    for chunk in run.chunks:
-        chunk.eval()
     num_microbatches = run.eval_batch_size // run.batches.samples_per_microbatch
     totals = torch.zeros(1 + len(run.metric_names), 2, device=run.device)
+    with run.timers("evaluate"), evaluating(run):
+        for _ in range(run.config.training.eval_iters):
+            totals += forward_backward(run, batches, num_microbatches, forward_only=True)
+    losses, _ = reduce_losses([totals], run.ps)
+    return losses[0][0]
+
+
+@contextmanager
+def evaluating(run: Run) -> Iterator[None]:
+    """Turn off dropout; with --eval-ema, use the averaged weights.
+
+    No random number is drawn then.
+    """
     weights: AbstractContextManager[None] = nullcontext()
     if run.config.training.eval_ema:
         run.saver.before_update()  # a save in progress still copies the weights
         weights = run.optimizer.averaged_weights()
-    with run.timers("evaluate"), weights:
-        for _ in range(run.config.training.eval_iters):
-            totals += forward_backward(run, batches, num_microbatches, forward_only=True)
+    for chunk in run.chunks:
+        chunk.eval()
+    with weights:
+        yield
     for chunk in run.chunks:
         chunk.train()
-    losses, _ = reduce_losses([totals], run.ps)
-    return losses[0][0]

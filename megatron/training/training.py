@@ -123,7 +123,7 @@ def pretrain(
         directory = TrainingDirectory(config.checkpoint, saves_to(config))
         directory.prepare()
         checkpoint = directory.choose()
-        tokenizer = agree_on_vocabulary(config, tokenizer, checkpoint)
+        tokenizer = complete_config(config, tokenizer, checkpoint)
 
         # Build and load.
         random = checkpoint is None or may_leave_weights(config.checkpoint)
@@ -171,12 +171,12 @@ def call_exporter(run: Run, entry: str) -> Any:
     return resolve(entry)(run)
 
 
-def agree_on_vocabulary(
+def complete_config(
     config: Config, tokenizer: Tokenizer, checkpoint: ChosenCheckpoint[Source] | None
 ) -> Tokenizer:
-    """Adapt tokenizer and vocabulary size to the checkpoint to load, and return the tokenizer.
+    """Complete what depends on files: the end of a document, the vocabulary size, the length.
 
-    It also determines the number of samples in the epochs of --sft-epochs.
+    Returns the tokenizer for that end of a document.
     """
     if adopt_end_of_document(config, checkpoint):
         tokenizer = build_tokenizer(config.tokenizer)

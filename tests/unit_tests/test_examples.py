@@ -260,7 +260,6 @@ def test_every_script_is_tested():
     }
     tested_elsewhere = {
         "examples/finetune/sft.sh",
-        "examples/finetune/dpo.sh",
         "examples/models/run.sh",
         "examples/demo/finetune.sh",
     }

@@ -54,7 +54,6 @@ class StoredParameter:
     packed: int | None = None  # number of experts in each stored tensor, if they are packed
     is_scalar: bool = False  # one element, which the files have without an axis
     matrix_rows: int = 0  # of a vector that the files have as a matrix
-    skips_rows: bool = False  # the files have rows that the model does not have
 
     @property
     def is_bias(self) -> bool:
@@ -213,7 +212,6 @@ def stored_parameters(
                 is_transposed,
                 is_scalar=suffix_key in row.scalars,
                 matrix_rows=_count_matrix_rows(row, shape[0], config),
-                skips_rows=row.skipped_rows > 0,
             )
             continue
 

@@ -22,6 +22,9 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.progress import ProgressBar
 from megatron.core.wings import resolve
 
+NO_TRAINING_DATA = (
+    "there is no training data: --split gives it no share, or --train-data-path is missing"
+)
 _MOCK_DATASET = "megatron.core.datasets.mock:MockGPTDataset"
 _BLENDED_DATASET = "megatron.core.datasets.blend:BlendedDataset"
 
@@ -64,9 +67,7 @@ def build_datasets(
     # Validation and test may be missing, training data may not.
     train, valid, test = datasets
     if train is None and num_samples[0] != 0:
-        raise ValueError(
-            "there is no training data: --split gives it no share, or --train-data-path is missing"
-        )
+        raise ValueError(NO_TRAINING_DATA)
     return train, valid, test
 
 

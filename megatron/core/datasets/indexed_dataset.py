@@ -214,5 +214,4 @@ def _check_tokens_file(
     expected = int(offsets[-1]) + int(lengths[-1]) * dtype.itemsize
     if size == expected:
         return
-    explain_size = resolve(_EXPLAIN_SIZE)
-    raise ValueError(explain_size(prefix, dtype, lengths, size, expected))
+    raise ValueError(resolve(_EXPLAIN_SIZE)(prefix, dtype, lengths, size, expected))

@@ -66,8 +66,9 @@ def get_state_to_save(run: Run, common: CommonState = dict) -> ShardedStateDict:
     if not run.config.checkpoint.no_save_rng:
         state |= _get_generators(run)
     if run.config.data.dpo:
-        margins = ShardedObject(REFERENCE_MARGINS, run.reference_margins, is_constant=True)
-        state[REFERENCE_MARGINS] = margins
+        state[REFERENCE_MARGINS] = ShardedObject(
+            REFERENCE_MARGINS, run.reference_margins, is_constant=True
+        )
     state[COMMON_STATE] = ShardedObject(COMMON_STATE, common, is_constant=True, is_deferred=True)
     return state
 

@@ -74,5 +74,4 @@ class LoraConfig(FlagSection):
     def lora_scale(self) -> float:
         """Return the factor of B A."""
         assert self.lora_rank is not None
-        alpha = self.lora_rank if self.lora_alpha is None else self.lora_alpha
-        return alpha / self.lora_rank
+        return (self.lora_alpha or self.lora_rank) / self.lora_rank

@@ -69,8 +69,7 @@ RULES = (
 
 def _check_length(config: Config, world_size: int) -> Iterator[str]:
     training = config.training
-    lengths = (training.train_iters, training.train_samples, training.sft_epochs)
-    if not any(lengths):
+    if not (training.train_iters or training.train_samples or training.sft_epochs):
         yield "--train-iters or --train-samples must be given: the length of the run"
 
 

@@ -133,10 +133,8 @@ def _await_builders(is_built: threading.Event) -> None:
     text would exceed its timeout.
     """
     ranks = Coordination.of(None)
-    while True:
-        is_built.wait(_EXCHANGE_SECONDS)
-        if ranks.all_true(is_built.is_set()):
-            return
+    while not ranks.all_true(is_built.wait(_EXCHANGE_SECONDS)):
+        pass
 
 
 def count_samples(run: Run) -> tuple[int, int, int]:

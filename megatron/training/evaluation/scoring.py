@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -16,7 +15,7 @@ from megatron.core.datasets import Sample
 from megatron.core.module import MegatronModule
 from megatron.core.transformer.placement import ContextParallel
 from megatron.training.data.loaders import DataIterator
-from megatron.training.run import Batch, Loss, Run, forward_backward
+from megatron.training.run import Batch, Loss, Run, evaluating, forward_backward
 
 
 class ScoredSequence(NamedTuple):
@@ -167,21 +166,3 @@ def _make_loss(values: Tensor, num_mtp_layers: int) -> Loss:
     total = values.sum().float()
     depths = total.new_zeros(num_mtp_layers) if num_mtp_layers else None
     return Loss(total, total.new_ones(()), depths, depths)
-
-
-@contextmanager
-def evaluating(run: Run) -> Iterator[None]:
-    """Disable dropout and gradients; with --eval-ema, use the averaged weights."""
-    for chunk in run.chunks:
-        chunk.eval()
-    try:
-        with torch.no_grad():
-            if run.config.training.eval_ema:
-                run.saver.before_update()  # a save in progress still copies the weights
-                with run.optimizer.averaged_weights():
-                    yield
-            else:
-                yield
-    finally:
-        for chunk in run.chunks:
-            chunk.train()

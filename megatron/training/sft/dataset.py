@@ -11,6 +11,7 @@ import numpy as np
 
 from megatron.core.datasets import Dataset, GPTDatasetConfig, Sample
 from megatron.core.datasets.blend import BlendedDataset
+from megatron.core.datasets.builder import NO_TRAINING_DATA
 from megatron.core.datasets.config import SPLITS, Blend, Fractions, Split
 from megatron.core.datasets.index_cache import Arrays, compute_digest, load_or_build
 from megatron.training.config.run_config import Config
@@ -25,9 +26,6 @@ from megatron.training.sft.packing import pack_best_fit
 logger = logging.getLogger(__name__)
 
 PREVIEW_TOKENS = 400
-NO_TRAINING_DATA = (
-    "there is no training data: --split gives it no share, or --train-data-path is missing"
-)
 
 
 @functools.lru_cache(maxsize=4)

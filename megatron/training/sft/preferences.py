@@ -30,7 +30,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.placement import ContextParallel
 from megatron.training.data.loaders import DataIterator
-from megatron.training.run import Batch, Datasets, Loss, Run, forward_backward
+from megatron.training.run import Batch, Datasets, Loss, Run, evaluating, forward_backward
 from megatron.training.sft.dataset import SFTDataset
 
 logger = logging.getLogger(__name__)
@@ -178,12 +178,9 @@ def compute_margins(run: Run, dataset: SFTDataset) -> Tensor:
     )
     step = PreferenceStep(run.config.data.dpo_beta, run.ps.cp, collects=True)
     run.forward_step = step
-    for chunk in run.chunks:
-        chunk.eval()
-    for _ in range(num_steps):
-        forward_backward(run, batches, num_microbatches, forward_only=True)
-    for chunk in run.chunks:
-        chunk.train()
+    with evaluating(run):
+        for _ in range(num_steps):
+            forward_backward(run, batches, num_microbatches, forward_only=True)
     batches.close()
 
     # Micro-batch m of replica r contains the r-th part of the m-th samples. A sum with the zeros of
