@@ -9,6 +9,7 @@ benchmark also measures how long another thread waits for the lock, with and wit
 """
 
 import argparse
+import gc
 import sys
 import threading
 import time
@@ -211,6 +212,8 @@ def main() -> None:
         help="the first one encodes all metadata, the third one other places of objects",
     )
     args = parser.parse_args()
+    # As in pretrain_gpt.py: a full collection does not visit what the imports have created.
+    gc.freeze()
     job = Job(args.world, args.megabytes)
     encoder = MetadataEncoder(make_metadata(args.world))
     with create_scratch_directory("commit") as root:
