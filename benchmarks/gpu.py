@@ -953,7 +953,7 @@ def check_devices_of_node(options: argparse.Namespace, report: Report) -> Iterat
     """Return the device of local rank 1 if it sees one device (`srun --gpus-per-task=1`)."""
     code = (
         "from megatron.training import initialize; "
-        "from megatron.training.config.options import DistributedConfig; "
+        "from megatron.training.config.run_options import DistributedConfig; "
         f"print(initialize.choose_device(DistributedConfig(device={options.device!r})))"
     )
     # An existing search path is kept: it may contain torch.

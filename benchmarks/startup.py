@@ -44,7 +44,7 @@ from megatron.core.dist_checkpointing.ownership.takeover import Job  # noqa: E40
 from megatron.core.dist_checkpointing.saving.object_commit import encode_commit  # noqa: E402
 from megatron.core.object_path import path_of
 from megatron.training.checkpoint.launch import TrainingDirectory  # noqa: E402
-from megatron.training.config.options import CheckpointConfig  # noqa: E402
+from megatron.training.config.run_options import CheckpointConfig  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 TWO_PROCESSES = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron.conversion import convert as conversion
+from megatron.conversion import checkpoint_conversion as conversion
 from megatron.conversion import opening
-from megatron.conversion.convert import ConversionReport
+from megatron.conversion.checkpoint_conversion import ConversionReport
 from megatron.conversion.editing.merged_source import MergedSource
 from megatron.conversion.model_space.views import AveragedWeights, get_dtype
 from megatron.conversion.options import EditOptions, ReadOptions, WriteOptions

@@ -25,13 +25,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from megatron.checkpointer.stored_objects import GROUPS, RNG, STATE, StoredObjects, make_rank_key
 from megatron.checkpointer.tensors import copy_layout, is_dtensor, make_sharded_tensor
 from megatron.core.dist_checkpointing.box_table import CheckpointMetadata, StoredTensor
-from megatron.core.dist_checkpointing.generators import (
-    GeneratorStates,
-    check_generator_states,
-    get_generator_states,
-)
+from megatron.core.dist_checkpointing.generators import GeneratorStates, get_generator_states
 from megatron.core.dist_checkpointing.loading.load import fill
 from megatron.core.dist_checkpointing.loading.reader import Reader
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
@@ -43,9 +40,6 @@ from megatron.core.terminal import escape_control_chars
 logger = logging.getLogger(__name__)
 
 _MODEL = "model."
-_STATE = "optimizer.state."
-_GROUPS = "optimizer.param_groups."
-_RNG = "rng"
 _EXTRA_STATE = "_extra_state"  # torch's suffix for the state of `Module.get_extra_state`
 # Options of a parameter group that select an implementation. The program decides on these.
 _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
@@ -73,6 +67,11 @@ class _Parameter(NamedTuple):
     optimizer: Optimizer
     group: dict[str, Any]
 
+    def get_state(self) -> dict[str, Any]:
+        """Return the state of the optimizer, empty before the first gradient."""
+        state: dict[str, Any] = self.optimizer.state.get(self.tensor, {})
+        return state
+
 
 @dataclass
 class _LoadPlan:
@@ -93,7 +92,7 @@ class _LoadPlan:
 
     def may_leave_out(self, key: str) -> bool:
         """Return whether a stored key need not be requested by any rank."""
-        if key.startswith(_STATE):
+        if key.startswith(STATE):
             return not self.with_optimizer
         if key in self.handled:
             return True
@@ -118,10 +117,9 @@ class ProgramState:
     def __post_init__(self) -> None:
         self.model = _unwrap(self.model)
         _check_supported(self.model, self.optimizers)
-        names = self.objects.keys() | self.per_rank.keys()
-        reserved = sorted({"model", "optimizer", _RNG} & names)
-        if reserved:
-            raise ValueError(f"an object is called {reserved[0]}, a name with another meaning")
+        for name in ("model", "optimizer", RNG):
+            if name in self.objects or name in self.per_rank:
+                raise ValueError(f"an object is called {name}, a name with another meaning")
 
     # ---- Saving ----
 
@@ -136,17 +134,17 @@ class ProgramState:
         for key, value in self._model_entries():
             if key.endswith(_EXTRA_STATE):
                 state[key] = ShardedObject(key, value, in_list=False)
-            elif id(value) in parameters:
-                state[key] = make_sharded_tensor(key, value)
-            else:
+                continue
+            if id(value) not in parameters:
                 # Forward passes change buffers (e.g., running means) before the optimizer waits for
                 # staging, so that a copy is saved. They are small.
-                state[key] = make_sharded_tensor(key, copy_layout(value, value.detach().clone()))
+                value = copy_layout(value, value.detach().clone())
+            state[key] = make_sharded_tensor(key, value)
         # Optimizer
         for parameter in self._parameters():
             # An optimizer creates state with the first gradient of a parameter.
-            for state_name, value in parameter.optimizer.state.get(parameter.tensor, {}).items():
-                key = f"{_STATE}{parameter.name}.{state_name}"
+            for state_name, value in parameter.get_state().items():
+                key = f"{STATE}{parameter.name}.{state_name}"
                 if isinstance(value, torch.Tensor):
                     value = copy_layout(parameter.tensor, value)
                     state[key] = make_sharded_tensor(key, value)
@@ -158,9 +156,9 @@ class ProgramState:
         for name, stateful in self.objects.items():
             state[name] = ShardedObject(name, stateful.state_dict(), in_list=False)
         for name, stateful in self.per_rank.items():
-            key = _key_of_rank(name)
+            key = make_rank_key(name)
             state[key] = ShardedObject(key, stateful.state_dict(), in_list=False)
-        key = _key_of_rank(_RNG)
+        key = make_rank_key(RNG)
         state[key] = ShardedObject(key, get_generator_states(), in_list=False, is_constant=True)
         return state
 
@@ -173,25 +171,24 @@ class ProgramState:
             self._flat_groups = any(names_of_rank != names for names_of_rank in everywhere)
         state: ShardedStateDict = {}
         for index, group in enumerate(self._named_groups()):
+            prefixes = [str(index)]
+            if self._flat_groups:
+                # Parameters of a group share the values, which are stored once.
+                prefixes = group.pop("params")
             for option, value in group.items():
-                keys = [f"{_GROUPS}{index}.{option}"]
-                if self._flat_groups:
-                    # Parameters of a group share the value, which is stored once.
-                    names = group["params"] if option != "params" else []
-                    keys = [f"{_GROUPS}{name}.{option}" for name in names]
-                for key in keys:
+                for prefix in prefixes:
+                    key = f"{GROUPS}{prefix}.{option}"
                     state[key] = ShardedObject(key, value, in_list=False)
         return state
 
     def _named_groups(self) -> list[dict[str, Any]]:
         """Return the parameter groups of all optimizers with names instead of parameters."""
-        names = {id(parameter): name for name, parameter in self._named_parameters()}
+        names = self._index_names()
         groups = []
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                options = {option: group[option] for option in group if option != "params"}
-                options["params"] = [names[id(parameter)] for parameter in group["params"]]
-                groups.append(options)
+        for _, group in self._iterate_groups():
+            options = dict(group)
+            options["params"] = [names[id(parameter)] for parameter in group["params"]]
+            groups.append(options)
         return groups
 
     # ---- Loading ----
@@ -212,7 +209,7 @@ class ProgramState:
         """
         skipped = set(skip)
         if weights_only:
-            skipped |= {"optimizer", _RNG, *self.objects, *self.per_rank}
+            skipped |= {"optimizer", RNG, *self.objects, *self.per_rank}
 
         # Read the objects, and create optimizer state that does not exist yet.
         ranks = Coordination.of(None)
@@ -242,26 +239,24 @@ class ProgramState:
             plan.generators.restore()
 
     def _plan_load(self, reader: Reader, context: str, skipped: Collection[str]) -> _LoadPlan:
+        stored_objects = StoredObjects(reader, context)
         with_optimizer = bool(self.optimizers) and "optimizer" not in skipped
         prefix = self._find_model_prefix(reader.metadata, context)
         plan = _LoadPlan(prefix, with_optimizer)
-        self._plan_model(plan, reader, context)
+        self._plan_model(plan, stored_objects)
         if with_optimizer:
-            self._plan_optimizer(plan, reader)
-            self._plan_groups(plan, reader, context)
+            self._plan_optimizer(plan, reader, stored_objects)
+            self._plan_groups(plan, stored_objects)
         for name, stateful in self.objects.items():
             if name not in skipped:
-                plan.objects.append((stateful, _read_object(reader, name, name, context)))
+                value = stored_objects.read(name, name)
+                plan.objects.append((stateful, value))
         for name, stateful in self.per_rank.items():
             if name not in skipped:
-                _check_rank_count(name, reader.metadata, context)
-                key = _key_of_rank(name)
-                if key not in reader.metadata.objects:
-                    key = name  # plain DCP: one state for all ranks
-                value = _read_object(reader, key, name, context)
+                value = stored_objects.read_of_rank(name)
                 plan.objects.append((stateful, value))
-        if _RNG not in skipped:
-            plan.generators = _read_generators(reader, context)
+        if RNG not in skipped:
+            plan.generators = stored_objects.read_generators()
         return plan
 
     def _find_model_prefix(self, metadata: CheckpointMetadata, context: str) -> str:
@@ -274,44 +269,49 @@ class ProgramState:
             if any(prefix + name in metadata.tensors for name in names):
                 return prefix
         stored_keys = [escape_control_chars(key) for key in sorted(metadata.tensors)]
+        listed = abbreviate(stored_keys, 5, ", ")
         raise CheckpointError(
             f"{context}: contains no tensor of this model (expected e.g. {_MODEL}{names[0]}). It "
-            f"contains {abbreviate(stored_keys, 5, ', ') or 'no tensors'}"
+            f"contains {listed or 'no tensors'}"
         )
 
-    def _plan_model(self, plan: _LoadPlan, reader: Reader, context: str) -> None:
-        model_tensor_ids = {
-            id(tensor) for tensor in (*self.model.parameters(), *self.model.buffers())
-        }
+    def _plan_model(self, plan: _LoadPlan, stored_objects: StoredObjects) -> None:
+        model_tensors = (*self.model.parameters(), *self.model.buffers())
+        model_tensor_ids = set(map(id, model_tensors))
         filled: set[int] = set()
         for raw_name, value in self.model.state_dict(keep_vars=True).items():
             key = plan.prefix + _clean(raw_name)
+            tensor_id = id(value)
             if _is_extra_state(raw_name):
                 path = raw_name.removesuffix(_EXTRA_STATE).removesuffix(".")
-                plan.extra_state[path] = _read_object(reader, key, key, context)
+                plan.extra_state[path] = stored_objects.read(key, key)
                 plan.handled.add(key)
             # Tied weights are stored once, under the first name.
-            elif id(value) in filled:
+            elif tensor_id in filled:
                 plan.handled.add(key)  # the same tensor under another name
             else:
-                filled.add(id(value))
-                plan.tensors[key] = copy_layout(value, value.detach())
-                if id(value) not in model_tensor_ids:
-                    plan.made_by_hooks[raw_name] = plan.tensors[key]
+                filled.add(tensor_id)
+                tensor = copy_layout(value, value.detach())
+                plan.tensors[key] = tensor
+                if tensor_id not in model_tensor_ids:
+                    plan.made_by_hooks[raw_name] = tensor
 
-    def _plan_optimizer(self, plan: _LoadPlan, reader: Reader) -> None:
+    def _plan_optimizer(
+        self, plan: _LoadPlan, reader: Reader, stored_objects: StoredObjects
+    ) -> None:
         """Plan to fill the optimizer state of every parameter that the checkpoint has state of."""
-        state_names_of = _list_state_names(reader.metadata)
+        stored_tensors = reader.metadata.tensors
+        state_names_of = stored_objects.list_state_names()
         for parameter in self._parameters():
             state_names = state_names_of.get(parameter.name)
             if state_names is None:  # e.g., a parameter that never had a gradient
                 continue
-            weight = reader.metadata.tensors.get(plan.prefix + parameter.name)
-            existing = parameter.optimizer.state.get(parameter.tensor, {})
+            weight = stored_tensors.get(plan.prefix + parameter.name)
+            existing = parameter.get_state()
             state: dict[str, Any] = {}
             for state_name in state_names:
-                key = f"{_STATE}{parameter.name}.{state_name}"
-                stored_tensor = reader.metadata.tensors.get(key)
+                key = f"{STATE}{parameter.name}.{state_name}"
+                stored_tensor = stored_tensors.get(key)
                 if stored_tensor is None:
                     state[state_name] = reader.read_object(key)
                     continue
@@ -322,57 +322,18 @@ class ProgramState:
                 plan.tensors[key] = copy_layout(parameter.tensor, tensor.detach())
             plan.optimizer_state.append((parameter, state))
 
-    def _plan_groups(self, plan: _LoadPlan, reader: Reader, context: str) -> None:
+    def _plan_groups(self, plan: _LoadPlan, stored_objects: StoredObjects) -> None:
         """Find the stored options of every parameter group."""
-        options_of = self._read_options(reader, context)
-        names = {id(parameter): name for name, parameter in self._named_parameters()}
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                # All parameters of a group had the same options, unless it is a new group.
-                for parameter in group["params"]:
-                    options = options_of.get(names[id(parameter)])
-                    if options is not None:
-                        plan.group_options.append((group, options))
-                        break
-
-    def _read_options(self, reader: Reader, context: str) -> dict[str, dict[str, Any]]:
-        """Return the stored options of the optimizer by parameter."""
-        stored_keys = {
-            key.removeprefix(_GROUPS) for key in reader.metadata.objects if key.startswith(_GROUPS)
-        }
-        options_of: dict[str, dict[str, Any]] = {}
-
-        # One object for each group and option
-        # Groups are numbered over all optimizers.
-        index = 0
-        while f"{index}.params" in stored_keys:
-            start = f"{index}."
-            options: dict[str, Any] = {}
-            for key in stored_keys:
-                if key.startswith(start):
-                    options[key.removeprefix(start)] = reader.read_object(_GROUPS + key)
-            params = options.pop("params")
-            names = [params] if isinstance(params, str) else params
-            options_of |= dict.fromkeys(names, options)
-            index += 1
-        if options_of:
-            return options_of
-
-        # One object for each parameter and option
         parameter_names = {parameter.name for parameter in self._parameters()}
-        for key in stored_keys:
-            name, _, option = key.rpartition(".")
-            if name in parameter_names:
-                options_of.setdefault(name, {})[option] = reader.read_object(_GROUPS + key)
-        if options_of:
-            return options_of
-
-        # One object for all groups, as in DCP before torch 2.4
-        groups = _read_object(reader, _GROUPS.removesuffix("."), "optimizer", context)
-        for group in [groups] if isinstance(groups, dict) else groups:
-            options = {option: value for option, value in group.items() if option != "params"}
-            options_of |= dict.fromkeys(group["params"], options)
-        return options_of
+        options_of = stored_objects.read_options(parameter_names)
+        names = self._index_names()
+        for _, group in self._iterate_groups():
+            # All parameters of a group had the same options, unless it is a new group.
+            for parameter in group["params"]:
+                name = names[id(parameter)]
+                if name in options_of:
+                    plan.group_options.append((group, options_of[name]))
+                    break
 
     # ---- Names ----
 
@@ -381,20 +342,29 @@ class ProgramState:
         for name, value in self.model.state_dict(keep_vars=True).items():
             yield _MODEL + _clean(name), value
 
-    def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+    def _index_names(self) -> dict[int, str]:
+        """Return the names of the parameters by their id."""
+        names = {}
         for name, parameter in self.model.named_parameters():
-            yield _clean(name), parameter
+            names[id(parameter)] = _clean(name)
+        return names
+
+    def _iterate_groups(self) -> Iterator[tuple[Optimizer, dict[str, Any]]]:
+        """Yield the parameter groups of all optimizers."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                yield optimizer, group
 
     def _parameters(self) -> Iterator[_Parameter]:
         """Yield the parameters that an optimizer updates, in the order of the model."""
         owners: dict[int, tuple[Optimizer, dict[str, Any]]] = {}
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    owners[id(parameter)] = optimizer, group
-        for name, parameter in self._named_parameters():
-            if id(parameter) in owners:
-                yield _Parameter(name, parameter, *owners[id(parameter)])
+        for optimizer, group in self._iterate_groups():
+            for parameter in group["params"]:
+                owners[id(parameter)] = optimizer, group
+        for name, parameter in self.model.named_parameters():
+            owner = owners.get(id(parameter))
+            if owner is not None:
+                yield _Parameter(_clean(name), parameter, *owner)
 
 
 def _clean(name: str) -> str:
@@ -422,7 +392,7 @@ def _check_supported(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
                 "parameters are DTensors"
             )
     # Optimizer state is stored by parameter name, so each parameter must have one.
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = set(map(id, model.parameters()))
     for optimizer in optimizers:
         if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
             raise ValueError(
@@ -430,27 +400,19 @@ def _check_supported(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
                 "optimizer state"
             )
         for index, group in enumerate(optimizer.param_groups):
-            unnamed = [parameter for parameter in group["params"] if id(parameter) not in names]
-            if unnamed:
+            for parameter in group["params"]:
+                if id(parameter) in names:
+                    continue
                 raise ValueError(
                     f"parameter group {index} of the optimizer contains a parameter of shape "
-                    f"{tuple(unnamed[0].shape)} that is not a parameter of the model: create the "
+                    f"{tuple(parameter.shape)} that is not a parameter of the model: create the "
                     "optimizer after wrapping the model (fully_shard, parallelize_module)"
                 )
 
 
 def _is_extra_state(name: str) -> bool:
-    return name == _EXTRA_STATE or name.endswith("." + _EXTRA_STATE)
-
-
-def _list_state_names(metadata: CheckpointMetadata) -> dict[str, list[str]]:
-    """Return the names of optimizer state (e.g. exp_avg) by parameter."""
-    state_names: dict[str, list[str]] = {}
-    for key in (*metadata.tensors, *metadata.objects):
-        if key.startswith(_STATE):
-            name, _, state_name = key.removeprefix(_STATE).rpartition(".")
-            state_names.setdefault(name, []).append(state_name)
-    return state_names
+    _, _, attribute = name.rpartition(".")
+    return attribute == _EXTRA_STATE
 
 
 def _allocate_state(
@@ -495,68 +457,3 @@ def _update_group(group: dict[str, Any], options: Mapping[str, Any]) -> None:
             current.fill_(float(value))
         else:
             group[option] = value
-
-
-def _key_of_rank(name: str) -> str:
-    ranks = Coordination.of(None)
-    return f"{name}.rank_{ranks.rank}_of_{ranks.size}"
-
-
-def _check_rank_count(name: str, metadata: CheckpointMetadata, context: str) -> None:
-    """Raise CheckpointError if the states of `name` were saved by another number of ranks."""
-    size = Coordination.of(None).size
-    start = f"{name}.rank_0_of_"
-    counts = [key.removeprefix(start) for key in metadata.objects if key.startswith(start)]
-    if counts and str(size) not in counts:
-        raise CheckpointError(
-            f"{context}: {name} was saved by {escape_control_chars(counts[0])} ranks, one state "
-            f'each, which cannot be distributed over {size}: load with skip=["{name}"], and set '
-            "its position yourself"
-        )
-
-
-def _read_generators(reader: Reader, context: str) -> GeneratorStates | None:
-    """Return the generators of this rank; None if another number of ranks has saved them."""
-    key = _key_of_rank(_RNG)
-    if key not in reader.metadata.objects:
-        logger.info(
-            f"{context}: contains no random number generators of {Coordination.of(None).size} "
-            "ranks; those of the program are left as they are"
-        )
-        return None
-    try:
-        return check_generator_states(reader.read_object(key))
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"{context}: {key} cannot be restored: {error}. To leave the generators alone, load "
-            f'with skip=["{_RNG}"]'
-        ) from error
-
-
-def _read_object(reader: Reader, key: str, name: str, context: str) -> Any:
-    if key in reader.metadata.objects:
-        return reader.read_object(key)
-    value = _read_nested(reader, key)
-    if not value:
-        raise CheckpointError(
-            f'{context}: contains no {key}. To leave it as it is, load with skip=["{name}"]'
-        )
-    return value
-
-
-def _read_nested(reader: Reader, key: str) -> dict[str, Any]:
-    """Return a dictionary whose entries plain DCP stores one by one, as `<key>.<name>`."""
-    value: dict[str, Any] = {}
-    for stored_key in (*reader.metadata.tensors, *reader.metadata.objects):
-        if not stored_key.startswith(f"{key}."):
-            continue
-        *outer_names, name = stored_key.removeprefix(f"{key}.").split(".")
-        inner = value
-        for outer_name in outer_names:
-            inner = inner.setdefault(outer_name, {})
-        if stored_key in reader.metadata.objects:
-            inner[name] = reader.read_object(stored_key)
-        else:
-            tensor = reader.metadata.tensors[stored_key]
-            inner[name] = reader.read(stored_key, (0,) * len(tensor.shape), tensor.shape)
-    return value

@@ -40,7 +40,7 @@ from megatron.training.config.arguments import FlagParser, build, flag_fields, p
 from megatron.training.config.flag_help import format_help
 
 if TYPE_CHECKING:
-    from megatron.conversion.convert import ConversionReport
+    from megatron.conversion.checkpoint_conversion import ConversionReport
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 _MAX_LINES = 30  # about foreign tensors

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.conversion.convert import convert
+from megatron.conversion.checkpoint_conversion import convert
 from megatron.conversion.huggingface.adapter_writer import choose_adapter_family, write_adapter
 from megatron.conversion.huggingface.adapters import ADAPTER_CONFIG
 from megatron.conversion.huggingface.directory_writer import check_quantizable, remove_model

@@ -20,7 +20,7 @@ _KERNELS = {
     "adamw": "megatron.core.triton_kernels:adamw",
     "residual_norm": "megatron.core.triton_norms:residual_norm",
     "residual_norm_backward": "megatron.core.triton_norms:residual_norm_backward",
-    "rotate": "megatron.core.triton_kernels:rotate",
+    "rotate": "megatron.core.triton_rotary:rotate",
     "softmax": "megatron.core.triton_kernels:softmax",
     "softmax_gradient": "megatron.core.triton_kernels:softmax_gradient",
     "swiglu": "megatron.core.triton_kernels:swiglu",

@@ -23,10 +23,20 @@ from datetime import timedelta
 from functools import partial
 from itertools import product
 from operator import add
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from megatron.core.parallel_config import ParallelConfig, Place
+
+T = TypeVar("T")
+
+
+def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return the values of all ranks of a group, by default of the job. Collective."""
+    values = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Triton kernels of operations that are bound by memory, each with a reference in plain PyTorch.
+"""Triton kernels of SwiGLU, the loss and AdamW, each with a reference in plain PyTorch.
 
 An operator reads and writes every element once, computes in fp32 and rounds results once. It runs
 its kernel on CUDA tensors and the reference on CPU tensors. Kernels mask rows of any size, and
@@ -21,8 +21,6 @@ _NUM_WARPS = 4
 # Logits that a program keeps in registers at a time.
 _LOGITS_BLOCK = 4096
 _LOGITS_WARPS = 8
-# Heads of a token that a program rotates.
-_HEADS_BLOCK = 16
 
 
 def make_operator(
@@ -42,6 +40,16 @@ def make_operator(
     return operator
 
 
+@triton.jit
+def load_float(address, mask):
+    """Load elements as fp32, 0 outside of the mask."""
+    return tl.load(address, mask=mask, other=0.0).to(tl.float32)
+
+
+def allocate_nothing(*arguments: Any) -> None:
+    """Describe the output of an operator that only overwrites its arguments."""
+
+
 # -------------------------------------------------------------------------------------------------
 # SwiGLU
 # -------------------------------------------------------------------------------------------------
@@ -54,10 +62,10 @@ def _swiglu_kernel(x, y, size, BLOCK: tl.constexpr):
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < size
     gate_address = x + row * 2 * size + column
-    gate = tl.load(gate_address, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(gate_address + size, mask=mask, other=0.0).to(tl.float32)
+    gate = load_float(gate_address, mask)
+    up = load_float(gate_address + size, mask)
     result = gate * tl.sigmoid(gate) * up
-    tl.store(y + row * size + column, result.to(y.dtype.element_ty), mask=mask)
+    tl.store(y + row * size + column, result, mask=mask)
 
 
 @triton.jit
@@ -67,14 +75,14 @@ def _swiglu_backward_kernel(dy, x, dx, size, BLOCK: tl.constexpr):
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < size
     offset = row * 2 * size + column
-    gate = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(x + offset + size, mask=mask, other=0.0).to(tl.float32)
-    grad = tl.load(dy + row * size + column, mask=mask, other=0.0).to(tl.float32)
+    gate = load_float(x + offset, mask)
+    up = load_float(x + offset + size, mask)
+    grad = load_float(dy + row * size + column, mask)
     sigmoid = tl.sigmoid(gate)
     silu = gate * sigmoid
     dgate = grad * up * (sigmoid + silu * (1.0 - sigmoid))
-    tl.store(dx + offset, dgate.to(dx.dtype.element_ty), mask=mask)
-    tl.store(dx + offset + size, (grad * silu).to(dx.dtype.element_ty), mask=mask)
+    tl.store(dx + offset, dgate, mask=mask)
+    tl.store(dx + offset + size, grad * silu, mask=mask)
 
 
 def run_swiglu(x: Tensor) -> Tensor:
@@ -199,13 +207,13 @@ def _softmax_gradient_kernel(
     for block in range(BLOCKS):
         column = block * BLOCK + tl.arange(0, BLOCK)
         mask = column < width
-        x = tl.load(start + column, mask=mask, other=0.0).to(tl.float32)
+        x = load_float(start + column, mask)
         dx = tl.where(column < valid, tl.exp(x - maximum) * factor, 0.0)
         dx = tl.where(column == label, dx - grad, dx)
         if HAS_SOFTCAP:
             ratio = x / softcap
             dx = tl.where(column < valid, dx * (1.0 - ratio * ratio), 0.0)
-        tl.store(start + column, dx.to(logits.dtype.element_ty), mask=mask)
+        tl.store(start + column, dx, mask=mask)
 
 
 def run_softmax(logits: Tensor, columns: Tensor, valid: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -317,7 +325,7 @@ softmax_gradient = make_operator(
     ("logits",),
     run_softmax_gradient,
     compute_softmax_gradient,
-    lambda *arguments: None,
+    allocate_nothing,
 )
 """Overwrite `logits` with `(e^(x - largest) / total - onehot) * dloss`.
 
@@ -367,7 +375,7 @@ def _adamw_kernel(
         tl.store(mean + offset, m, mask=mask)
         tl.store(square + offset, v, mask=mask)
         if HAS_WEIGHT:
-            tl.store(weight + offset, p.to(weight.dtype.element_ty), mask=mask)
+            tl.store(weight + offset, p, mask=mask)
 
 
 def run_adamw(
@@ -443,152 +451,10 @@ adamw = make_operator(
     ("param", "mean", "square", "weight"),
     run_adamw,
     compute_adamw,
-    lambda *arguments: None,
+    allocate_nothing,
 )
 """Update flat fp32 tensors by AdamW, and write the parameters to `weight`, of any precision.
 
 `scalars` [4] fp32: divisor of the gradient; 1 if nothing may change, else 0; lr / (1 - beta1^t);
 1 / sqrt(1 - beta2^t).
-"""
-
-
-# -------------------------------------------------------------------------------------------------
-# Rotary embedding
-# -------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _rotate_kernel(
-    x,
-    y,
-    cos,
-    sin,
-    batch,
-    groups,
-    heads,
-    x_position,
-    x_sample,
-    x_group,
-    x_head,
-    y_position,
-    y_sample,
-    y_group,
-    y_head,
-    sign,
-    num_pairs,
-    num_unchanged,
-    IS_INTERLEAVED: tl.constexpr,
-    COPIES: tl.constexpr,
-    PAIRS: tl.constexpr,
-    UNCHANGED: tl.constexpr,
-    HEADS: tl.constexpr,
-):
-    """Some heads of one token: `x` and `y` [s, b, g, heads, d], of any strides but the last one.
-
-    A thread loads both elements of a pair before it stores them, so that `y` may be `x`.
-    """
-    token = tl.program_id(0).to(tl.int64)
-    position = token // batch
-    sample = token % batch
-    index = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    has_head = index < groups * heads
-    group = (index // heads).to(tl.int64)
-    head = (index % heads).to(tl.int64)
-    x_start = x + position * x_position + sample * x_sample
-    y_start = y + position * y_position + sample * y_sample
-    x_heads = (group * x_group + head * x_head)[:, None]
-    y_heads = (group * y_group + head * y_head)[:, None]
-
-    pair = tl.arange(0, PAIRS)
-    has_pair = pair < num_pairs
-    c = tl.load(cos + position * num_pairs + pair, mask=has_pair, other=0.0).to(tl.float32)[None, :]
-    s = tl.load(sin + position * num_pairs + pair, mask=has_pair, other=0.0).to(tl.float32)[None, :]
-    s = s * sign
-    if IS_INTERLEAVED:
-        first_column = 2 * pair[None, :]
-        second_column = first_column + 1
-    else:
-        first_column = pair[None, :]
-        second_column = first_column + num_pairs
-    mask = has_head[:, None] & has_pair[None, :]
-    first = tl.load(x_start + x_heads + first_column, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(x_start + x_heads + second_column, mask=mask, other=0.0).to(tl.float32)
-    first_out = (first * c - second * s).to(y.dtype.element_ty)
-    second_out = (second * c + first * s).to(y.dtype.element_ty)
-    tl.store(y_start + y_heads + first_column, first_out, mask=mask)
-    tl.store(y_start + y_heads + second_column, second_out, mask=mask)
-    if COPIES:
-        unchanged = tl.arange(0, UNCHANGED)
-        column = (2 * num_pairs + unchanged)[None, :]
-        copied = has_head[:, None] & (unchanged < num_unchanged)[None, :]
-        values = tl.load(x_start + x_heads + column, mask=copied, other=0.0)
-        tl.store(y_start + y_heads + column, values, mask=copied)
-
-
-def run_rotation(
-    x: Tensor, y: Tensor, cos: Tensor, sin: Tensor, inverse: bool, interleaved: bool
-) -> None:
-    num_positions, batch, groups, heads, width = x.shape
-    num_pairs = cos.shape[-1]
-    num_unchanged = width - 2 * num_pairs
-    assert y.shape == x.shape and x.stride(4) == 1 and y.stride(4) == 1 and num_unchanged >= 0
-    assert cos.is_contiguous() and sin.is_contiguous() and cos.shape[0] == num_positions
-    if x.numel() == 0:
-        return
-    is_in_place = x.data_ptr() == y.data_ptr()
-    assert not is_in_place or x.stride() == y.stride()
-    grid = (num_positions * batch, triton.cdiv(groups * heads, _HEADS_BLOCK))
-    _rotate_kernel[grid](
-        x,
-        y,
-        cos,
-        sin,
-        batch,
-        groups,
-        heads,
-        *x.stride()[:4],
-        *y.stride()[:4],
-        -1.0 if inverse else 1.0,
-        num_pairs,
-        num_unchanged,
-        IS_INTERLEAVED=interleaved,
-        COPIES=num_unchanged > 0 and not is_in_place,
-        PAIRS=triton.next_power_of_2(max(1, num_pairs)),
-        UNCHANGED=triton.next_power_of_2(max(1, num_unchanged)),
-        HEADS=_HEADS_BLOCK,
-        num_warps=_NUM_WARPS,
-    )
-
-
-def compute_rotation(
-    x: Tensor, y: Tensor, cos: Tensor, sin: Tensor, inverse: bool, interleaved: bool
-) -> None:
-    num_rotated = 2 * cos.shape[-1]
-    rotated = x[..., :num_rotated].float()
-    if interleaved:
-        first, second = rotated.unflatten(-1, (-1, 2)).unbind(-1)
-    else:
-        first, second = rotated.chunk(2, -1)
-    c = cos.view(-1, 1, 1, 1, cos.shape[-1]).float()
-    s = sin.view(-1, 1, 1, 1, sin.shape[-1]).float()
-    if inverse:
-        s = -s
-    pairs = (first * c - second * s, second * c + first * s)
-    result = torch.stack(pairs, -1).flatten(-2) if interleaved else torch.cat(pairs, -1)
-    y[..., num_rotated:] = x[..., num_rotated:]
-    y[..., :num_rotated] = result
-
-
-rotate = make_operator(
-    "rotate",
-    "(Tensor x, Tensor(a!) y, Tensor cos, Tensor sin, bool inverse, bool interleaved) -> ()",
-    ("y",),
-    run_rotation,
-    compute_rotation,
-    lambda *arguments: None,
-)
-"""Write `x` [s, b, g, heads, d] to `y`, with the pairs of its first elements rotated.
-
-`cos` and `sin` [s, ..., pairs] are those of each position. `y` may be `x`. Rows of heads are
-contiguous, all other strides are arbitrary.
 """

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron.core.triton_kernels import make_operator
+from megatron.core.triton_kernels import load_float, make_operator
 
 # Programs of the backward pass in Triton's interpreter
 _NORM_PROGRAMS_ON_CPU = 3
@@ -40,9 +40,9 @@ def _residual_norm_kernel(
     column = tl.arange(0, BLOCK)
     mask = column < size
     offset = row * size + column
-    value = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
+    value = load_float(x + offset, mask)
     if HAS_BRANCH:
-        value += tl.load(branch + offset, mask=mask, other=0.0).to(tl.float32)
+        value += load_float(branch + offset, mask)
         # The norm is that of the rounded sum.
         rounded = value.to(total.dtype.element_ty)
         tl.store(total + offset, rounded, mask=mask)
@@ -55,11 +55,11 @@ def _residual_norm_kernel(
     tl.store(scales + row, scale)
     result = value * scale
     if HAS_WEIGHT:
-        w = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
+        w = load_float(weight + column, mask)
         result = result * (w + weight_offset)
     if HAS_BIAS:
-        result += tl.load(bias + column, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y + offset, result.to(y.dtype.element_ty), mask=mask)
+        result += load_float(bias + column, mask)
+    tl.store(y + offset, result, mask=mask)
 
 
 @triton.jit
@@ -93,14 +93,14 @@ def _residual_norm_backward_kernel(
     dweight = tl.zeros((BLOCK,), tl.float32)
     dbias = tl.zeros((BLOCK,), tl.float32)
     if HAS_WEIGHT:
-        w = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32) + weight_offset
+        w = load_float(weight + column, mask) + weight_offset
     for step in range(STEPS):
         row = program.to(tl.int64) + step * tl.num_programs(0)
         exists = row < rows
         row_mask = mask & exists
         offset = row * size + column
-        value = tl.load(total + offset, mask=row_mask, other=0.0).to(tl.float32)
-        grad = tl.load(dy + offset, mask=row_mask, other=0.0).to(tl.float32)
+        value = load_float(total + offset, row_mask)
+        grad = load_float(dy + offset, row_mask)
         scale = tl.load(scales + row, mask=exists, other=0.0)
         if not IS_RMS:
             value = value - tl.load(means + row, mask=exists, other=0.0)
@@ -115,8 +115,8 @@ def _residual_norm_backward_kernel(
             result = result - tl.sum(grad, 0) / size
         result = result * scale
         if HAS_DTOTAL:
-            result += tl.load(dtotal + offset, mask=row_mask, other=0.0).to(tl.float32)
-        tl.store(dx + offset, result.to(dx.dtype.element_ty), mask=row_mask)
+            result += load_float(dtotal + offset, row_mask)
+        tl.store(dx + offset, result, mask=row_mask)
     if HAS_WEIGHT:
         tl.store(dweights + program * size + column, dweight, mask=mask)
     if HAS_BIAS:

@@ -35,9 +35,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.planning.run_plan import RunPlan
 from megatron.training.checkpoint.launch import check_random_weights, describe_launch
 from megatron.training.config.arguments import build
-from megatron.training.config.options import CheckpointConfig, DistributedConfig, LoggingConfig
 from megatron.training.config.parsing import make_flag_parser
 from megatron.training.config.run_config import Config
+from megatron.training.config.run_options import CheckpointConfig, DistributedConfig, LoggingConfig
 from megatron.training.data.data_files import find_data_files
 from megatron.training.data.text_corpus import is_text
 from megatron.training.data.tokenizer import TokenizerConfig, build_tokenizer

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from megatron.core.deferred import start_copy
 from megatron.core.dist_checkpointing import CheckpointError
@@ -24,9 +23,9 @@ from megatron.core.dist_checkpointing.policy import (
 )
 from megatron.core.dist_checkpointing.saving.run_saver import RunSaver
 from megatron.core.optimizer import StepResult
-from megatron.core.parallel_state import ParallelState
+from megatron.core.parallel_state import ParallelState, gather_objects
 from megatron.training.checkpoint.save_options import make_options
-from megatron.training.config.options import CheckpointConfig, TrainingConfig
+from megatron.training.config.run_options import CheckpointConfig, TrainingConfig
 from megatron.training.reporting.intervals import Interval
 
 EXIT_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # sent by job schedulers before they kill
@@ -128,9 +127,8 @@ class NanCheck:
         failed_rank = ""
         if not bool(torch.isfinite(loss).all()):
             failed_rank = f"rank {self._ps.rank} ({self._ps.place})"
-        failed_ranks = [""] * dist.get_world_size()
-        dist.all_gather_object(failed_ranks, failed_rank)
-        listed = ", ".join(filter(None, failed_ranks))
+        failed_ranks = filter(None, gather_objects(failed_rank))
+        listed = ", ".join(failed_ranks)
         if listed:
             raise NotFiniteError(
                 f"iteration {iteration}: the loss is not finite on {listed}. {_ADVICE}"

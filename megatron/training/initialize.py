@@ -16,7 +16,7 @@ from megatron.core.fused_kernels import enable_kernels
 from megatron.core.parallel_config import ParallelConfig
 from megatron.core.parallel_state import ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng
-from megatron.training.config.options import DistributedConfig
+from megatron.training.config.run_options import DistributedConfig
 from megatron.training.rendezvous import init_process_group
 
 logger = logging.getLogger(__name__)

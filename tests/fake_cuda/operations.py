@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.loading.reader import Reader, Request
 from megatron.core.dist_checkpointing.saving import staging
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_parallel
-from megatron.training.config.options import DataLoaderConfig
+from megatron.training.config.run_options import DataLoaderConfig
 from megatron.training.data.loaders import DataIterator
 from tests.fake_cuda.forks import run_ranks
 from tests.fake_cuda.staging import is_snapshot_intact, make_state

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron.conversion.convert import convert
+from megatron.conversion.checkpoint_conversion import convert
 from megatron.conversion.options import EditOptions, WriteOptions
 from tests.support.lora_runs import FLAGS, LORA, MODEL, SHAPE, TRAINING
 from tests.support.training_harness import DISTRIBUTED_OPTIMIZER, get_losses, train, whole

@@ -9,7 +9,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from megatron.conversion.convert import convert
+from megatron.conversion.checkpoint_conversion import convert
 from megatron.conversion.options import WriteOptions
 from megatron.training.config.parsing import parse_args
 from megatron.training.training import pretrain

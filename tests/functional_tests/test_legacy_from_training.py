@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 
-from megatron.conversion.convert import convert
+from megatron.conversion.checkpoint_conversion import convert
 from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import ReadOptions, WriteOptions
 from tests.support.compare import assert_same

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import megatron.core.run_checkpoint.native_reader as loading
-from megatron.conversion.convert import convert
+from megatron.conversion.checkpoint_conversion import convert
 from megatron.conversion.options import WriteOptions
 from megatron.training.checkpoint import contents
 from tests.support.compare import assert_same

@@ -5,7 +5,7 @@ import shlex
 import pytest
 import torch
 
-from megatron.conversion.convert import compare
+from megatron.conversion.checkpoint_conversion import compare
 from megatron.conversion.opening import open_checkpoint
 from megatron.training.config.parsing import parse_args
 from megatron.training.training import pretrain

@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 
-from megatron.conversion.convert import convert
+from megatron.conversion.checkpoint_conversion import convert
 from tests.functional_tests.test_hugging_face_round_trip import generate
 from tests.support.training_harness import DISTRIBUTED_OPTIMIZER, LLAMA, train, whole
 

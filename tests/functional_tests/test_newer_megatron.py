@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
-from megatron.conversion.convert import compare
+from megatron.conversion.checkpoint_conversion import compare
 from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
 from megatron.conversion.opening import open_checkpoint
 from tests.support.memory_source import LLAMA_ARGS, random_source

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.conversion.convert import convert
+from megatron.conversion.checkpoint_conversion import convert
 from tests.support.crash_harness import stored_tensors
 from tests.support.training_harness import COMMON, LLAMA
 

@@ -4,7 +4,7 @@ import shlex
 
 import pytest
 
-from megatron.conversion.convert import compare
+from megatron.conversion.checkpoint_conversion import compare
 from megatron.conversion.opening import open_checkpoint
 from megatron.training.checkpoint.resume import check_same_model, list_training_differences
 from megatron.training.config.parsing import parse_args

@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron.conversion.convert import convert
+from megatron.conversion.checkpoint_conversion import convert
 from tests.support.training_harness import LAYOUTS, LLAMA, train
 
 RUN = f"--mock-data {LLAMA} --train-iters 4 --bf16 "

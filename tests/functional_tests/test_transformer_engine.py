@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.conversion.convert import convert
+from megatron.conversion.checkpoint_conversion import convert
 from megatron.conversion.opening import open_checkpoint
 from megatron.core.dist_checkpointing import read_metadata
 from megatron.core.parallel_state import Axis

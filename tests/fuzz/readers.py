@@ -22,7 +22,7 @@ from torch import nn
 
 import pretrain_gpt
 from megatron.checkpointer import Checkpointer
-from megatron.conversion.convert import convert
+from megatron.conversion.checkpoint_conversion import convert
 from megatron.conversion.huggingface.directory_writer import write_huggingface
 from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
 from megatron.conversion.options import WriteOptions

@@ -9,6 +9,7 @@ pytest.importorskip("triton", reason="Triton is not in the environment: pip inst
 
 from megatron.core import triton_kernels as kernels  # noqa: E402
 from megatron.core import triton_norms as norms  # noqa: E402
+from megatron.core import triton_rotary as rotary  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -92,14 +93,14 @@ def test_rotation(heads, width, pairs, dtype, interleaved):
     sin = angles.sin().view(33, 1, 1, 1, pairs).to(dtype)
     for inverse in (False, True):
         expected = torch.empty_like(x)
-        kernels.compute_rotation(x, expected, cos, sin, inverse, interleaved)
+        rotary.compute_rotation(x, expected, cos, sin, inverse, interleaved)
         device_x = x.cuda()
         # In the layout of the gradients of attention
         by_head = device_x.permute(1, 2, 3, 0, 4).contiguous().permute(3, 0, 1, 2, 4)
         y = torch.empty_like(device_x)
-        kernels.rotate(by_head, y, cos.cuda(), sin.cuda(), inverse, interleaved)
+        rotary.rotate(by_head, y, cos.cuda(), sin.cuda(), inverse, interleaved)
         assert_close(y, expected)
-        kernels.rotate(device_x, device_x, cos.cuda(), sin.cuda(), inverse, interleaved)
+        rotary.rotate(device_x, device_x, cos.cuda(), sin.cuda(), inverse, interleaved)
         assert torch.equal(device_x, y)
 
 

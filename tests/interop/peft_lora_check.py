@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from megatron.conversion.convert import convert
+from megatron.conversion.checkpoint_conversion import convert
 from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import EditOptions, WriteOptions
 from megatron.core.run_checkpoint.formats import find_checkpoint

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.conversion.convert import convert
+from megatron.conversion.checkpoint_conversion import convert
 from megatron.conversion.editing.edits import apply_edits
 from megatron.conversion.huggingface.directory_writer import write_huggingface
 from megatron.conversion.model_space.pieces import is_bitwise_equal

@@ -10,7 +10,7 @@ of compressed-tensors, and what we decode from it, for `quantized_load.py`.
 import sys
 from pathlib import Path
 
-from megatron.conversion.convert import convert
+from megatron.conversion.checkpoint_conversion import convert
 from megatron.conversion.huggingface.directory_writer import write_huggingface
 from megatron.conversion.options import WriteOptions
 from tests.support.memory_source import LLAMA_ARGS, random_source

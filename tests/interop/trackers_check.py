@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from megatron.training.config.options import LoggingConfig  # noqa: E402
+from megatron.training.config.run_options import LoggingConfig  # noqa: E402
 from megatron.training.reporting.dashboards import FaultTolerantWriter  # noqa: E402
 from megatron.training.reporting.intervals import Interval, Iteration  # noqa: E402
 from megatron.training.reporting.writers import make_writers  # noqa: E402

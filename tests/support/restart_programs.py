@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron.training.config.options import RestartConfig
+from megatron.training.config.run_options import RestartConfig
 from megatron.training.rendezvous import environment_rank, init_process_group
 from megatron.training.restart import interruption
 from megatron.training.restart.monitor import run_restartable

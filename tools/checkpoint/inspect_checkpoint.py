@@ -155,7 +155,7 @@ def main(argv: list[str]) -> int:
 
     # Imported after parsing, because importing torch takes seconds.
     with program_imports():
-        from megatron.commands.inspection.dispatch import run
+        from megatron.commands.inspection.subcommands import run
 
     try:
         return run(args)

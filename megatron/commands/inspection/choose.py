@@ -9,8 +9,8 @@ from megatron.core.object_path import path_of
 from megatron.core.terminal import print_text
 from megatron.planning.launch_check import preview_choice
 from megatron.training.config.arguments import build
-from megatron.training.config.options import CheckpointConfig
 from megatron.training.config.parsing import make_flag_parser
+from megatron.training.config.run_options import CheckpointConfig
 
 
 def run_choose(args: argparse.Namespace) -> int:

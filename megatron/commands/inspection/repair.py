@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from megatron.commands.inspection.view import READ_EVERYTHING
-from megatron.conversion.convert import write_checkpoint
+from megatron.conversion.checkpoint_conversion import write_checkpoint
 from megatron.conversion.megatron_lm.shifted_optimizer import RepairedOptimizer
 from megatron.conversion.megatron_lm.torch_dist import TorchDistSource
 from megatron.conversion.opening import open_checkpoint, require_checkpoint

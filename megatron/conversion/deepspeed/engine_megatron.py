@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from megatron.conversion.deepspeed.engine_files import EngineFiles, check_states, find_step
-from megatron.conversion.deepspeed.files import MODEL_STATE_SCHEMA
 from megatron.conversion.deepspeed.names import map_to_model_space
+from megatron.conversion.deepspeed.universal_files import MODEL_STATE_SCHEMA
 from megatron.conversion.model_space.lazy_tensors import concatenate, gather_rows, make_zeros
 from megatron.conversion.model_space.pieces import RowRun
 from megatron.core.dist_checkpointing.mapping import LazyTensor, Shape

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 
 from megatron.conversion.deepspeed.engine_megatron import MegatronEngineFiles
-from megatron.conversion.deepspeed.files import (
-    FOREIGN_FILE,
-    UniversalFiles,
-)
 from megatron.conversion.deepspeed.training_state import (
     BLOCKS_MARK,
     check_groups,
     list_lost_state,
     read_args,
     read_training,
+)
+from megatron.conversion.deepspeed.universal_files import (
+    FOREIGN_FILE,
+    UniversalFiles,
 )
 from megatron.conversion.model_space.foreign import open_foreign_file
 from megatron.conversion.model_space.lazy_tensors import unflatten

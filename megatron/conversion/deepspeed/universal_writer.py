@@ -11,7 +11,14 @@ from typing import Any
 
 import torch
 
-from megatron.conversion.deepspeed.files import (
+from megatron.conversion.deepspeed.names import STYLES
+from megatron.conversion.deepspeed.training_state import (
+    build_args,
+    build_groups,
+    build_scheduler,
+    list_unsupported_parts,
+)
+from megatron.conversion.deepspeed.universal_files import (
     FOREIGN_FILE,
     MODEL_STATE_SCHEMA,
     OPTIMIZER_SCHEMA,
@@ -19,13 +26,6 @@ from megatron.conversion.deepspeed.files import (
     STATE_FILES,
     STEP,
     model_state_name,
-)
-from megatron.conversion.deepspeed.names import STYLES
-from megatron.conversion.deepspeed.training_state import (
-    build_args,
-    build_groups,
-    build_scheduler,
-    list_unsupported_parts,
 )
 from megatron.conversion.model_space.foreign import write_foreign_file
 from megatron.conversion.model_space.foreign_arguments import plain_args

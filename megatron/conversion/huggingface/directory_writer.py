@@ -56,8 +56,8 @@ from megatron.conversion.model_space.optimizer_states import full_precision_key
 from megatron.conversion.model_space.pieces import make_empty_directory
 from megatron.conversion.model_space.views import get_dtype
 from megatron.conversion.options import WriteOptions
+from megatron.conversion.quantization.export_encodings import TARGETS
 from megatron.conversion.quantization.fp8_writing import BLOCK_SIZE
-from megatron.conversion.quantization.targets import TARGETS
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.dist_checkpointing.files import CLAIM
 from megatron.core.dist_checkpointing.mapping import LazyTensor, Shape

@@ -72,7 +72,6 @@ class IndexedDataset:
         self.prefix = os.fspath(prefix)
         self.use_mmap = use_mmap
         self.dtype, self.lengths, self.offsets, self.documents = _read_index(self.prefix)
-        _check_tokens_file(self.prefix, self.dtype, self.lengths, self.offsets)
         # The file is open as long as the dataset exists.
         self._file = open(f"{self.prefix}.bin", "rb", buffering=0)  # noqa: SIM115
         self._map: mmap.mmap | None = None
@@ -90,8 +89,8 @@ class IndexedDataset:
 
         The array is read-only, in the dtype of the file.
         """
-        if not 0 <= sequence < len(self.lengths):
-            raise IndexError(f"sequence {sequence} of {self.prefix}, which has {len(self.lengths)}")
+        if not 0 <= sequence < len(self):
+            raise IndexError(f"sequence {sequence} of {self.prefix}, which has {len(self)}")
         length = int(self.lengths[sequence])
         if count is None:
             count = length - start
@@ -106,23 +105,22 @@ class IndexedDataset:
 
     def _pread(self, num_bytes: int, offset: int) -> bytes:
         """Read exactly `num_bytes`; a single `pread` may return fewer."""
-        data = os.pread(self._file.fileno(), num_bytes, offset)
-        while len(data) < num_bytes:
-            more = os.pread(self._file.fileno(), num_bytes - len(data), offset + len(data))
+        data = b""
+        while num_bytes:
+            more = os.pread(self._file.fileno(), num_bytes, offset)
             if not more:
-                raise OSError(
-                    f"{self.prefix}.bin ended at byte {offset + len(data)} while it was read"
-                )
+                raise OSError(f"{self.prefix}.bin ended at byte {offset} while it was read")
             data += more
+            num_bytes -= len(more)
+            offset += len(more)
         return data
 
     def read_blocks(self, num_blocks: int) -> bytes:
         """Return `num_blocks` evenly spaced blocks of the .bin, from its first to its last byte."""
-        end = int(self.offsets[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
+        end = os.path.getsize(f"{self.prefix}.bin")
         size = min(_BLOCK_SIZE, end)
-        blocks = []
-        for offset in np.linspace(0, end - size, num_blocks, dtype=np.int64).tolist():
-            blocks.append(self._pread(size, offset))
+        starts = np.linspace(0, end - size, num_blocks, dtype=np.int64)
+        blocks = [self._pread(size, start) for start in starts.tolist()]
         return b"".join(blocks)
 
     def __reduce__(self) -> tuple:
@@ -134,12 +132,39 @@ def _read_index(prefix: str) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarr
 
     Raises ValueError for missing, truncated or damaged files.
     """
-    # Phase 1: the size of the file
     path = f"{prefix}.idx"
     for needed in (path, f"{prefix}.bin"):
         if not os.path.isfile(needed):
             hint = resolve(_EXPLAIN_PREFIX)(prefix)
             raise ValueError(f"no dataset at {prefix!r}: {needed} does not exist. {hint}")
+
+    # Map the index: it may have 10^9 entries, of which a rank reads few.
+    dtype, num_sequences, num_documents = _read_header(path)
+    buffer = np.memmap(path, np.uint8, "r")
+    # The arrays follow each other without gaps.
+    lengths = np.frombuffer(buffer, "<i4", num_sequences, HEADER.size)
+    offsets_start = HEADER.size + lengths.nbytes
+    offsets = np.frombuffer(buffer, "<i8", num_sequences, offsets_start)
+    documents_start = offsets_start + offsets.nbytes
+    documents = np.frombuffer(buffer, "<i8", num_documents, documents_start)
+    if num_documents < 2 or documents[0] != 0 or documents[-1] != num_sequences:
+        raise ValueError(
+            f"{path}: its document boundaries do not range from 0 to {num_sequences}: it is damaged"
+        )
+    end = _check_offsets(path, lengths, offsets, dtype.itemsize)
+
+    size = os.path.getsize(f"{prefix}.bin")
+    if size != end:  # the .bin is truncated, or the .idx belongs to another dataset
+        problem = resolve(_EXPLAIN_SIZE)(prefix, dtype, lengths, size, end)
+        raise ValueError(problem)
+    return dtype, lengths, offsets, documents
+
+
+def _read_header(path: str) -> tuple[np.dtype, int, int]:
+    """Return the dtype of the tokens, N and D of an index.
+
+    Raises ValueError for a damaged header, and for one that does not fit the size of the file.
+    """
     size = os.path.getsize(path)
     if size < HEADER.size:
         raise ValueError(
@@ -147,9 +172,8 @@ def _read_index(prefix: str) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarr
             "or truncated"
         )
 
-    # Phase 2: the header. Map the index: it may have 10^9 entries, of which a rank reads few.
-    buffer = np.memmap(path, np.uint8, "r")
-    header = buffer[: HEADER.size].tobytes()
+    with open(path, "rb") as file:
+        header = file.read(HEADER.size)
     magic, version, code, num_sequences, num_documents = HEADER.unpack(header)
     if magic != MAGIC:
         raise ValueError(
@@ -168,31 +192,22 @@ def _read_index(prefix: str) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarr
         )
     if num_sequences == 0:
         raise ValueError(f"{path} holds no sequences: the dataset is empty")
-
-    # Phase 3: the arrays, which follow each other without gaps
-    lengths_start = HEADER.size
-    offsets_start = lengths_start + 4 * num_sequences
-    documents_start = offsets_start + 8 * num_sequences
-    lengths = np.frombuffer(buffer, "<i4", num_sequences, lengths_start)
-    offsets = np.frombuffer(buffer, "<i8", num_sequences, offsets_start)
-    documents = np.frombuffer(buffer, "<i8", num_documents, documents_start)
-    if num_documents < 2 or documents[0] != 0 or documents[-1] != num_sequences:
-        raise ValueError(
-            f"{path}: its document boundaries do not range from 0 to {num_sequences}: it is damaged"
-        )
-    _check_offsets(path, lengths, offsets, DTYPES[code].itemsize)
-    return DTYPES[code], lengths, offsets, documents
+    return DTYPES[code], num_sequences, num_documents
 
 
-def _check_offsets(path: str, lengths: np.ndarray, offsets: np.ndarray, itemsize: int) -> None:
-    """Raise ValueError unless the sequences follow each other without gaps, from byte 0 on."""
+def _check_offsets(path: str, lengths: np.ndarray, offsets: np.ndarray, itemsize: int) -> int:
+    """Return the byte after the last sequence.
+
+    Raises ValueError unless the sequences follow each other without gaps, from byte 0 on.
+    """
     end = 0
     block = 1 << 20  # bounds memory: an index can have 10^9 entries
     for first in range(0, len(lengths), block):
-        sizes = lengths[first : first + block].astype(np.int64) * itemsize
-        block_offsets = offsets[first : first + block]
-        expected = end + np.cumsum(sizes) - sizes
-        is_wrong = (sizes < 0) | (block_offsets != expected)
+        rows = slice(first, first + block)
+        sizes = lengths[rows].astype(np.int64) * itemsize
+        ends = end + np.cumsum(sizes)
+        expected = ends - sizes
+        is_wrong = (sizes < 0) | (offsets[rows] != expected)
         if is_wrong.any():
             in_block = int(np.argmax(is_wrong))
             sequence = first + in_block
@@ -200,18 +215,5 @@ def _check_offsets(path: str, lengths: np.ndarray, offsets: np.ndarray, itemsize
                 f"{path} is damaged: sequence {sequence} has {lengths[sequence]} tokens from byte "
                 f"{offsets[sequence]} on, but the one before ends at byte {expected[in_block]}"
             )
-        end = int(expected[-1] + sizes[-1])
-
-
-def _check_tokens_file(
-    prefix: str, dtype: np.dtype, lengths: np.ndarray, offsets: np.ndarray
-) -> None:
-    """Raise ValueError unless the .bin ends where the last sequence ends.
-
-    Otherwise the .bin is truncated, or the .idx belongs to another dataset.
-    """
-    size = os.path.getsize(f"{prefix}.bin")
-    expected = int(offsets[-1]) + int(lengths[-1]) * dtype.itemsize
-    if size == expected:
-        return
-    raise ValueError(resolve(_EXPLAIN_SIZE)(prefix, dtype, lengths, size, expected))
+        end = int(ends[-1])
+    return end

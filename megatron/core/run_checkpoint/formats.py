@@ -138,7 +138,7 @@ FORMATS = {
     "universal": Format(
         _is_universal,
         "megatron.conversion.deepspeed.universal:UniversalSource",
-        "megatron.conversion.deepspeed.files:list_universal_damage",
+        "megatron.conversion.deepspeed.universal_files:list_universal_damage",
     ),
     "accelerate": Format(_is_accelerate, "megatron.conversion.accelerate_fsdp:AccelerateSource"),
     "deepspeed": Format(

@@ -20,14 +20,14 @@ from megatron.core.dist_checkpointing.policy import CheckpointRef, ChosenCheckpo
 from megatron.core.module import initialize_parameters, param_info
 from megatron.core.object_path import path_of
 from megatron.core.optimizer.grad_norm import counts_for_model
-from megatron.core.parallel_state import ParallelState
+from megatron.core.parallel_state import ParallelState, gather_objects
 from megatron.core.run_checkpoint.formats import find_checkpoint, open_found
 from megatron.core.run_checkpoint.native_reader import load_from_source
 from megatron.core.run_checkpoint.source import Source
 from megatron.core.safe_files.schema import sequence, text
 from megatron.core.terminal import escape_control_chars
 from megatron.core.wings import resolve
-from megatron.training.adapters.layers import reset_magnitudes
+from megatron.training.adapters.adapted_layers import reset_magnitudes
 from megatron.training.adapters.targets import (
     find_unmatched_targets,
     iterate_linear_layers,
@@ -44,13 +44,6 @@ logger = logging.getLogger(__name__)
 _READ_ADAPTER = "megatron.conversion.huggingface.adapter_reader:read_adapter"
 _MAX_ELEMENTS = 1 << 22  # whose bits are summed up at once
 _SAME_IN_ALL_LAUNCHES = ("lora_rank", "lora_alpha", "lora_targets", "lora_dora")
-
-
-def gather_names(run: Run, names: list[str]) -> list[list[str]]:
-    """Return the names of all ranks. Collective."""
-    gathered: list[list[str]] = [[]] * run.ps.world_size
-    dist.all_gather_object(gathered, names)
-    return gathered
 
 
 def separate_adapters(state: ShardedStateDict) -> tuple[ShardedStateDict, ShardedStateDict]:
@@ -123,7 +116,7 @@ def _load_peft_files(run: Run, adapters: ShardedStateDict) -> None:
     directory = path_of(lora.lora_load)
     # Stages have different layers; the files must have those of all.
     keys: set[str] = set()
-    for keys_of_rank in gather_names(run, list(adapters)):
+    for keys_of_rank in gather_objects(list(adapters)):
         keys.update(keys_of_rank)
     model_type = run.base_model.model_type
     model = run.config.model
@@ -162,7 +155,7 @@ def check_adapters(run: Run) -> None:
         local_paths += list_available(iterate_linear_layers(chunk))
     # Layers may differ between pipeline stages.
     paths = []
-    for paths_of_rank in gather_names(run, local_paths):
+    for paths_of_rank in gather_objects(local_paths):
         paths += paths_of_rank
     unmatched = find_unmatched_targets(paths, lora.lora_targets)
     if unmatched:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from megatron.core.module import MegatronModule, param_info, set_param_info
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, TensorParallelRng
 from megatron.core.transformer.grouped_linear import GroupedLinear
-from megatron.training.adapters.layers import AdapterOptions, Linear, RowLayout, adapt_layer
+from megatron.training.adapters.adapted_layers import AdapterOptions, Linear, RowLayout, adapt_layer
 from megatron.training.config.lora_options import LoraConfig
 
 # Linear layers -> names of their projections, those of Llama in transformers

@@ -23,8 +23,8 @@ from megatron.core.optimizer import get_update_rule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.wings import resolve
 from megatron.training.checkpoint.contents import get_model_state, start_common_state
-from megatron.training.config.options import HF_DTYPES, HF_QUANTIZATIONS
 from megatron.training.config.run_config import Config
+from megatron.training.config.run_options import HF_DTYPES, HF_QUANTIZATIONS
 from megatron.training.run import Run
 from megatron.training.training import save_checkpoint
 

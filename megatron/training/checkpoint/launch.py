@@ -49,8 +49,8 @@ from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS
 from megatron.core.run_checkpoint.source import Source
 from megatron.core.wings import resolve
 from megatron.training.checkpoint.save_options import make_options
-from megatron.training.config.options import CheckpointConfig
 from megatron.training.config.run_config import Config
+from megatron.training.config.run_options import CheckpointConfig
 from megatron.training.config.stored_args import normalize_stored_args
 
 logger = logging.getLogger(__name__)

@@ -30,7 +30,7 @@ from megatron.training.checkpoint.contents import (
     unpack_own_state,
 )
 from megatron.training.checkpoint.launch import damage_explained
-from megatron.training.config.options import CheckpointConfig
+from megatron.training.config.run_options import CheckpointConfig
 from megatron.training.config.stored_args import normalize_stored_args, unpack_single
 from megatron.training.initialize import seed_everything
 from megatron.training.run import Run, TrainState

@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing.saving.retention import RetentionRules
 from megatron.core.dist_checkpointing.saving.run_saver import RunSaver
 from megatron.core.run_checkpoint.formats import FORMATS
 from megatron.core.run_checkpoint.tokenizer_files import read_tokenizer_files
-from megatron.training.config.options import CheckpointConfig
+from megatron.training.config.run_options import CheckpointConfig
 from megatron.training.reporting.console import report_line
 
 

@@ -16,8 +16,8 @@ from megatron.core.transformer.transformer_config import (
     select_architecture_fields,
 )
 from megatron.training.config.arguments import FlagValues, build
-from megatron.training.config.options import DistributedConfig
 from megatron.training.config.parsing import make_flag_parser
+from megatron.training.config.run_options import DistributedConfig
 from megatron.training.config.stored_args import normalize_stored_args, unpack_single
 from megatron.training.initialize import join
 

@@ -47,13 +47,13 @@ def field_docs(section: type) -> dict[str, str]:
     """Return the docstring under each field, from the source of the class and its bases."""
     docs = {}
     for base in filter(dataclasses.is_dataclass, section.__mro__):
-        body = _parse_classes(base.__module__)[base.__qualname__].body
+        classes = _parse_classes(base.__module__)
+        body = classes[base.__qualname__].body
         for statement, following in itertools.pairwise(body):
             if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr):
-                assert isinstance(statement.target, ast.Name)
+                name = ast.unparse(statement.target)
                 text = ast.literal_eval(following.value)
-                words = text.split()
-                docs[statement.target.id] = " ".join(words)
+                docs[name] = " ".join(text.split())
     return docs
 
 
@@ -72,7 +72,8 @@ def _parse_classes(module: str) -> dict[str, ast.ClassDef]:
 def get_metavariable(hint: Any) -> str:
     """Return the name of a word of this type in --help."""
     if typing.get_origin(hint) is tuple:
-        return ",".join(map(get_metavariable, typing.get_args(hint)))
+        names = map(get_metavariable, typing.get_args(hint))
+        return ",".join(names)
     return {int: "N", float: "X"}.get(hint, "STR")
 
 
@@ -91,9 +92,18 @@ def _add_help(group: argparse._ArgumentGroup, section: type, field: FlagField) -
         elif may_lack_word(field, section):
             options["nargs"] = "?"
     text = _make_help_text(section, field)
+    options["help"] = text.replace("%", "%%")
     name = option_names(field)[0]
-    escaped_text = text.replace("%", "%%")
-    group.add_argument(name, help=escaped_text, **options)
+    group.add_argument(name, **options)
+
+
+def _format_default(default: Any) -> str:
+    """Return the words of a default; empty for a flag without a word or a default."""
+    if default is None or isinstance(default, bool):
+        return ""
+    if isinstance(default, tuple):
+        return " ".join(map(str, default))
+    return str(default)
 
 
 def _make_help_text(section: type, field: FlagField) -> str:
@@ -103,21 +113,20 @@ def _make_help_text(section: type, field: FlagField) -> str:
         if first_word.istitle():  # not a name such as YaRN
             text = text[0].lower() + text[1:]
         text = f"Disable this default: {text}"
-    if field.metadata["choices"]:
-        choices = ", ".join(field.metadata["choices"])
-        text += f" One of {choices}."
-    default = field.default
-    if isinstance(default, tuple):
-        default = " ".join(map(str, default))
-    if default not in (None, "") and not isinstance(default, bool):
+    choices = field.metadata["choices"]
+    if choices:
+        listed = ", ".join(choices)
+        text += f" One of {listed}."
+    default = _format_default(field.default)
+    if default:
         text += f" (default: {default})"
+    # The values of another flag that the flag requires: one word, or several
     for name, expected in field.metadata["when"].items():
-        if isinstance(expected, str):
-            expected = (expected,)
         if isinstance(expected, tuple):
+            expected = " or ".join(expected)
+        if isinstance(expected, str):
             dashed = name.replace("_", "-")
-            alternatives = " or ".join(expected)
-            text += f" Only with --{dashed} {alternatives}."
+            text += f" Only with --{dashed} {expected}."
     for other_name in option_names(field)[1:]:
         text += f" Also {other_name}."
     return text

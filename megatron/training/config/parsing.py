@@ -20,8 +20,8 @@ from megatron.core.object_path import ObjectPath, path_of
 from megatron.core.wings import resolve
 from megatron.training.config import run_rules
 from megatron.training.config.arguments import FlagParser, FlagValues, build, flag_fields
-from megatron.training.config.options import DistributedConfig, RestartConfig
 from megatron.training.config.run_config import SECTIONS, Config
+from megatron.training.config.run_options import DistributedConfig, RestartConfig
 from megatron.training.rendezvous import environment_rank
 
 # Imported for --use-checkpoint-args

@@ -19,7 +19,7 @@ from megatron.core.wings import resolve
 from megatron.training.config.arguments import flag_fields
 from megatron.training.config.batch_schedule import BatchSchedule
 from megatron.training.config.lora_options import LoraConfig
-from megatron.training.config.options import (
+from megatron.training.config.run_options import (
     CheckpointConfig,
     DataLoaderConfig,
     DistributedConfig,

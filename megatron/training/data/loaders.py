@@ -29,9 +29,10 @@ from megatron.core.datasets.gpt_dataset import TokenFiles
 from megatron.core.datasets.index_cache import compute_digest
 from megatron.core.datasets.ordered_workers import OrderedWorkers
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
+from megatron.core.parallel_state import gather_objects
 from megatron.core.transformer.placement import WHOLE_SEQUENCES, ContextParallel
 from megatron.core.wings import resolve
-from megatron.training.config.options import DataLoaderConfig
+from megatron.training.config.run_options import DataLoaderConfig
 from megatron.training.data.tokenizer import Tokenizer
 from megatron.training.run import Batch, Datasets, DatasetsProvider, Run
 
@@ -105,9 +106,8 @@ def build_on_one_rank_per_node_first(build: Callable[[bool], T], needs_data: boo
 
     Returns None on ranks that do not need data. Collective.
     """
-    hosts: list[tuple[str, bool]] = [("", False)] * dist.get_world_size()
     local_host = (socket.gethostname(), needs_data)
-    dist.all_gather_object(hosts, local_host)
+    hosts = gather_objects(local_host)
     # The first rank on each host that needs data: ranks of a host share the page cache.
     is_first = needs_data and hosts.index(local_host) == dist.get_rank()
     datasets = None

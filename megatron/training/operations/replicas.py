@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.policy import is_multiple
 from megatron.core.module import param_info
+from megatron.core.parallel_state import gather_objects
 from megatron.core.tensor_parallel.layers import open_main_grad
 from megatron.training.operations.reexecution import (
     Step,
@@ -32,6 +33,9 @@ logger = logging.getLogger(__name__)
 _DIGEST_CHUNK = 1 << 22  # elements
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 _MAX_LISTED = 3  # parameters
+
+Digests = list[list[int]]
+"""Of each parameter"""
 
 
 # ---- Gradients of another replica (--gradient-check-interval) ----
@@ -68,14 +72,13 @@ def check_gradients(run: Run, step: Step) -> Tensor:
     Returns the losses; the gradients are ready to be reduced. After a transient error the step is
     repeated. Raises WrongResultError on all ranks if replicas disagree again. Collective.
     """
-    names = name_gradients(run)
     with local_gradients(run):
         previous = receive_step(run, step)
         execute(run, previous)
         by_next = shift(run, digest_gradients(run), -1)
         losses = execute(run, step)
         local = digest_gradients(run)
-        differs = not torch.equal(local, by_next)
+        differs = local != by_next
         if not is_true_anywhere(run, differs):
             return losses
         # Repeat the step on both, to find out which of them was wrong.
@@ -85,26 +88,11 @@ def check_gradients(run: Run, step: Step) -> Tensor:
         local_again = digest_gradients(run)
 
     disagreement = None
-    dp = run.ps.dp
-    if differs or not torch.equal(local_again, by_next_again):
-        rows = (local != by_next) | (local_again != by_next_again)
-        listed = [name for name, row in zip(names, rows.any(dim=1), strict=True) if row]
-        following = (dp.rank + 1) % dp.size
-        suspects, is_transient = judge(
-            *(table.flatten().tolist() for table in (local, by_next, local_again, by_next_again))
-        )
-        pair = (dp.rank, following)
-        disagreement = Disagreement(
-            pair,
-            (run.ps.rank, dp.ranks[following]),
-            tuple(pair[suspect] for suspect in suspects),
-            is_transient,
-            tuple(listed),
-        )
-    gathered: list[Any] = [None] * run.ps.world_size
-    dist.all_gather_object(gathered, (socket.gethostname(), disagreement))
-    hosts = [host for host, _ in gathered]
-    disagreements = [report for _, report in gathered if report is not None]
+    if differs or local_again != by_next_again:
+        disagreement = _compare(run, local, by_next, local_again, by_next_again)
+    hosts = gather_objects(socket.gethostname())
+    reports = gather_objects(disagreement)
+    disagreements = [report for report in reports if report is not None]
     message = f"iteration {run.state.iteration + 1}: {describe(disagreements, hosts)}"
     if not all(report.is_transient for report in disagreements):
         raise WrongResultError(f"{message} The step is not applied")
@@ -113,11 +101,29 @@ def check_gradients(run: Run, step: Step) -> Tensor:
     return losses
 
 
+def _compare(
+    run: Run, local: Digests, by_next: Digests, local_again: Digests, by_next_again: Digests
+) -> Disagreement:
+    """Return how this replica and the next one disagree. The arguments are those of `judge`."""
+    parameters = []
+    names = [name for name, _ in _iterate_params(run)]
+    for row, name in enumerate(names):
+        agrees = local[row] == by_next[row]
+        agrees_again = local_again[row] == by_next_again[row]
+        if not agrees or not agrees_again:
+            parameters.append(name)
+
+    dp = run.ps.dp
+    following = (dp.rank + 1) % dp.size
+    pair = (dp.rank, following)
+    ranks = (run.ps.rank, dp.ranks[following])
+    suspects, is_transient = judge(local, by_next, local_again, by_next_again)
+    suspected = tuple(pair[suspect] for suspect in suspects)
+    return Disagreement(pair, ranks, suspected, is_transient, tuple(parameters))
+
+
 def judge(
-    local: Sequence[int],
-    by_next: Sequence[int],
-    local_again: Sequence[int],
-    by_next_again: Sequence[int],
+    local: Digests, by_next: Digests, local_again: Digests, by_next_again: Digests
 ) -> tuple[tuple[int, ...], bool]:
     """Return which of two replicas, 0 and 1, may be wrong, and whether the error is transient.
 
@@ -153,14 +159,20 @@ def describe(disagreements: Sequence[Disagreement], hosts: Sequence[str]) -> str
             if replica in replicas:
                 ranks.add(rank)
         parameters |= dict.fromkeys(report.parameters)
+    # The ranks
     names = [f"rank {rank} ({hosts[rank]})" for rank in sorted(ranks)]
-    certain = len(replicas) == 1 and len(ranks) == 1
+    subject = " and ".join(names)
+    is_certain = len(replicas) == 1 and len(ranks) == 1
+    if not is_certain:
+        subject = f"one of {subject}"
+
+    # The gradients
     listed = ", ".join(list(parameters)[:_MAX_LISTED])
     if len(parameters) > _MAX_LISTED:
         listed += f" and {len(parameters) - _MAX_LISTED} more"
-    is_transient = all(report.is_transient for report in disagreements)
-    repeated = "agrees" if is_transient else "does not agree"
-    subject = names[0] if certain else f"one of {' and '.join(names)}"
+    repeated = "does not agree"
+    if all(report.is_transient for report in disagreements):
+        repeated = "agrees"
     return (
         f"{subject} has computed wrong gradients of {listed}: another replica has got other bits "
         f"for the same samples. The repeated step {repeated}. Test the device before using it "
@@ -177,14 +189,11 @@ def _iterate_params(run: Run) -> Iterator[tuple[str, nn.Parameter]]:
                 yield f"{span.spec.name} ({prefix}bucket {bucket_index})", param
 
 
-def name_gradients(run: Run) -> list[str]:
-    """Return the names of the rows of `digest_gradients`."""
-    return [name for name, _ in _iterate_params(run)]
-
-
-def digest_gradients(run: Run) -> Tensor:
-    """Return two 64-bit sums of the local gradient of each parameter, `[parameters, 2]`."""
-    return torch.stack([digest(open_main_grad(param)) for _, param in _iterate_params(run)]).cpu()
+def digest_gradients(run: Run) -> Digests:
+    """Return two 64-bit sums of the local gradient of each parameter."""
+    digests = [digest(open_main_grad(param)) for _, param in _iterate_params(run)]
+    rows: Digests = torch.stack(digests).tolist()
+    return rows
 
 
 def digest(tensor: Tensor) -> Tensor:
@@ -193,7 +202,8 @@ def digest(tensor: Tensor) -> Tensor:
     sums = torch.zeros(2, dtype=torch.int64, device=tensor.device)
     for start in range(0, len(bits), _DIGEST_CHUNK):
         values = bits[start : start + _DIGEST_CHUNK].long()
-        positions = torch.arange(start + 1, start + 1 + len(values), device=tensor.device)
+        first = start + 1  # positions count from 1
+        positions = torch.arange(first, first + len(values), device=tensor.device)
         sums += torch.stack((values.sum(), (values * positions).sum()))
     return sums
 
@@ -216,31 +226,38 @@ def check_weights(run: Run) -> None:
     """
     for chunk in run.chunks:
         chunk.finish_param_sync()
-    names = []
-    digests = []
+    digests = {}
     for name, param in _iterate_params(run):
         if not param_info(param).sharding.is_expert:  # replicas of experts are other ranks
-            names.append(name)
-            digests.append(tuple(digest(param).tolist()))
+            digests[name] = tuple(digest(param).tolist())
     axis = run.ps.dp_cp
-    by_replica: list[list[tuple[int, ...]]] = [[]] * axis.size
-    dist.all_gather_object(by_replica, digests, group=axis.group)
+    by_replica = gather_objects(digests, axis.group)
 
+    # Digests that differ from those of most replicas; in a tie, all of them may be wrong.
     deviations = []
-    for index, name in enumerate(names):
-        counts = Counter(rows[index] for rows in by_replica)
-        (most_common, count), *next_common = counts.most_common()
-        is_tie = bool(next_common) and next_common[0][1] == count
-        for rank, rows in zip(axis.ranks, by_replica, strict=True):
-            if is_tie or rows[index] != most_common:
+    for name in digests:
+        values = [digests_of_replica[name] for digests_of_replica in by_replica]
+        right = _find_majority(values)
+        for rank, value in zip(axis.ranks, values, strict=True):
+            if value != right:
                 deviations.append((rank, name))
-    gathered: list[list[tuple[int, str]]] = [[]] * run.ps.world_size
-    dist.all_gather_object(gathered, deviations)
-    unique = sorted({deviation for rows in gathered for deviation in rows})
+    unique = set(itertools.chain.from_iterable(gather_objects(deviations)))
     if unique:
-        listed = ", ".join(f"{name} on rank {rank}" for rank, name in unique[:_MAX_LISTED])
+        texts = [f"{name} on rank {rank}" for rank, name in sorted(unique)]
+        listed = ", ".join(texts[:_MAX_LISTED])
+        if len(texts) > _MAX_LISTED:
+            listed += " and more"
         raise ValueError(
             f"iteration {run.state.iteration}: the weights of data-parallel replicas differ: "
-            f"{listed}{' and more' if len(unique) > _MAX_LISTED else ''}. Continue from a "
-            "checkpoint before the last successful comparison"
+            f"{listed}. Continue from a checkpoint before the last successful comparison"
         )
+
+
+def _find_majority(values: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
+    """Return the most common value, or None if another one is as common."""
+    (most_common, count), *next_common = Counter(values).most_common(2)
+    if next_common:
+        _, next_count = next_common[0]
+        if next_count == count:
+            return None
+    return most_common

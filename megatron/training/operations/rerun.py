@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import random
 import socket
 from collections.abc import Iterator, Sequence
-from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.policy import is_multiple
+from megatron.core.parallel_state import gather_objects
 from megatron.training.operations.reexecution import (
     WrongResultError,
     execute,
@@ -84,9 +84,7 @@ class ResultValidator:
             diagnosis = self._diagnose(reason, loss, repeated, by_next, has_replicas)
             name = f"rank {run.ps.rank} ({socket.gethostname()})"
             verdict = (f"{reason} on {name}: {diagnosis}", reason, diagnosis)
-        gathered: list[Any] = [None] * run.ps.world_size
-        dist.all_gather_object(gathered, verdict)
-        verdicts = [row for row in gathered if row is not None]
+        verdicts = [row for row in gather_objects(verdict) if row is not None]
         messages = "; ".join(row[0] for row in verdicts)
         message = f"iteration {run.state.iteration + 1}: {messages}"
         if all(reason.startswith("spiky loss") for _, reason, _ in verdicts):
@@ -164,10 +162,9 @@ class DeterminismReport:
         if first is not None and second is not None:
             self._differences.append(compute_difference(first, second))
         if is_multiple(run.state.iteration + 1, self._log_interval):
-            gathered: list[list[float]] = [[]] * run.ps.world_size
-            dist.all_gather_object(gathered, self._differences)
+            differences = itertools.chain.from_iterable(gather_objects(self._differences))
             self._differences = []
-            logger.info(format_differences([value for rank in gathered for value in rank]))
+            logger.info(format_differences(list(differences)))
         return losses
 
 

@@ -15,10 +15,10 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from megatron.core.deferred import start_max_reduce
-from megatron.training.config.options import OperationsConfig
+from megatron.core.parallel_state import gather_objects
+from megatron.training.config.run_options import OperationsConfig
 from megatron.training.operations.collectives import CollectiveRecorder
 from megatron.training.reporting.measurements import Timers
 from megatron.training.restart.monitor import listen_at_node_address
@@ -134,9 +134,7 @@ class StragglerDetector:
         iteration = self._run.state.iteration
         if not self._is_due(iteration):
             return
-        local = self._measure()
-        measurements = [local] * self._run.ps.world_size
-        dist.all_gather_object(measurements, local)
+        measurements = gather_objects(self._measure())
         if self._is_enabled and self._run.ps.rank == 0:
             for row in format_report(measurements, self._config.straggler_minmax_count):
                 logger.info(row)

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron.core.durable_files import write_durably
 from megatron.core.transformer.config_parts import LOAD
-from megatron.training.config.options import LoggingConfig
+from megatron.training.config.run_options import LoggingConfig
 from megatron.training.reporting.intervals import Interval, Iteration
 from megatron.training.reporting.writers import Writer, compute_mean
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.module import param_info
 from megatron.core.optimizer import counts_for_model
-from megatron.core.parallel_state import ParallelState
+from megatron.core.parallel_state import ParallelState, gather_objects
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 _STATM = Path("/proc/self/statm")  # Linux
@@ -55,8 +55,7 @@ def measure_max_memory(device: torch.device) -> float:
 
 def format_memory_line(iteration: int, device: torch.device) -> str:
     """Return a log line with the maximum of each metric over all ranks. Collective."""
-    gathered: list[dict[str, float]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(gathered, measure_memory(device))
+    gathered = gather_objects(measure_memory(device))
 
     # All ranks have the same kind of device, hence the same metrics.
     texts = []
@@ -244,8 +243,7 @@ class Timers:
         """
         if self.level == 0:
             return {}
-        gathered: list[dict[str, float]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(gathered, dict(self._seconds))
+        gathered = gather_objects(dict(self._seconds))
         self._seconds.clear()
 
         # Stages have different timers: the others' are 0.

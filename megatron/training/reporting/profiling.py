@@ -10,7 +10,7 @@ from types import TracebackType
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from megatron.training.config.options import ProfilingConfig
+from megatron.training.config.run_options import ProfilingConfig
 from megatron.training.reporting.console import EVERY_RANK
 from megatron.training.reporting.measurements import Timers
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from megatron.training.reporting.recorded_launches import (
+    Point,
     RecordedLaunch,
     Row,
     find_kept_iterations,
@@ -100,8 +102,9 @@ def _judge_loss(launches: Sequence[RecordedLaunch]) -> Sentence | None:
     losses = []
     for launch, kept in zip(launches, find_kept_iterations(launches), strict=True):
         for row in launch.intervals:
-            if row["iteration"] <= kept and row.get("lm_loss") is not None:
-                losses.append(row["lm_loss"])
+            loss = row.get("lm_loss")
+            if loss is not None and row["iteration"] <= kept:
+                losses.append(loss)
     if not losses:
         return None
     newest = losses[-1]
@@ -110,8 +113,8 @@ def _judge_loss(launches: Sequence[RecordedLaunch]) -> Sentence | None:
     size = max(1, int(_TREND_SHARE * len(losses)))
     if len(losses) < 2 * size:
         return Sentence("good", f"Training loss {newest:.3f}.")
-    recent = sum(losses[-size:]) / size
-    before = sum(losses[-2 * size : -size]) / size
+    recent = statistics.fmean(losses[-size:])
+    before = statistics.fmean(losses[-2 * size : -size])
     change = 0.0
     if before != 0:
         change = (recent - before) / abs(before)
@@ -120,18 +123,58 @@ def _judge_loss(launches: Sequence[RecordedLaunch]) -> Sentence | None:
     if trend in ("+0.00%", "-0.00%"):
         trend = "unchanged"
     text = f"Training loss {newest:.3f}, {trend} over the last {_TREND_SHARE:.0%} of it."
-    is_falling = change < 0.01
-    return Sentence("good" if is_falling else "warn", text)
+    if change < 0.01:
+        return Sentence("good", text)
+    return Sentence("warn", text)
 
 
 def _judge_spikes(launches: Sequence[RecordedLaunch]) -> Sentence | None:
     """Report losses far above those before them."""
-    curve = []
+    curve: list[Point] = []
     for launch, kept in zip(launches, find_kept_iterations(launches), strict=True):
-        curve += [point for point in make_curve(launch, "lm_loss") if point[0] <= kept]
+        for iteration, loss in make_curve(launch, "lm_loss"):
+            if iteration <= kept:
+                curve.append((iteration, loss))
+    spikes = _find_spikes(curve)
+    if not spikes:
+        return None
 
-    # A spike begins at a loss that is too high, and ends at the next one that is not.
-    spikes: list[tuple[float, float, float, float]] = []  # iteration, loss before, loss, end
+    largest = max(spikes, key=_Spike.compute_height)
+    text = (
+        f"Loss spikes: {len(spikes)}; the largest from {largest.before:.3f} to "
+        f"{largest.highest:.3f}, at "
+    )
+    if largest.first == largest.last:
+        text += f"iteration {largest.first}"
+    else:
+        text += f"iterations {largest.first} to {largest.last}"
+    newest = spikes[-1]
+    last_iteration, _ = curve[-1]
+    if newest.last == last_iteration:
+        return Sentence(
+            "bad", f"{text}. The loss has not come down since iteration {newest.first}."
+        )
+    return Sentence("warn", f"{text}.")
+
+
+@dataclass
+class _Spike:
+    """Consecutive losses that are too high."""
+
+    first: float
+    """Iteration."""
+    last: float
+    before: float
+    """Median loss before the spike."""
+    highest: float
+
+    def compute_height(self) -> float:
+        return self.highest - self.before
+
+
+def _find_spikes(curve: Sequence[Point]) -> list[_Spike]:
+    """Return the spikes; each ends at the next loss that is not too high."""
+    spikes: list[_Spike] = []
     window: list[float] = []
     is_high = False
     for iteration, loss in curve:
@@ -146,19 +189,12 @@ def _judge_spikes(launches: Sequence[RecordedLaunch]) -> Sentence | None:
             is_high = False
             continue
         if not is_high:
-            spikes.append((iteration, before, loss, iteration))
+            spikes.append(_Spike(iteration, iteration, before, loss))
         is_high = True
-        first, before, highest, _ = spikes[-1]
-        spikes[-1] = (first, before, max(highest, loss), iteration)
-    if not spikes:
-        return None
-
-    first, before, highest, last = max(spikes, key=lambda spike: spike[2] - spike[1])
-    text = f"Loss spikes: {len(spikes)}; the largest from {before:.3f} to {highest:.3f}, at "
-    text += f"iteration {first}" if first == last else f"iterations {first} to {last}"
-    if is_high:
-        return Sentence("bad", f"{text}. The loss has not come down since iteration {first}.")
-    return Sentence("warn", f"{text}.")
+        spike = spikes[-1]
+        spike.last = iteration
+        spike.highest = max(spike.highest, loss)
+    return spikes
 
 
 def _judge_ranks(newest: RecordedLaunch) -> Sentence | None:
@@ -221,21 +257,21 @@ def _judge_time(goodput: Mapping[str, float]) -> Sentence | None:
     total = sum(goodput.values())
     if total <= 0:
         return None
-    share = goodput["training"] / total
+    lost = dict(goodput)
+    share = lost.pop("training") / total
     text = f"{share:.0%} of the time was productive training"
 
     # Name the two largest losses, if they matter.
-    lost = {name: seconds for name, seconds in goodput.items() if name != "training"}
-    by_seconds = sorted(lost.items(), key=lambda item: -item[1])
     losses = []
-    for name, seconds in by_seconds[:2]:
-        if seconds > 0.01 * total:
+    for name in sorted(lost, key=lost.__getitem__, reverse=True)[:2]:
+        if lost[name] > 0.01 * total:
             label = _LOSSES.get(name, name)
-            losses.append(f"{label} {_format_duration(seconds)}")
+            losses.append(f"{label} {_format_duration(lost[name])}")
     if losses:
         text += f"; most was lost by: {', '.join(losses)}"
-    is_productive = share >= _PRODUCTIVE_SHARE
-    return Sentence("good" if is_productive else "warn", f"{text}.")
+    if share >= _PRODUCTIVE_SHARE:
+        return Sentence("good", f"{text}.")
+    return Sentence("warn", f"{text}.")
 
 
 def _format_duration(seconds: float) -> str:

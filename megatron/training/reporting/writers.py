@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from megatron.core.transformer.config_parts import LOAD
 from megatron.core.wings import resolve
-from megatron.training.config.options import LoggingConfig
+from megatron.training.config.run_options import LoggingConfig
 from megatron.training.reporting.intervals import Interval
 from megatron.training.reporting.run_record import RunRecord
 

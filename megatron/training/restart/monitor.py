@@ -20,7 +20,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from megatron.core.terminal import print_line
-from megatron.training.config.options import RestartConfig
+from megatron.training.config.run_options import RestartConfig
 from megatron.training.rendezvous import (
     agree_on_prefix,
     environment_rank,

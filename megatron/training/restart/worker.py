@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d
 
 from megatron.core.parallel_state import forget_groups
 from megatron.core.terminal import print_line
-from megatron.training.config.options import RestartConfig
+from megatron.training.config.run_options import RestartConfig
 from megatron.training.fatal_errors import explain_lack_of_memory, is_lost_rank
 from megatron.training.rendezvous import environment_rank, environment_world_size
 from megatron.training.reporting.console import configure_logging

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron.conversion.convert import compare, convert
+from megatron.conversion.checkpoint_conversion import compare, convert
 from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import ReadOptions
 from megatron.core.dist_checkpointing import CheckpointError

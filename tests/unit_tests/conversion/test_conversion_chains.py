@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.conversion.convert import WRITERS, convert
+from megatron.conversion.checkpoint_conversion import WRITERS, convert
 from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import WriteOptions
 from tests import GOLDEN

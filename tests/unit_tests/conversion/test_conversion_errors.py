@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.conversion.convert import compare, convert
+from megatron.conversion.checkpoint_conversion import compare, convert
 from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
 from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import WriteOptions
@@ -174,7 +174,7 @@ def test_quota_leaves_no_partial_result(sources, tmp_path, saver):
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from megatron.conversion.convert import convert
+from megatron.conversion.checkpoint_conversion import convert
 from megatron.conversion.options import WriteOptions
 
 calls = 0
@@ -218,7 +218,7 @@ def test_killed_conversion_can_be_repeated(sources, tmp_path, saver, existing):
 
 STOPPED = """
 import os, signal
-import megatron.conversion.convert as c
+import megatron.conversion.checkpoint_conversion as c
 from tools.checkpoint.convert import main
 
 write = c.WRITERS["{saver}"]

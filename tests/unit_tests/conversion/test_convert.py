@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.conversion.convert import WRITERS, compare, convert
+from megatron.conversion.checkpoint_conversion import WRITERS, compare, convert
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
 from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
 from megatron.conversion.model_space.layouts import Layout

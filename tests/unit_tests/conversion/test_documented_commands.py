@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron.commands.conversion import run
-from megatron.conversion.convert import WRITERS, convert
+from megatron.conversion.checkpoint_conversion import WRITERS, convert
 from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
 from megatron.conversion.opening import open_checkpoint
 from megatron.core.dist_checkpointing import write_tracker

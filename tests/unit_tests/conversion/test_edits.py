@@ -10,7 +10,7 @@ import transformers
 from safetensors.numpy import load_file, save_file
 from torch import nn
 
-from megatron.conversion.convert import WRITERS, convert
+from megatron.conversion.checkpoint_conversion import WRITERS, convert
 from megatron.conversion.editing.edits import apply_edits
 from megatron.conversion.huggingface.directory_writer import write_huggingface
 from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist

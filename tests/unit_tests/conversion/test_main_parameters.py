@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.conversion.convert import convert
+from megatron.conversion.checkpoint_conversion import convert
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
 from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
 from megatron.conversion.model_space.layouts import Layout
@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing import (
 from megatron.core.run_checkpoint.native_reader import load_from_source
 from megatron.core.run_checkpoint.source import Source
 from megatron.training.checkpoint.launch import TrainingDirectory
-from megatron.training.config.options import CheckpointConfig
+from megatron.training.config.run_options import CheckpointConfig
 from tests.support.compare import read_whole
 from tests.support.memory_source import LLAMA_ARGS, MemorySource, random_source
 

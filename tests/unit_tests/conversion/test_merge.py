@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 from megatron import api
 from megatron.commands import merging
-from megatron.conversion.convert import WRITERS, convert, write_checkpoint
+from megatron.conversion.checkpoint_conversion import WRITERS, convert, write_checkpoint
 from megatron.conversion.editing.merged_source import (
     MergedSource,
     compute_schedule_weights,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron.conversion.convert import convert
+from megatron.conversion.checkpoint_conversion import convert
 from megatron.conversion.huggingface import directory_writer
 from megatron.conversion.huggingface.safetensors_files import SafetensorsWriter
 from megatron.conversion.opening import open_checkpoint

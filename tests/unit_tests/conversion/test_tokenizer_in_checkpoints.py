@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.conversion.convert import convert
+from megatron.conversion.checkpoint_conversion import convert
 from megatron.conversion.opening import open_checkpoint
 from megatron.core import object_storage
 from megatron.core.object_path import path_of

@@ -9,7 +9,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from megatron.conversion.convert import convert
+from megatron.conversion.checkpoint_conversion import convert
 from megatron.conversion.deepspeed.universal_writer import write_universal
 from megatron.conversion.huggingface.directory_writer import write_huggingface
 from megatron.conversion.huggingface.model_tokenizer import ExportedTokenizer, copy_processor

@@ -4,11 +4,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megatron.core import triton_kernels, triton_norms
+from megatron.core import triton_kernels, triton_norms, triton_rotary
 
 KERNELS = {
     name: kernel
-    for module in (triton_kernels, triton_norms)
+    for module in (triton_kernels, triton_norms, triton_rotary)
     for name, kernel in vars(module).items()
     if name.endswith("_kernel")
 }

@@ -25,6 +25,7 @@ LAYERS = [
         "megatron.core.terminal",
         "megatron.core.triton_kernels",
         "megatron.core.triton_norms",
+        "megatron.core.triton_rotary",
         "megatron.core.wings",
     },
     {"megatron.core.dist_checkpointing", "megatron.core.imports"},
@@ -202,10 +203,7 @@ def test_core_is_small():
 
 
 def test_files_are_short_and_readable():
-    """A file answers one question, and a line has one thought: about 6 nodes of the syntax tree.
-
-    The number of dense files may only become smaller.
-    """
+    """A file answers one question, and a line has one thought: about 6 nodes of the syntax tree."""
     long = []
     dense = []
     for path in sorted((ROOT / "megatron").rglob("*.py")):
@@ -217,7 +215,7 @@ def test_files_are_short_and_readable():
         if lines > 30 and nodes > 7 * lines:
             dense.append(path.name)
     assert long == []
-    assert len(dense) <= 10, dense
+    assert dense == []
 
 
 def find_cycle(graph: dict[str, set[str]]) -> list[str] | None:

@@ -17,6 +17,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from megatron.core import triton_kernels as kernels  # noqa: E402
 from megatron.core import triton_norms as norms  # noqa: E402
+from megatron.core import triton_rotary as rotary  # noqa: E402
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Rounding to each dtype once. The interpreter truncates bf16 instead of rounding it.
@@ -28,7 +29,7 @@ def small_blocks(monkeypatch):
     """Make small tensors span several blocks, the last one incomplete."""
     monkeypatch.setattr(kernels, "_BLOCK", 32)
     monkeypatch.setattr(kernels, "_LOGITS_BLOCK", 32)
-    monkeypatch.setattr(kernels, "_HEADS_BLOCK", 4)
+    monkeypatch.setattr(rotary, "_HEADS_BLOCK", 4)
 
 
 @pytest.fixture(autouse=True)
@@ -215,15 +216,15 @@ def test_rotation(shape, pairs, dtype, interleaved):
     cos, sin = make_tables(shape[0], pairs, dtype)
     for inverse in (False, True):
         expected = torch.empty_like(x)
-        kernels.compute_rotation(x, expected, cos, sin, inverse, interleaved)
+        rotary.compute_rotation(x, expected, cos, sin, inverse, interleaved)
         y = torch.empty_like(x)
-        kernels.run_rotation(x, y, cos, sin, inverse, interleaved)
+        rotary.run_rotation(x, y, cos, sin, inverse, interleaved)
         assert_close(y, expected, dtype, scale=2)
         in_place = x.clone()
-        kernels.run_rotation(in_place, in_place, cos, sin, inverse, interleaved)
+        rotary.run_rotation(in_place, in_place, cos, sin, inverse, interleaved)
         assert torch.equal(in_place, y)
     # Back to the input
-    kernels.run_rotation(y, y, cos, sin, False, interleaved)
+    rotary.run_rotation(y, y, cos, sin, False, interleaved)
     assert_close(y, x, dtype, scale=8)
 
 
@@ -232,18 +233,18 @@ def test_rotation_of_views():
     mixed = torch.randn(5, 2, 3, 4, 12)
     cos, sin = make_tables(5, 5, torch.float32)
     expected = mixed.clone()
-    kernels.compute_rotation(mixed[..., :3, :], expected[..., :3, :], cos, sin, False, False)
+    rotary.compute_rotation(mixed[..., :3, :], expected[..., :3, :], cos, sin, False, False)
     rotated = mixed.clone()
     heads = rotated[..., :3, :]
-    kernels.run_rotation(heads, heads, cos, sin, False, False)
+    rotary.run_rotation(heads, heads, cos, sin, False, False)
     assert_close(rotated, expected)
     assert torch.equal(rotated[..., 3, :], mixed[..., 3, :])
     dq = torch.randn(2, 3, 3, 5, 12).permute(3, 0, 1, 2, 4)
     assert not dq.is_contiguous()
     dmixed = torch.full_like(mixed, 7.0)
-    kernels.run_rotation(dq, dmixed[..., :3, :], cos, sin, True, False)
+    rotary.run_rotation(dq, dmixed[..., :3, :], cos, sin, True, False)
     gradient = torch.empty_like(dq)
-    kernels.compute_rotation(dq, gradient, cos, sin, True, False)
+    rotary.compute_rotation(dq, gradient, cos, sin, True, False)
     assert_close(dmixed[..., :3, :], gradient)
     assert (dmixed[..., 3, :] == 7).all()
 

@@ -360,6 +360,14 @@ def noisy_losses(num_points):
                 "has not come down since iteration 59.",
             ),
         ),
+        (
+            {30: 9.0, 59: 8.0, 60: 6.0},
+            (
+                "bad",
+                "Loss spikes: 2; the largest from 3.825 to 9.000, at iteration 30. The loss has "
+                "not come down since iteration 59.",
+            ),
+        ),
     ],
 )
 def test_verdict_of_loss_spikes(tmp_path, spikes, expected):

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from megatron.conversion.convert import WRITERS
+from megatron.conversion.checkpoint_conversion import WRITERS
 from megatron.conversion.deepspeed import names
 from megatron.conversion.options import FORMAT_NAMES, READ_FORMATS, UNIVERSAL_STYLES
 from megatron.core.dist_checkpointing.box_table import get_itemsize

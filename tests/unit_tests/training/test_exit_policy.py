@@ -8,7 +8,7 @@ import torch
 
 from megatron.core.dist_checkpointing.saving.run_saver import SaveFailedError
 from megatron.training.checkpoint.save_options import make_saver
-from megatron.training.config.options import CheckpointConfig, TrainingConfig
+from megatron.training.config.run_options import CheckpointConfig, TrainingConfig
 from megatron.training.exit import Exit, find_exit, make_save_policy, record_exit_signals
 
 

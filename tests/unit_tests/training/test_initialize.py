@@ -20,7 +20,7 @@ from megatron.training.checkpoint.contents import (
     rng_key,
     set_rng_state,
 )
-from megatron.training.config.options import DistributedConfig
+from megatron.training.config.run_options import DistributedConfig
 from megatron.training.fatal_errors import lost_ranks_explained
 from megatron.training.initialize import (
     choose_device,

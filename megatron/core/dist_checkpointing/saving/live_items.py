@@ -64,28 +64,34 @@ class LiveItem:
 
         `data` is the range of bytes of the item.
         """
+        end = at + len(data)
+        target = slot.tensor[at:end]
         # Bytes are copied as they are, elements of another dtype are cast.
-        dtype = self.item.dtype if self.is_converted else torch.uint8
-        target = slot.tensor[at : at + len(data)].view(dtype)
-        return target, self._select_elements(data, dtype)
+        if self.is_converted:
+            target = target.view(self.item.dtype)
+        return target, self._select_elements(data, target.dtype)
 
     def _select_elements(self, data: range, dtype: torch.dtype) -> torch.Tensor:
         """Return a view of a range of bytes; views are kept for the next save."""
         assert self.tensor is not None
-        key = (self.item.box, self.item.offset, self.item.shape, data)
+        item = self.item
+        key = (item.box, item.offset, item.shape, data)
         view = self._views.get(key)
         if view is None:
             content = self.tensor.detach().reshape(-1)
             if not self.is_converted:
                 content = content.view(torch.uint8)
-            view = content[data.start // dtype.itemsize : data.stop // dtype.itemsize]
+            first = data.start // dtype.itemsize
+            last = data.stop // dtype.itemsize
+            view = content[first:last]
             self._views[key] = view
         return view
 
     def copy(self, slot: Slot, at: int, data: range) -> None:
         """Copy a range of bytes from host memory, or read it, to byte `at` of a slot."""
         if self.tensor is None:
-            slot.tensor[at : at + len(data)] = self._read_bytes(data)
+            end = at + len(data)
+            slot.tensor[at:end] = self._read_bytes(data)
         elif self.is_converted:
             target, content = self.select(slot, at, data)
             target.copy_(content)
@@ -102,7 +108,8 @@ class LiveItem:
         assert self.tensor is not None
         if self.is_converted:
             self.copy(slot, at, data)
-            return hash_blocks(slot.view[at : at + len(data)])
+            end = at + len(data)
+            return hash_blocks(slot.view[at:end])
         source = self.tensor.data_ptr() + data.start
         return copy_and_hash(slot.address + at, source, len(data))
 
@@ -116,7 +123,9 @@ class LiveItem:
         if self.tensor is None:
             yield at, data
             return
-        max_blocks = 1 if self.is_converted else SLOT_SIZE // BLOCK_SIZE
+        max_blocks = SLOT_SIZE // BLOCK_SIZE
+        if self.is_converted:
+            max_blocks = 1
         for start, end in split_at_blocks(at, at + len(data), max_blocks):
             yield start, data[start - at : end - at]
 
@@ -125,19 +134,23 @@ class LiveItem:
         assert self._read is not None
         item = self.item
         axis = find_row_axis(item.shape)
-        row_bytes = item.nbytes // (1 if axis is None else item.shape[axis])
-        first = data.start // row_bytes
+        row_bytes = item.nbytes
+        if axis is not None:
+            row_bytes //= item.shape[axis]
+        # The range may begin and end in the middle of a row.
+        first, skipped = divmod(data.start, row_bytes)
         last = -(-data.stop // row_bytes)
         offset, shape = locate_rows(item.shape, first, last - first)
         values = self._read(to_absolute(item.offset, offset), shape)
-        # The range may begin in the middle of a row.
-        skipped = data.start - first * row_bytes
-        return values.contiguous().view(-1).view(torch.uint8)[skipped : skipped + len(data)]
+        content = values.contiguous().view(-1).view(torch.uint8)
+        return content[skipped : skipped + len(data)]
 
 
 def _version_of(tensor: torch.Tensor) -> int:
     # Views share the counter of their base. Inference tensors have none.
-    return 0 if tensor.is_inference() else tensor._version
+    if tensor.is_inference():
+        return 0
+    return tensor._version
 
 
 def bind_items(items: Sequence[WriteItem], state: ShardedStateDict) -> list[LiveItem]:
@@ -160,9 +173,9 @@ def _select_rows(entry: ShardedTensor, item: WriteItem) -> tuple[torch.Tensor, b
         return cached, True
     # An empty box may have the same offset as the one after it, so take the last one.
     boxes = [box.tensor for box in entry.boxes if box.offset == item.box]
-    box = boxes[-1]
     # Usually a view: an item is contiguous in a row-major box. Any other box is copied now.
-    view = narrow(box, to_relative(item.offset, item.box), item.shape)
+    offset = to_relative(item.offset, item.box)
+    view = narrow(boxes[-1], offset, item.shape)
     tensor = view.contiguous()
     is_view = tensor is view
     if is_view:

@@ -86,26 +86,24 @@ class MessageAuthenticator:
         """
         secret = os.environ.get(JOB_SECRET, "").encode()
         # A nonce of zeros means that the rank has no secret.
-        nonce = bytearray(secrets.token_bytes(_MAC_SIZE) if secret else bytes(_MAC_SIZE))
-        nonces = [
-            torch.empty(_MAC_SIZE, dtype=torch.uint8) for _ in range(dist.get_world_size(group))
-        ]
-        dist.all_gather(nonces, torch.frombuffer(nonce, dtype=torch.uint8), group=group)
-        without = [rank for rank, peer_nonce in enumerate(nonces) if not peer_nonce.any()]
-        if without and len(without) < len(nonces):
+        nonce = bytes(_MAC_SIZE)
+        if secret:
+            nonce = secrets.token_bytes(_MAC_SIZE)
+        nonces = _all_gather(nonce, group)
+        has_secret = [any(peer_nonce) for peer_nonce in nonces]
+        if any(has_secret) and not all(has_secret):
             raise CheckpointError(
                 f"{JOB_SECRET} is set on some ranks only: set it to the same value on all nodes"
             )
         if not secret:
             return cls(None)
         # The key depends on the nonces of all ranks: messages of earlier launches are not valid.
-        content = b"".join(bytes(view_bytes(peer_nonce)) for peer_nonce in nonces)
-        authenticator = cls(hmac.digest(secret, content, "sha256"))
+        key = hmac.digest(secret, b"".join(nonces), "sha256")
+        authenticator = cls(key)
         # Equal keys have equal MACs, from which the keys cannot be computed.
-        proof = torch.frombuffer(bytearray(authenticator.sign("equal keys")), dtype=torch.uint8)
-        proofs = [torch.empty_like(proof) for _ in nonces]
-        dist.all_gather(proofs, proof, group=group)
-        if any(not torch.equal(peer_proof, proof) for peer_proof in proofs):
+        proof = authenticator.sign("equal keys")
+        proofs = _all_gather(proof, group)
+        if set(proofs) != {proof}:
             raise CheckpointError(
                 f"{JOB_SECRET} differs between ranks: set it to the same value on all nodes"
             )
@@ -117,13 +115,21 @@ class MessageAuthenticator:
             return b""
         mac = hashlib.blake2b(key=self._key, digest_size=_MAC_SIZE)
         # The length separates the purpose from the content.
-        mac.update(len(purpose).to_bytes(8, "little") + purpose.encode())
-        for buffer in buffers:
+        length = len(purpose).to_bytes(8, "little")
+        for buffer in (length, purpose.encode(), *buffers):
             mac.update(buffer)
         return mac.digest()
 
     def is_valid(self, mac: bytes | memoryview, purpose: str, *buffers: bytes | memoryview) -> bool:
         return hmac.compare_digest(bytes(mac), self.sign(purpose, *buffers))
+
+
+def _all_gather(content: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
+    """Return the bytes of all ranks, which have the same length."""
+    tensor = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, tensor, group=group)
+    return [bytes(view_bytes(peer_tensor)) for peer_tensor in gathered]
 
 
 class ReplicatedShard(ShardFile):
@@ -184,9 +190,9 @@ class ReplicaLink:
     def send_content(self, name: str, content: bytes) -> None:
         """Send a whole file that is in memory."""
         for position in range(0, len(content), SLOT_SIZE):
-            slot_content = content[position : position + SLOT_SIZE]
-            frame = torch.frombuffer(bytearray(PAGE) + slot_content, dtype=torch.uint8)
-            self.send(frame, name, len(content), position, len(slot_content))
+            piece = content[position : position + SLOT_SIZE]
+            frame = torch.frombuffer(bytearray(PAGE) + piece, dtype=torch.uint8)
+            self.send(frame, name, len(content), position, len(piece))
 
     def receive_answer(self) -> str | None:
         """Return why the neighbor has no replica, after the marker; None if it has one."""
@@ -202,7 +208,8 @@ class ReplicaLink:
         content = bytes(view_bytes(answer))
         # The text is padded with zeros; an empty one means that the replica is stored.
         text = content[: _ANSWER.size]
-        if not self._authenticator.is_valid(content[_ANSWER.size :], self._from_target, text):
+        mac = content[_ANSWER.size :]
+        if not self._authenticator.is_valid(mac, self._from_target, text):
             return "its answer is not authentic"
         return text.rstrip(b"\0").decode(errors="replace") or None
 
@@ -322,8 +329,7 @@ class ReplicaReceiver:
             # Compare with the checksums of the source.
             expected = decode_checksums(bytes(self._marker), str(path))
             names = expected.keys() | written.keys()
-            differing = [file for file in names if expected.get(file) != written.get(file)]
-            damaged = sorted(differing)
+            damaged = [file for file in sorted(names) if expected.get(file) != written.get(file)]
             if damaged:
                 return f"{', '.join(damaged[:3])} came damaged"
             write_marker(path, bytes(self._marker))
@@ -333,10 +339,9 @@ class ReplicaReceiver:
 
     def _answer(self, problem: str) -> None:
         text = _ANSWER.pack(problem.encode())
-        answer = bytearray(text + self._authenticator.sign(self._to_source, text))
-        dist.send(
-            torch.frombuffer(answer, dtype=torch.uint8), self._source, self._group, _ANSWERS_TAG
-        )
+        mac = self._authenticator.sign(self._to_source, text)
+        answer = torch.frombuffer(bytearray(text + mac), dtype=torch.uint8)
+        dist.send(answer, self._source, self._group, _ANSWERS_TAG)
 
 
 def write_marker(path: Path, content: bytes) -> None:

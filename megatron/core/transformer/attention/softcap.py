@@ -41,16 +41,18 @@ def _compute_capped_scores(
     scale = scoring.get_scale(head_dim)
     scores_per_row = batch * heads * num_keys
     step = max(1, SCORES_AT_ONCE // scores_per_row)
+    positions = torch.arange(num_keys, device=key.device)
     for start in range(0, num_queries, step):
         stop = min(start + step, num_queries)
         rows = slice(start, stop)
         # In causal order no query of these rows sees a key at or after `stop`.
-        num_columns = stop if block.causal else num_keys
+        num_columns = num_keys
+        if block.causal:
+            num_columns = stop
         columns = slice(0, num_columns)
 
         # The capped scores, [b, g, q/g, rows, columns] for g groups
-        row_query = query[:, :, rows]
-        group_query = _split_groups(row_query, key)  # [b, g, q/g, rows, d]
+        group_query = _select_rows(query, rows, key)  # [b, g, q/g, rows, d]
         group_key = key[:, :, None, columns]  # [b, g, 1, columns, d]
         product = group_query @ group_key.mT
         tanh = product.float().mul_(scale / cap).tanh_()
@@ -58,24 +60,20 @@ def _compute_capped_scores(
 
         # Masks apply after the cap: the score of an invisible key remains infinite.
         if block.causal:
-            mask_shape = scores.shape[-2:]  # [rows, columns]
-            ones = torch.ones(mask_shape, dtype=torch.bool, device=scores.device)
-            is_future = ones.triu_(start + 1)
+            row_positions = positions[rows].unsqueeze(1)
+            is_future = positions[columns] > row_positions  # [rows, columns]
             scores.masked_fill_(is_future, -torch.inf)
         if block.mask is not None:
-            mask = block.mask[:, :, rows, columns]
-            is_same_for_heads = mask.shape[1] == 1
-            if is_same_for_heads:
-                scores += mask.unsqueeze(1)
-            else:
-                scores += _split_groups(mask, key)
+            mask = block.mask[..., columns].expand(-1, heads, -1, -1)
+            scores += _select_rows(mask, rows, key)
         yield _CappedScores(rows, columns, scores, tanh)
 
 
-def _split_groups(x: Tensor, key: Tensor) -> Tensor:
-    """View `[b, heads, ...]` as `[b, groups, queries per group, ...]`."""
+def _select_rows(x: Tensor, rows: slice, key: Tensor) -> Tensor:
+    """View rows of `[b, heads, s, ...]` as `[b, groups, queries per group, rows, ...]`."""
     num_groups = key.shape[1]
-    return x.unflatten(1, (num_groups, -1))
+    selected = x[:, :, rows]
+    return selected.unflatten(1, (num_groups, -1))
 
 
 def attend_with_softcap(
@@ -122,20 +120,23 @@ def attend_with_softcap_backward(
     dvalue = torch.zeros_like(value, dtype=torch.float32)
     scale = scoring.get_scale(query.shape[3])
     # sum(p * dp) of each query, [b, heads, s]
-    expected = (dout.float() * out).sum(-1)
+    products = dout.float() * out
+    expected = products.sum(-1)
     for rows, columns, scores, tanh in _compute_capped_scores(query, key, block, scoring):
         # Parts of these rows, [b, groups, queries per group, rows, ...]
-        row_query = _split_groups(query[:, :, rows], key)
-        row_dout = _split_groups(dout[:, :, rows], key)
-        row_lse = _split_groups(lse[:, :, rows], key)
-        row_expected = _split_groups(expected[:, :, rows], key)
+        row_query = _select_rows(query, rows, key)
+        row_dout = _select_rows(dout, rows, key)
+        row_lse = _select_rows(lse, rows, key)
+        row_expected = _select_rows(expected, rows, key)
         group_key = key[:, :, None, columns]  # [b, groups, 1, columns, d]
         group_value = value[:, :, None, columns]  # [b, groups, 1, columns, d]
 
         # Through the product of probabilities and values. A key serves all queries of its group:
         # its gradient is their sum (dimension 2).
         probabilities = scores.sub_(row_lse.unsqueeze(-1)).exp_()
-        dvalue[:, :, columns] += (probabilities.to(row_dout.dtype).mT @ row_dout).sum(2)
+        weights = probabilities.to(row_dout.dtype)
+        group_dvalue = weights.mT @ row_dout
+        dvalue[:, :, columns] += group_dvalue.sum(2)
         dprobabilities = (row_dout @ group_value.mT).float()
 
         # Through softmax and softcap, in place and without names for temporary tensors, which would
@@ -145,6 +146,8 @@ def attend_with_softcap_backward(
         dproduct = dcapped.mul_(scale).to(query.dtype)
 
         # Through the product of queries and keys.
-        dquery[:, :, rows] = (dproduct @ group_key).flatten(1, 2)
-        dkey[:, :, columns] += (dproduct.mT @ row_query).sum(2)
+        group_dquery = dproduct @ group_key
+        dquery[:, :, rows] = group_dquery.flatten(1, 2)
+        group_dkey = dproduct.mT @ row_query
+        dkey[:, :, columns] += group_dkey.sum(2)
     return dquery, dkey.to(key.dtype), dvalue.to(value.dtype)

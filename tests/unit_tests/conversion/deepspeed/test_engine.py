@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.conversion.convert import convert
+from megatron.conversion.checkpoint_conversion import convert
 from megatron.conversion.deepspeed.engine import TransformersEngineSource
 from megatron.conversion.deepspeed.engine_files import EngineFiles
 from megatron.conversion.deepspeed.universal import UniversalSource

@@ -14,7 +14,7 @@ from megatron.conversion.opening import open_checkpoint
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.run_checkpoint.formats import NoCheckpointError, find_checkpoint
 from megatron.training.checkpoint.launch import TrainingDirectory
-from megatron.training.config.options import CheckpointConfig
+from megatron.training.config.run_options import CheckpointConfig
 from tests.support.memory_source import LLAMA_ARGS, random_source
 from tests.unit_tests.conversion.convert_tool import run_convert
 

@@ -15,8 +15,8 @@ from megatron.conversion.options import EditOptions, WriteOptions
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.module import initialize_parameters
 from megatron.core.tensor_parallel import TensorParallelRng
+from megatron.training.adapters.adapted_layers import reset_magnitudes
 from megatron.training.adapters.base_model import separate_adapters
-from megatron.training.adapters.layers import reset_magnitudes
 from megatron.training.adapters.targets import add_adapters
 from megatron.training.config.lora_options import LoraConfig
 from tests.support.memory_source import (

@@ -11,7 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from megatron.conversion.convert import convert
+from megatron.conversion.checkpoint_conversion import convert
 from megatron.conversion.huggingface.config_fields import ConfigFields, transformers_defaults
 from megatron.conversion.huggingface.config_process import config_class
 from megatron.conversion.huggingface.directory_writer import write_huggingface

@@ -8,7 +8,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from megatron.conversion.convert import compare, convert
+from megatron.conversion.checkpoint_conversion import compare, convert
 from megatron.conversion.huggingface.directory_writer import write_huggingface
 from megatron.conversion.huggingface.expert_families import MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from megatron.conversion.huggingface.families import choose_family

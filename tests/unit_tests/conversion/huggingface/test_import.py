@@ -22,7 +22,7 @@ from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS
 from megatron.core.transformer.transformer_config import select_architecture_fields
 from megatron.training.checkpoint.launch import TrainingDirectory
 from megatron.training.checkpoint.resume import check_same_model
-from megatron.training.config.options import CheckpointConfig
+from megatron.training.config.run_options import CheckpointConfig
 from megatron.training.config.stored_args import normalize_stored_args
 from tests.support.compare import read_whole
 from tests.support.memory_source import GPT_ARGS, LLAMA_ARGS, random_source

@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
-from megatron.conversion.convert import WRITERS, convert
+from megatron.conversion.checkpoint_conversion import WRITERS, convert
 from megatron.conversion.editing.edits import apply_edits
 from megatron.conversion.huggingface import adapter_changes
 from megatron.conversion.huggingface.directory_writer import write_huggingface

@@ -19,7 +19,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from megatron.conversion.convert import convert
+from megatron.conversion.checkpoint_conversion import convert
 from megatron.conversion.huggingface.directory_writer import write_huggingface
 from megatron.conversion.huggingface.wrapper import Wrapper
 from megatron.conversion.huggingface.wrappers import WRAPPERS, find_wrapper

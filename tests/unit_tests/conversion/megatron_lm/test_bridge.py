@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from megatron.conversion.convert import compare, convert
+from megatron.conversion.checkpoint_conversion import compare, convert
 from megatron.conversion.megatron_lm.plain_yaml import PlainYamlError, parse_yaml
 from megatron.conversion.opening import open_checkpoint
 from megatron.core.dist_checkpointing import CheckpointError

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from megatron.conversion.convert import compare, convert
+from megatron.conversion.checkpoint_conversion import compare, convert
 from megatron.conversion.opening import open_checkpoint, require_checkpoint
 from megatron.conversion.options import ReadOptions
 from megatron.core.dist_checkpointing import CheckpointError, write_tracker

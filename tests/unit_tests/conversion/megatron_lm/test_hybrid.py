@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.conversion.convert import compare, convert
+from megatron.conversion.checkpoint_conversion import compare, convert
 from megatron.conversion.editing.edits import describe_model
 from megatron.conversion.megatron_lm.hybrid import make_gpt_arguments
 from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist

@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 
-from megatron.conversion.convert import compare, convert
+from megatron.conversion.checkpoint_conversion import compare, convert
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
 from megatron.conversion.megatron_lm.torch_dist_writer import StackedLayers, write_torch_dist
 from megatron.conversion.model_space.layouts import Layout, plan_load, rank_parameters

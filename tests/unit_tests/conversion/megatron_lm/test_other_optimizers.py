@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.conversion.convert import convert
+from megatron.conversion.checkpoint_conversion import convert
 from megatron.conversion.model_space.optimizer_states import list_parameter_states, optimizer_key
 from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import WriteOptions

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Mxfp4Config
 
-from megatron.conversion.convert import convert
+from megatron.conversion.checkpoint_conversion import convert
 from megatron.conversion.huggingface.directory import HuggingFaceSource
 from megatron.conversion.huggingface.directory_writer import write_huggingface
 from megatron.conversion.quantization.encodings import METHODS

@@ -7,14 +7,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Mxfp4Config
 
-from megatron.conversion.convert import convert
+from megatron.conversion.checkpoint_conversion import convert
 from megatron.conversion.huggingface.directory import HuggingFaceSource
 from megatron.conversion.huggingface.directory_writer import write_huggingface
 from megatron.conversion.model_space.lazy_tensors import view_tensor
 from megatron.conversion.options import WriteOptions
 from megatron.conversion.quantization.encodings import dequantize
+from megatron.conversion.quantization.export_encodings import TARGETS
 from megatron.conversion.quantization.fp4_values import E2M1
-from megatron.conversion.quantization.targets import TARGETS
 from tests.support.compare import read_whole
 from tests.support.memory_source import LLAMA_ARGS, random_source
 

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from megatron.conversion.convert import WRITERS, convert
+from megatron.conversion.checkpoint_conversion import WRITERS, convert
 from megatron.conversion.opening import open_checkpoint, open_found
 from megatron.conversion.options import WriteOptions
 from megatron.core.dist_checkpointing import (

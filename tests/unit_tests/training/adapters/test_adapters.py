@@ -10,7 +10,7 @@ from torch.func import functional_call
 from megatron.core.models import GPTModel
 from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.adapters.layers import reset_magnitudes
+from megatron.training.adapters.adapted_layers import reset_magnitudes
 from megatron.training.adapters.targets import add_adapters, find_unmatched_targets
 from megatron.training.config.lora_options import LoraConfig
 from megatron.training.config.parsing import parse_args

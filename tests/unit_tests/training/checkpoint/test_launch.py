@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.training.checkpoint.launch import TrainingDirectory
-from megatron.training.config.options import CheckpointConfig
+from megatron.training.config.run_options import CheckpointConfig
 
 
 @pytest.mark.parametrize("flag", ["finetune", "exit_on_missing_checkpoint"])

@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from megatron.conversion.convert import WRITERS
+from megatron.conversion.checkpoint_conversion import WRITERS
 from megatron.conversion.options import WriteOptions
 from megatron.core.dist_checkpointing.ownership.lineage import LINEAGE, Lineage, Segment
 from megatron.core.dist_checkpointing.saving.commit import no_progress
 from megatron.training.checkpoint.launch import TrainingDirectory
-from megatron.training.config.options import CheckpointConfig
+from megatron.training.config.run_options import CheckpointConfig
 from tests.support.memory_source import GPT_ARGS, random_source
 
 

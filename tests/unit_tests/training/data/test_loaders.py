@@ -16,7 +16,7 @@ import torch
 from megatron.core.datasets import GPTDatasetConfig, build_datasets
 from megatron.training.config.arguments import FlagParser
 from megatron.training.config.batch_schedule import BatchSchedule
-from megatron.training.config.options import DataLoaderConfig
+from megatron.training.config.run_options import DataLoaderConfig
 from megatron.training.data.cyclic_stream import CyclicStream
 from megatron.training.data.loaders import (
     DataIterator,
@@ -197,7 +197,7 @@ def test_workers_survive_the_signals_of_a_launcher_and_end_with_close():
 
 SCRIPT = """
     from tests.unit_tests.training.data.test_loaders import Numbers
-    from megatron.training.config.options import DataLoaderConfig
+    from megatron.training.config.run_options import DataLoaderConfig
     from megatron.training.data.loaders import DataIterator
     iterator = DataIterator(Numbers(10_000, {width}), 0, 1, DataLoaderConfig(num_workers=2))
     print(next(iterator)["tokens"][0, 0].item(), flush=True)

@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron.core.optimizer import StepResult
 from megatron.core.parallel_config import ParallelConfig
 from megatron.core.parallel_state import ParallelState
-from megatron.training.config.options import LoggingConfig
+from megatron.training.config.run_options import LoggingConfig
 from megatron.training.reporting.dashboards import make_iteration_scalars
 from megatron.training.reporting.intervals import Interval, Iteration, OnDevice, TrainingLog
 from megatron.training.reporting.writers import format_log_line, make_writers
