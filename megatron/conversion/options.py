@@ -15,7 +15,7 @@ from megatron.core.flags import CHANGED, FlagSection, flag
 from megatron.core.object_path import path_of
 
 FORMAT_NAMES = ("torch_dist", "legacy", "hf", "universal")
-READ_FORMATS = (*FORMAT_NAMES, "accelerate", "deepspeed")  # the last two are only read
+READ_FORMATS = (*FORMAT_NAMES, "accelerate", "deepspeed", "gguf")  # the last three are only read
 UNIVERSAL_STYLES = ("pipeline", "bigscience", "no-pipeline")  # of parameter names
 QKV_LAYOUTS = ("groups", "tp-blocks")  # of universal checkpoints
 NEW_ROWS = ("mean", "init", "zero")  # initial values of new rows of the vocabulary

@@ -15,6 +15,7 @@ import megatron.core.run_checkpoint.native_reader as loading
 from megatron.conversion.checkpoint_conversion import convert
 from megatron.conversion.options import WriteOptions
 from megatron.training.checkpoint import contents
+from tests import ROOT
 from tests.support.compare import assert_same
 from tests.support.training_harness import LAYOUTS, MODELS, train, whole
 
@@ -170,3 +171,16 @@ def test_sgd_with_and_without_momentum_are_not_interchangeable(pool, tmp_path):
         ValueError, match=r"--sgd-momentum 0.*--no-load-optim.*--finetune.*--sgd-momentum 0"
     ):
         pool.run(train, 1, f"{FLAGS} --optimizer sgd --load {tmp_path} --skip-train")
+
+
+def test_gguf_file_is_loaded_at_any_layout(pool, tmp_path):
+    path = ROOT / "tests/golden/gguf/llama/model.gguf"
+    convert(path, tmp_path / "run", "torch_dist")
+    flags = (
+        f"--mock-data --train-iters 1 {MODELS['llama']} --num-layers 2 --hidden-size 16 "
+        "--ffn-hidden-size 24 --vocab-size 32 --norm-epsilon 1e-6 --max-position-embeddings 256 "
+        "--skip-train --finetune"
+    )
+    converted = whole(pool.run(train, 1, f"{flags} --load {tmp_path / 'run'}"))
+    loaded = pool.run(train, 2, f"{flags} --load {path} --tensor-model-parallel-size 2")
+    assert_same(whole(loaded), converted)

@@ -8,6 +8,7 @@ import io
 import json
 import pickle
 import random
+import re
 import struct
 import zipfile
 from collections.abc import Callable, Iterator
@@ -133,6 +134,24 @@ def damaged_safetensors(content: bytes, rng: random.Random) -> bytes:
     end = 8 + int.from_bytes(content[:8], "little")
     header = damaged_json(content[8:end], rng)
     return len(header).to_bytes(8, "little") + header + content[end:]
+
+
+_GGUF_NAME = re.compile(rb"[a-z][a-z0-9_]*(?:\.[a-z0-9_]+)+")
+_GGUF_COUNTS = (0, 1, 2, 5, 8, 9, 32, 255, 1 << 16, 1 << 31, (1 << 32) - 1, 1 << 62, (1 << 64) - 1)
+
+
+def damaged_gguf(content: bytes, rng: random.Random) -> bytes:
+    """Change a count at the beginning, or a length, type, dimension, value or offset at a name."""
+    names = list(_GGUF_NAME.finditer(content[:4096]))
+    data = bytearray(content)
+    for _ in range(rng.choice((1, 1, 2))):
+        match = rng.choice(names)
+        after = match.end() + rng.choice((0, 4, 8, 12, 16, 20, 24, 28))
+        place = rng.choice((4, 8, 16, match.start() - 8, after, after, after))
+        size = rng.choice((4, 8))
+        value = rng.choice(_GGUF_COUNTS) % (1 << 8 * size)
+        data[place : place + size] = value.to_bytes(size, "little")
+    return bytes(data)
 
 
 def damaged_archive(content: bytes, rng: random.Random) -> bytes:

@@ -49,6 +49,7 @@ from tests.fuzz.harness import Case, Reader, load_tool, run_main
 from tests.fuzz.mutations import (
     damaged_archive,
     damaged_checksums,
+    damaged_gguf,
     damaged_index,
     damaged_json,
     damaged_lines,
@@ -373,6 +374,11 @@ def build_golden(path: str) -> Callable[[Path], None]:
     return build
 
 
+def build_gguf(root: Path) -> None:
+    root.mkdir()
+    shutil.copy(GOLDEN / "gguf/quantized/model.gguf", root)
+
+
 def build_huggingface(root: Path) -> None:
     write_huggingface(build_source(), root, WriteOptions(optim_sidecar=True, max_shard_size=20_000))
 
@@ -559,6 +565,7 @@ BASES: dict[str, Callable[[Path], None]] = {
     "run": build_run,
     "markers": build_markers,
     "quantized": build_golden("quantized"),
+    "gguf": build_gguf,
     "plain": build_plain_run,
 }
 SLOW_BASES = (
@@ -679,6 +686,7 @@ READERS = {
         },
         decode_quantized,
     ),
+    "gguf": Reader("gguf", {"model.gguf": damaged_gguf}, read_checkpoint),
     "dataset": Reader("data", {"data.idx": None, "data.bin": None}, read_data_set),
     "text": Reader("text", {"text.jsonl": damaged_lines}, preprocess),
     "index cache": Reader(

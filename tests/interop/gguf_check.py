@@ -1,4 +1,5 @@
-"""llama.cpp's converter reads an export, and every tensor of its GGUF file is that of the model.
+"""llama.cpp's converter reads an export, and every tensor of its GGUF file is that of the model;
+and models in its files are the originals.
 
     python -m tests.interop.gguf_check PYTHON WORK
 
@@ -15,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron.conversion.huggingface.directory_writer import write_huggingface
+from tests.support.gguf import check_blocks, check_model
 from tests.support.memory_source import LLAMA_ARGS, random_source
 
 NAMES = {  # in a block, of GGUF and of transformers
@@ -62,6 +64,15 @@ def main() -> None:
     for name in found.files:
         assert torch.equal(torch.from_numpy(found[name]), find_tensor(name, model)), name
     print(f"{len(model)} tensors are bitwise those of the export", flush=True)
+
+    cases = work / "cases"
+    script = script.with_name("gguf_write.py")
+    subprocess.run([python, str(script), str(cases), "11"], check=True, env=environment)
+    check_blocks(cases / "blocks.safetensors")
+    models = sorted(path.parent for path in cases.glob("*/expected.json"))
+    for directory in models:
+        check_model(directory, work / directory.name)
+    print(f"{len(models)} GGUF files are bitwise their originals", flush=True)
 
 
 if __name__ == "__main__":

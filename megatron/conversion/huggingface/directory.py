@@ -69,8 +69,9 @@ _OTHER_MODEL = "belongs to another model: leave it out (--no-optim) or remove it
 class HuggingFaceSource:
     """Weights of a model of transformers, with optimizer and run if an export left a sidecar.
 
-    `weights` are the tensors of the model if they are not in files of transformers. Raises
-    ValueError for a model that is not supported, or files that do not fit together.
+    `weights` are the tensors of the model if they are not in files of transformers, `config_json`
+    is its config.json if there is none. Raises ValueError for a model that is not supported, or
+    files that do not fit together.
     """
 
     def __init__(
@@ -78,11 +79,13 @@ class HuggingFaceSource:
         directory: Path,
         read_options: ReadOptions | None = None,
         weights: Mapping[str, LazyTensor] | None = None,
+        config_json: Mapping[str, Any] | None = None,
     ) -> None:
         read_options = read_options or ReadOptions()
         self.description = f"Hugging Face directory {directory}"
         self._directory = directory
         self._files = weights
+        self._config_json = config_json
         if weights is None:
             refuse_adapter(directory)
 
@@ -137,7 +140,9 @@ class HuggingFaceSource:
         multimodal model that contains it, if any.
         """
         directory = self._directory
-        if (directory / CONFIG).exists():
+        if self._config_json is not None:
+            hf = dict(self._config_json)
+        elif (directory / CONFIG).exists():
             hf = read_json(directory / CONFIG)
         else:
             hf = read_params(directory, self._open_weights())

@@ -42,6 +42,7 @@ from megatron.core.run_checkpoint.keys import (
     ENGINE_LATEST,
     ENGINE_MODEL_FILES,
     FSDP_MODEL,
+    GGUF_SUFFIX,
     LATEST,
     MODEL_FILE,
     PARAMS,
@@ -103,6 +104,13 @@ def _is_model(directory: Path) -> bool:
     return is_huggingface(directory) and not _is_engine(directory)
 
 
+def _is_gguf(path: Path) -> bool:
+    # A repository of quantized models may have the config.json of the original.
+    if path.suffix == GGUF_SUFFIX and path.is_file():
+        return True
+    return any(path.glob(f"*{GGUF_SUFFIX}")) and not is_huggingface(path)
+
+
 def _is_universal(directory: Path) -> bool:
     return (directory / ZERO).is_dir()
 
@@ -122,7 +130,7 @@ class Format(NamedTuple):
     list_damage: str | None = None  # as `_list_damage`; None: files are checked when opened
 
 
-# Every format is both read and written, except for the last two, which are only read.
+# Every format is both read and written, except for the last three, which are only read.
 FORMATS = {
     "torch_dist": Format(
         _is_torch_dist,
@@ -146,6 +154,7 @@ FORMATS = {
         "megatron.conversion.deepspeed.engine:open_engine_checkpoint",
         "megatron.conversion.deepspeed.engine_files:list_engine_damage",
     ),
+    "gguf": Format(_is_gguf, "megatron.conversion.gguf.reader:open_gguf"),
 }
 
 _REQUIRE_CHECKSUMS = "megatron.conversion.opening:require_checksums"

@@ -178,6 +178,7 @@ ENGINE_LATEST = "latest"  # DeepSpeed's tracker of checkpoints of its engine
 ENGINE_MODEL_FILES = "*mp_rank_*_model_states.pt"  # of the engine
 ZERO = "zero"  # the directory of parameters in a universal checkpoint
 FSDP_MODEL = "pytorch_model_fsdp_0"  # accelerate's directory of sharded weights
+GGUF_SUFFIX = ".gguf"  # of files of llama.cpp
 RELEASE = "release"  # in a tracker and as a directory: weights that belong to no iteration
 PARAMS = "params.json"  # of a Llama model of Meta
 CONSOLIDATED = "consolidated.*.pth"  # its weights
