@@ -72,3 +72,19 @@ def test_bridge_5635_dropout_of_experts(pool, base):
 def test_bridge_5635_dora_of_experts_and_shared_experts(pool, base, single):
     size, flags = LAYOUTS["tp2_ep2_etp2"]
     assert_same(run(pool, base, size, f"{flags} --lora-dora"), single["--lora-dora"])
+
+
+def test_files_of_peft_start_another_run(pool, tmp_path):
+    model = MODEL.replace("--moe-shared-expert-intermediate-size 16 ", "")
+    flags = f"{model} {TRAINING}"
+    pool.run(train, 1, f"{flags} --save {tmp_path / 'base'} --train-iters 1", "")
+    adapter = tmp_path / "adapter"
+    flags += f" {LORA} --pretrained-checkpoint {tmp_path / 'base'}"
+    expected = pool.run(train, 1, f"{flags} --save-hf {adapter}", "")
+    outcomes = pool.run(train, 2, f"{flags} {TP2} --lora-load {adapter} --train-iters 1 --lr 0", "")
+    tensors = whole(outcomes)
+    for key, tensor in whole(expected).items():
+        assert torch.equal(tensors[key], tensor), key
+
+    with pytest.raises(ValueError, match="--save-hf with --lora-dora of experts"):
+        pool.run(train, 1, f"{flags} --lora-dora --save-hf {tmp_path / 'dora'}", "")

@@ -1,6 +1,8 @@
 """Compute the gradients and merged weights of an adapter with peft; runs in its own environment.
 
-python peft_lora_gradients.py MODEL ADAPTER RESULT
+python peft_lora_gradients.py MODEL ADAPTER RESULT.pt
+
+The merged model is also written to the directory RESULT.
 """
 
 import sys
@@ -12,8 +14,8 @@ import torch
 TOKENS = torch.arange(60).view(2, 30) * 7 % 250
 
 
-def compute(model_dir: Path, adapter_dir: Path) -> dict[str, Any]:
-    """Return loss, gradients by name in the model, and merged weights."""
+def compute(model_dir: Path, adapter_dir: Path, merged_dir: Path) -> dict[str, Any]:
+    """Return loss, gradients by name in the model, and merged weights, which are also saved."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -27,10 +29,11 @@ def compute(model_dir: Path, adapter_dir: Path) -> dict[str, Any]:
         if param.requires_grad:
             short = name.removeprefix("base_model.model.model.").replace(".default", "")
             gradients[short.removesuffix(".weight")] = param.grad
-    merged = adapted.merge_and_unload().state_dict()
-    return {"loss": loss.item(), "gradients": gradients, "merged": merged}
+    merged = adapted.merge_and_unload()
+    merged.save_pretrained(merged_dir)
+    return {"loss": loss.item(), "gradients": gradients, "merged": merged.state_dict()}
 
 
 if __name__ == "__main__":
     model, adapter, result = map(Path, sys.argv[1:])
-    torch.save(compute(model, adapter), result)
+    torch.save(compute(model, adapter, result.with_suffix("")), result)

@@ -185,7 +185,7 @@ def check_mergekit(python: Path, work: Path) -> None:
 
 
 def check_peft_trl(python: Path, work: Path) -> None:
-    for name in ("peft_trl_check", "trl_sft_check", "peft_lora_check"):
+    for name in ("peft_trl_check", "trl_sft_check", "peft_lora_check", "peft_experts_check"):
         (work / name).mkdir()
         run(
             OURS, "-m", f"tests.interop.{name}", python, work / name, quiet=name != "peft_trl_check"

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from megatron.conversion.convert import convert
+from megatron.conversion.checkpoint_conversion import convert
 from megatron.conversion.gguf.blocks import ENCODINGS
 from megatron.conversion.huggingface.families import find_family
 from megatron.conversion.model_space.model import compute_model_signature, model_config

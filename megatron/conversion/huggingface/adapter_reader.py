@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from megatron.conversion.huggingface.adapter_changes import LowRankProduct
 from megatron.conversion.huggingface.adapter_writer import (
     MATRIX_KEY,
     choose_adapter_family,
     find_projection_rows,
+    list_matrices,
     list_stored_rows,
 )
-from megatron.conversion.huggingface.family import Family
 from megatron.conversion.huggingface.lora_adapter import LoraAdapter
-from megatron.conversion.huggingface.stored_parameters import StoredParameter, stored_parameters
-from megatron.conversion.model_space.model import model_tensors
+from megatron.conversion.huggingface.stored_parameters import StoredParameter
 from megatron.core.dist_checkpointing import CheckpointError
+from megatron.core.dist_checkpointing.mapping import Shape
 from megatron.core.safe_files.schema import abbreviate
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -40,29 +42,27 @@ def read_adapter(
     adapter = LoraAdapter(directory, family)
     _check_magnitudes(adapter, keys)
     projections = _list_projections(keys)
+    parameters = list(list_matrices(family, config, adapter.changes))
+    reader = _MatrixReader(adapter, parameters, rank, scale)
     values: dict[str, torch.Tensor] = {}
-    unused = set(adapter.matrices)
-    missing = []
-    for parameter in _list_adapted(projections, family, config):
+    experts: dict[str, list[torch.Tensor]] = {}  # by key, one tensor per expert
+    for parameter in parameters:
         layer = parameter.key.removesuffix(".weight")
+        if layer not in projections:
+            continue
         all_rows = find_projection_rows(layer, config, parameter.shape[0])
         projection_rows = {name: all_rows[name] for name in projections[layer]}
-        for name, stored_rows in zip(parameter.names, list_stored_rows(parameter), strict=True):
-            module = name.removesuffix(".weight")
-            positions = _find_positions(parameter, projection_rows, stored_rows)
-            if not positions:
-                continue
-            if module not in unused:
-                missing.append(module)
-                continue
-            unused.remove(module)
-            _check_scale(adapter, module, len(positions) * rank, rank, scale)
-            location = f"{directory}: {module}"
-            matrices = _read_matrices(adapter, module)
-            for projection, tensors in _split(matrices, positions, rank, location):
-                for matrix, tensor in tensors.items():
-                    values[f"{layer}.{projection}.{matrix}"] = tensor
-    _check_modules(directory, missing, unused)
+        stored_rows = list_stored_rows(parameter)
+        for name, row_ids in zip(parameter.names, stored_rows, strict=True):
+            positions = _find_positions(parameter, projection_rows, row_ids)
+            for matrix, tensor in reader.read(parameter, name, positions).items():
+                if parameter.lead:
+                    experts.setdefault(f"{layer}.{matrix}", []).append(tensor)
+                else:
+                    values[f"{layer}.{matrix}"] = tensor
+    reader.check_modules()
+    for key, tensors in experts.items():
+        values[key] = torch.stack(tensors)
     return values
 
 
@@ -84,38 +84,6 @@ def _list_projections(keys: Iterable[str]) -> dict[str, list[str]]:
         if matrix == "lora_A":
             projections.setdefault(layer, []).append(projection)
     return projections
-
-
-def _list_adapted(
-    layers: Iterable[str], family: Family, config: TransformerConfig
-) -> Iterable[StoredParameter]:
-    """Return the weights of layers as the family stores them."""
-    shapes = model_tensors(config)
-    weights = {f"{layer}.weight": shapes[f"{layer}.weight"] for layer in layers}
-    rows = family.select_rows(config)
-    return stored_parameters(weights, rows, family.layers, config, lambda name: False)
-
-
-def _read_matrices(adapter: LoraAdapter, module: str) -> dict[str, torch.Tensor]:
-    """Return the matrices of a module of transformers, e.g. "lora_A"."""
-    matrices = {}
-    for name, tensor in adapter.matrices[module].items():
-        matrices[name] = tensor.read_all()
-    return matrices
-
-
-def _check_modules(directory: Path, missing: Collection[str], unused: Collection[str]) -> None:
-    """Raise CheckpointError if the adapter lacks modules of the run, or has others."""
-    differences = []
-    if missing:
-        differences.append(f"it has no {abbreviate(sorted(missing), 3, ', ')}")
-    if unused:
-        differences.append(f"it also adapts {abbreviate(sorted(unused), 3, ', ')}")
-    if differences:
-        raise CheckpointError(
-            f"--lora-load {directory}: {' and '.join(differences)}: make --lora-targets name the "
-            "modules that it adapts"
-        )
 
 
 def _find_positions(
@@ -143,60 +111,121 @@ def _find_positions(
     return positions
 
 
-def _check_scale(
-    adapter: LoraAdapter, module: str, total_rank: int, rank: int, scale: float
-) -> None:
-    """Raise CheckpointError unless rank and scale of a module are those of the run.
+@dataclass(frozen=True)
+class _StoredMatrices:
+    """The matrices of a module of PEFT: those of all experts if it wraps their parameter."""
 
-    `total_rank` is the sum of the ranks of the projections that the module computes.
-    """
-    stored_rank = adapter.config.get_rank(module)
-    stored_scale = adapter.config.get_scaling(module)
-    if stored_rank not in (rank, total_rank):
-        raise CheckpointError(
-            f"--lora-load {adapter.directory}: {module} has rank {stored_rank}, not {rank}: give "
-            f"--lora-rank {stored_rank}"
-        )
-    if abs(stored_scale - scale) > 1e-9 * abs(scale):
-        raise CheckpointError(
-            f"--lora-load {adapter.directory}: the scale of {module} is {stored_scale:g}, not "
-            f"{scale:g}: give --lora-alpha {stored_scale * rank:g}"
-        )
+    a: torch.Tensor  # [experts, ranks, in]
+    b: torch.Tensor  # [experts, out, ranks]
+    magnitude: torch.Tensor | None  # [out]
 
 
-def _split(
-    matrices: Mapping[str, torch.Tensor],
-    positions: Mapping[str, torch.Tensor],
-    rank: int,
-    location: str,
-) -> list[tuple[str, dict[str, torch.Tensor]]]:
-    """Return the matrices of each projection that a module of transformers computes.
+class _MatrixReader:
+    """Reader of the matrices of an adapter; checks that it has all of the run's, and no others."""
 
-    A module of several projections with the rank of one has a matrix A that they share: each gets
-    a copy. With the sum of their ranks, B must consist of blocks as `adapter_writer` writes them.
-    """
-    unknown = matrices.keys() - {"lora_A", "lora_B", _MAGNITUDE}
-    if unknown:
-        names = ", ".join(sorted(unknown))
-        raise CheckpointError(f"{location} has {names}, which cannot be trained")
-    a = matrices["lora_A"]  # [ranks, in]
-    b = matrices["lora_B"]  # [out, ranks]
-    is_shared = a.shape[0] == rank
-    result = []
-    for index, (projection, rows) in enumerate(positions.items()):
-        first = 0 if is_shared else index * rank
-        ranks = slice(first, first + rank)
-        tensors = {"lora_A": a[ranks], "lora_B": b[rows, ranks]}
-        if _MAGNITUDE in matrices:
-            tensors[_MAGNITUDE] = matrices[_MAGNITUDE][rows]
+    def __init__(
+        self,
+        adapter: LoraAdapter,
+        parameters: Sequence[StoredParameter],
+        rank: int,
+        scale: float,
+    ) -> None:
+        """`parameters` are the matrices of the model; rank and scale are those of the run."""
+        self._adapter = adapter
+        self._rank = rank
+        self._scale = scale
+        self._unused = set(adapter.matrices)
+        self._missing: set[str] = set()
+        shapes: dict[str, Shape] = {}
+        transposed = set()
+        for parameter in parameters:
+            shapes.update(zip(parameter.names, parameter.stored_shapes(), strict=True))
+            if parameter.transposed:
+                transposed.update(parameter.names)
+        self._products = adapter.find_products(shapes, transposed)
+        self._last_matrices: tuple[str, _StoredMatrices] | None = None
 
-        # The rows of a projection must not use the ranks of another one.
-        outside = b[rows]
-        outside[:, ranks] = 0
-        if outside.any():
+    def read(
+        self, parameter: StoredParameter, name: str, positions: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Return the matrices of the projections in a stored tensor, e.g. "q_proj.lora_A".
+
+        `positions` are the rows of each projection in it. A module of several projections with the
+        rank of one has a matrix A that they share: each gets a copy. With the sum of their ranks,
+        B must consist of blocks as `adapter_writer` writes them.
+        """
+        if not positions:
+            return {}
+        if name not in self._products:
+            self._missing.add(name.removesuffix(".weight"))
+            return {}
+        module, product = self._products[name]
+        matrices = self._get_matrices(module, product, parameter.packed or 1, len(positions))
+        expert = parameter.lead[0] if parameter.packed is not None else 0
+        a = matrices.a[expert]
+        b = matrices.b[expert]
+        is_shared = a.shape[0] == self._rank
+        values = {}
+        for index, (projection, rows) in enumerate(positions.items()):
+            first = 0 if is_shared else index * self._rank
+            ranks = slice(first, first + self._rank)
+            values[f"{projection}.lora_A"] = a[ranks]
+            values[f"{projection}.lora_B"] = b[rows, ranks]
+            if matrices.magnitude is not None:
+                values[f"{projection}.{_MAGNITUDE}"] = matrices.magnitude[rows]
+
+            # The rows of a projection must not use the ranks of another one.
+            outside = b[rows]
+            outside[:, ranks] = 0
+            if outside.any():
+                raise CheckpointError(
+                    f"{self._adapter.directory}: {module} has rank {a.shape[0]} for "
+                    f"{len(positions)} projections of rank {self._rank}, but its matrix B is not "
+                    f"in blocks: give --lora-rank {a.shape[0]}"
+                )
+        return values
+
+    def _get_matrices(
+        self, module: str, product: LowRankProduct, num_experts: int, num_projections: int
+    ) -> _StoredMatrices:
+        """Return the matrices of a module, which are read once for all of its experts.
+
+        Raises CheckpointError unless rank and scale are those of the run.
+        """
+        if self._last_matrices is not None and self._last_matrices[0] == module:
+            return self._last_matrices[1]
+        self._unused.remove(module)
+        location = f"--lora-load {self._adapter.directory}"
+        if self._adapter.has_bias(module):
+            raise CheckpointError(f"{location}: {module} has lora_bias, which cannot be trained")
+        rank = product.a.shape[0] // num_experts
+        if rank not in (self._rank, num_projections * self._rank):
             raise CheckpointError(
-                f"{location} has rank {a.shape[0]} for {len(positions)} projections of rank "
-                f"{rank}, but its matrix B is not in blocks: give --lora-rank {a.shape[0]}"
+                f"{location}: {module} has rank {rank}, not {self._rank}: give --lora-rank {rank}"
             )
-        result.append((projection, tensors))
-    return result
+        if abs(product.scaling - self._scale) > 1e-9 * abs(self._scale):
+            raise CheckpointError(
+                f"{location}: the scale of {module} is {product.scaling:g}, not {self._scale:g}: "
+                f"give --lora-alpha {product.scaling * self._rank:g}"
+            )
+        magnitude = product.magnitude
+        matrices = _StoredMatrices(
+            a=product.a.read_all().unflatten(0, (num_experts, rank)),
+            b=product.b.read_all().unflatten(1, (rank, num_experts)).permute(2, 0, 1),
+            magnitude=None if magnitude is None else magnitude.read_all(),
+        )
+        self._last_matrices = (module, matrices)
+        return matrices
+
+    def check_modules(self) -> None:
+        """Raise CheckpointError if the adapter lacks modules of the run, or has others."""
+        differences = []
+        if self._missing:
+            differences.append(f"it has no {abbreviate(sorted(self._missing), 3, ', ')}")
+        if self._unused:
+            differences.append(f"it also adapts {abbreviate(sorted(self._unused), 3, ', ')}")
+        if differences:
+            raise CheckpointError(
+                f"--lora-load {self._adapter.directory}: {' and '.join(differences)}: make "
+                "--lora-targets name the modules that it adapts"
+            )

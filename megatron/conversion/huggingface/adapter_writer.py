@@ -4,13 +4,18 @@ A run has matrices for q, k and v, and for gate and up. If a family of transform
 of these projections in one module, the module has one pair of matrices whose rank is the sum of
 their ranks: A contains the matrices A of the projections, and B is zero where the row and the rank
 belong to different projections.
+
+Experts are written as transformers 5 has them: one parameter for all experts of a projection
+(`target_parameters` of PEFT). The matrices of expert e are `A[e]` of `[experts, rank, in]` and
+`B[..., e]` of `[out, rank, experts]`, both stored with two dimensions. PEFT wraps the module of the
+experts once for each parameter: names of all but the last one get ".base_layer".
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +28,14 @@ from megatron.conversion.huggingface.stored_parameters import StoredParameter, s
 from megatron.conversion.huggingface.weight_files import write_weight_files
 from megatron.conversion.model_space.lazy_tensors import view_tensor
 from megatron.conversion.model_space.model import model_config, model_tensors
+from megatron.conversion.model_space.pieces import map_unchanged
 from megatron.core.dist_checkpointing.mapping import LazyTensor
 from megatron.core.dist_checkpointing.saving.commit import Progress, no_progress
 from megatron.core.durable_files import write_json
 from megatron.core.run_checkpoint.source import Source
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+WRAPPER = ".base_layer"
 MATRIX_KEY = re.compile(r"(.+)\.(\w+)\.(lora_A|lora_B|lora_magnitude_vector)")
 _LAYER_PREFIX = re.compile(r"^.*?\.\d+\.")  # up to the number of the layer
 _MODULE_PREFIX = "base_model.model."
@@ -45,6 +52,29 @@ class ProjectionMatrices:
     magnitude: torch.Tensor | None = None  # [rows], of DoRA
 
 
+@dataclass
+class AdaptedTensor:
+    """A weight of transformers, or a parameter of all experts, with the matrices that change it."""
+
+    name: str
+    is_parameter: bool  # of all experts
+    experts: list[ProjectionMatrices] = field(default_factory=list)  # one without experts
+
+    @property
+    def target(self) -> str:
+        """Return the name that PEFT has for it: that of a module or of a parameter."""
+        return self.name if self.is_parameter else self.name.removesuffix(".weight")
+
+    def join(self) -> ProjectionMatrices:
+        """Return the matrices of all experts as PEFT stores them."""
+        first = self.experts[0]
+        if not self.is_parameter:
+            return first
+        a = torch.cat([matrices.a for matrices in self.experts])
+        b = torch.stack([matrices.b for matrices in self.experts], -1)
+        return replace(first, a=a, b=b.flatten(1))
+
+
 def write_adapter(source: Source, directory: Path, progress: Progress = no_progress) -> None:
     """Write the adapters of a run's checkpoint into the empty `directory`, the configuration last.
 
@@ -53,19 +83,21 @@ def write_adapter(source: Source, directory: Path, progress: Progress = no_progr
     base, _, model_type = source.args["lora_base_model"]
     config = model_config(source.args, source.args["model_vocab_size"], source.description)
     family = choose_adapter_family(config, model_type)
-    tensors: dict[str, LazyTensor] = {}
-    ranks: dict[str, int] = {}  # by module of transformers
+    adapted: dict[str, AdaptedTensor] = {}
     for parameter, matrices in _match_layers(source, family, config):
-        for module, module_matrices in split_matrices(parameter, matrices):
-            name = f"{_MODULE_PREFIX}{module}"
-            tensors[f"{name}.lora_A.weight"] = view_tensor(module_matrices.a)
-            tensors[f"{name}.lora_B.weight"] = view_tensor(module_matrices.b)
-            magnitude = module_matrices.magnitude
-            if magnitude is not None:
-                tensors[f"{name}.lora_magnitude_vector"] = view_tensor(magnitude)
-            ranks[module] = module_matrices.a.shape[0]
+        for name, tensor_matrices in split_matrices(parameter, matrices):
+            entry = adapted.setdefault(name, AdaptedTensor(name, parameter.packed is not None))
+            entry.experts.append(tensor_matrices)
+    tensors: dict[str, LazyTensor] = {}
+    for module, entry in _name_modules(adapted.values()).items():
+        name = f"{_MODULE_PREFIX}{module}"
+        joined = entry.join()
+        tensors[f"{name}.lora_A.weight"] = view_tensor(joined.a)
+        tensors[f"{name}.lora_B.weight"] = view_tensor(joined.b)
+        if joined.magnitude is not None:
+            tensors[f"{name}.lora_magnitude_vector"] = view_tensor(joined.magnitude)
     write_weight_files(directory, "adapter_model", tensors, _MAX_FILE_SIZE, 1, progress)
-    fields = _make_fields(source.args, ranks, _list_modules(family, config))
+    fields = _make_fields(source.args, adapted, _list_weights(family, config))
     fields["base_model_name_or_path"] = base
     write_json(directory / ADAPTER_CONFIG, fields)
 
@@ -79,12 +111,35 @@ def choose_adapter_family(config: TransformerConfig, model_type: str | None) -> 
         family = choose_family(config, model_type)
     except ValueError as error:
         raise ValueError(f"PEFT adapts models of transformers: {error}") from error
-    if config.has_experts:
-        raise ValueError(
-            f"adapters of {family.model_type}, a model with experts, cannot be written as files of "
-            "PEFT: leave out --save-hf, and keep the checkpoints of the run"
-        )
     return family
+
+
+def list_matrices(
+    family: Family, config: TransformerConfig, has: Callable[[str], bool]
+) -> Iterator[StoredParameter]:
+    """Yield the weights of a model that are matrices as the family stores them, one per expert.
+
+    `has(name)` reports whether a tensor of all experts exists instead of one per expert.
+    """
+    shapes = {}
+    for key, shape in model_tensors(config).items():
+        if len(shape) > 1 and key.endswith(".weight"):
+            shapes[key] = shape
+    rows = family.select_rows(config)
+    for parameter in stored_parameters(shapes, rows, family.layers, config, has):
+        if len(parameter.shape) < 3:
+            yield parameter
+            continue
+        num_experts, *matrix_shape = parameter.shape
+        row_map = map_unchanged(matrix_shape[0])
+        for expert in range(num_experts):
+            yield replace(
+                parameter,
+                lead=(expert,),
+                shape=tuple(matrix_shape),
+                row_map=row_map,
+                packed=num_experts,
+            )
 
 
 def _match_layers(
@@ -100,22 +155,52 @@ def _match_layers(
             projections = layers.setdefault(layer, {})
             projections.setdefault(projection, {})[matrix] = tensor
 
-    shapes = model_tensors(config)
-    adapted = {f"{layer}.weight": shapes[f"{layer}.weight"] for layer in layers}
-    rows = family.select_rows(config)
-    for parameter in stored_parameters(adapted, rows, family.layers, config, lambda name: False):
+    layer_values: dict[str, dict[str, torch.Tensor]] = {}
+    last_layer = ""
+    for parameter in list_matrices(family, config, lambda name: True):
         layer = parameter.key.removesuffix(".weight")
+        if layer not in layers:
+            continue
+        if layer != last_layer:
+            layer_values = _read_layer(layers[layer])
+            last_layer = layer
         row_ids = find_projection_rows(layer, config, parameter.shape[0])
         matrices = {}
-        for projection, tensors in layers[layer].items():
-            magnitude = tensors.get("lora_magnitude_vector")
+        for projection, values in layer_values.items():
+            for expert in parameter.lead:
+                values = {name: value[expert] for name, value in values.items()}
             matrices[projection] = ProjectionMatrices(
-                a=tensors["lora_A"].read_all(),
-                b=tensors["lora_B"].read_all(),
+                a=values["lora_A"],
+                b=values["lora_B"],
                 rows=row_ids[projection],
-                magnitude=None if magnitude is None else magnitude.read_all(),
+                magnitude=values.get("lora_magnitude_vector"),
             )
         yield parameter, matrices
+
+
+def _read_layer(
+    projections: Mapping[str, Mapping[str, LazyTensor]],
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Return the matrices of each projection of a layer, of all of its experts."""
+    values = {}
+    for projection, tensors in projections.items():
+        values[projection] = {name: tensor.read_all() for name, tensor in tensors.items()}
+    return values
+
+
+def _name_modules(adapted: Iterable[AdaptedTensor]) -> dict[str, AdaptedTensor]:
+    """Return the adapted tensors by the module of PEFT that has their matrices."""
+    modules: dict[str, AdaptedTensor] = {}
+    parameters: dict[str, list[AdaptedTensor]] = {}  # of each module of experts
+    for entry in adapted:
+        if entry.is_parameter:
+            parameters.setdefault(entry.name.rpartition(".")[0], []).append(entry)
+        else:
+            modules[entry.target] = entry
+    for module, entries in parameters.items():
+        for depth, entry in enumerate(reversed(entries)):
+            modules[module + depth * WRAPPER] = entry
+    return modules
 
 
 def find_projection_rows(
@@ -157,13 +242,12 @@ class _AnyProjection(dict[str, torch.Tensor]):
 def split_matrices(
     parameter: StoredParameter, matrices: Mapping[str, ProjectionMatrices]
 ) -> Iterator[tuple[str, ProjectionMatrices]]:
-    """Yield the modules of transformers that have adapters, with their matrices.
+    """Yield the tensors of transformers that have adapters, with their matrices.
 
     `matrices` are those of the projections of the layer. Raises ValueError if only some rows of a
     module have magnitudes: the others would need norms that only the base model has.
     """
     for name, row_ids in zip(parameter.names, list_stored_rows(parameter), strict=True):
-        module = name.removesuffix(".weight")
         a_blocks = []
         b_blocks = []
         magnitudes = []
@@ -188,13 +272,18 @@ def split_matrices(
                 magnitudes.append(magnitude.masked_fill(is_outside, 0.0))
         if not a_blocks:
             continue
+        if magnitudes and parameter.packed is not None:
+            raise ValueError(
+                f"{name} contains all experts, and PEFT has no magnitudes for such parameters: "
+                "leave out --lora-dora, or the experts in --lora-targets"
+            )
         if magnitudes and not is_adapted.all():
             raise ValueError(
-                f"{module} needs the magnitudes of all of its rows, but only "
+                f"{name.removesuffix('.weight')} needs the magnitudes of all of its rows, but only "
                 f"{', '.join(matrices)} were trained: add its other projections to --lora-targets"
             )
         yield (
-            module,
+            name,
             ProjectionMatrices(
                 a=torch.cat(a_blocks),
                 b=torch.cat(b_blocks, 1),
@@ -212,31 +301,32 @@ def list_stored_rows(parameter: StoredParameter) -> list[torch.Tensor]:
     return [tensor.read_all() for tensor in vector.split(row_ids)]
 
 
-def _list_modules(family: Family, config: TransformerConfig) -> list[str]:
-    """Return the names of all modules of the model that have a matrix."""
-    shapes = {key: shape for key, shape in model_tensors(config).items() if len(shape) > 1}
-    rows = family.select_rows(config)
-    modules = []
-    for parameter in stored_parameters(shapes, rows, family.layers, config, lambda name: False):
-        modules += [name.removesuffix(".weight") for name in parameter.names]
-    return modules
+def _list_weights(family: Family, config: TransformerConfig) -> list[AdaptedTensor]:
+    """Return all weights of the model that could have adapters, and parameters of experts."""
+    weights = {}
+    for parameter in list_matrices(family, config, lambda name: True):
+        for name in parameter.names:
+            weights[name] = AdaptedTensor(name, parameter.packed is not None)
+    return list(weights.values())
 
 
 def _make_fields(
-    args: Mapping[str, Any], ranks: Mapping[str, int], modules: Sequence[str]
+    args: Mapping[str, Any], adapted: Mapping[str, AdaptedTensor], weights: Sequence[AdaptedTensor]
 ) -> dict[str, Any]:
-    """Return the fields of adapter_config.json."""
+    """Return the fields of adapter_config.json; `weights` are all those of the model."""
     rank = args["lora_rank"]
     alpha = args["lora_alpha"]
     if alpha is None:
         alpha = rank
     rank_pattern = {}
     alpha_pattern = {}
-    for module, module_rank in ranks.items():
-        if module_rank != rank:
-            name = _LAYER_PREFIX.sub("", module)
-            rank_pattern[name] = module_rank
-            alpha_pattern[name] = alpha * module_rank / rank  # the same scale
+    for entry in adapted.values():
+        tensor_rank = entry.experts[0].a.shape[0]
+        if tensor_rank != rank:
+            name = _LAYER_PREFIX.sub("", entry.target)
+            rank_pattern[name] = tensor_rank
+            alpha_pattern[name] = alpha * tensor_rank / rank  # the same scale
+    parameters = _name_targets(adapted, [entry for entry in weights if entry.is_parameter], 2)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -244,7 +334,10 @@ def _make_fields(
         "lora_alpha": alpha,
         "lora_dropout": args["lora_dropout"],
         "use_dora": args["lora_dora"],
-        "target_modules": _name_targets(ranks, modules),
+        "target_modules": _name_targets(
+            adapted, [entry for entry in weights if not entry.is_parameter], 1
+        ),
+        "target_parameters": parameters or None,
         "rank_pattern": rank_pattern,
         "alpha_pattern": alpha_pattern,
         "bias": "none",
@@ -252,14 +345,21 @@ def _make_fields(
     }
 
 
-def _name_targets(adapted: Mapping[str, int], modules: Sequence[str]) -> list[str]:
-    """Return the shortest names, e.g. q_proj, that match the adapted modules and no other one."""
-    ambiguous_names = set()  # of modules that are not adapted
-    for module in modules:
-        if module not in adapted:
-            ambiguous_names.add(module.rpartition(".")[2])
+def _name_targets(
+    adapted: Mapping[str, AdaptedTensor], weights: Sequence[AdaptedTensor], length: int
+) -> list[str]:
+    """Return short names that match the adapted ones of the `weights` and no other one.
+
+    They are the last `length` components, e.g. q_proj or experts.down_proj, or complete names.
+    """
+
+    def shorten(entry: AdaptedTensor) -> str:
+        return ".".join(entry.target.split(".")[-length:])
+
+    ambiguous_names = {shorten(entry) for entry in weights if entry.name not in adapted}
     targets = set()
-    for module in adapted:
-        name = module.rpartition(".")[2]
-        targets.add(module if name in ambiguous_names else name)
+    for entry in weights:
+        if entry.name in adapted:
+            name = shorten(entry)
+            targets.add(entry.target if name in ambiguous_names else name)
     return sorted(targets)

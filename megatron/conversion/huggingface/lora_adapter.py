@@ -133,6 +133,10 @@ class LoraAdapter:
             )
         return self._matrices
 
+    def has_bias(self, module: str) -> bool:
+        """Return whether the low-rank product of a module has a bias."""
+        return _BIAS in self._matrices[module]
+
     # ---- Changes ----
 
     def changes(self, name: str) -> bool:
@@ -211,7 +215,8 @@ class LoraAdapter:
                 continue
             base = model[target.name]
             self._check_changeable(target.name, base)
-            product = self._make_product(module, target, base, target.name in transposed)
+            shape = self._check_matrix(target.name, base)
+            product = self._make_product(module, target, shape, target.name in transposed)
             add = add_to_experts if len(base.shape) == 3 else add_to_matrix
             model[target.name] = add(base, product)
             changed[target.name] = None
@@ -265,10 +270,29 @@ class LoraAdapter:
                 "base model first"
             )
 
+    def find_products(
+        self, shapes: Mapping[str, Shape], transposed: Collection[str]
+    ) -> dict[str, tuple[str, LowRankProduct]]:
+        """Return the changes of tensors with these shapes by name, each with its module.
+
+        `transposed` are the names of matrices that are stored as [in, out].
+        """
+        children: dict[str, list[str]] = defaultdict(list)
+        for name in shapes:
+            children[name.rpartition(".")[0]].append(name)
+        products = {}
+        for module in self._matrices:
+            target = self._find_target(module, children)
+            if target is not None:
+                is_transposed = target.name in transposed
+                product = self._make_product(module, target, shapes[target.name], is_transposed)
+                products[target.name] = (module, product)
+        return products
+
     def _make_product(
-        self, module: str, target: _Target, base: LazyTensor, is_transposed: bool
+        self, module: str, target: _Target, shape: Shape, is_transposed: bool
     ) -> LowRankProduct:
-        """Return the change of a matrix, or of the matrices of all experts."""
+        """Return the change of a matrix, or of the matrices of all experts, of this shape."""
         matrices = self._matrices[module]
         is_embedding = any(name in matrices for name in _EMBEDDING_MATRICES)
         a_name, b_name = _EMBEDDING_MATRICES if is_embedding else _LINEAR_MATRICES
@@ -279,7 +303,7 @@ class LoraAdapter:
 
         # Shapes. The matrices of all experts are stored as one.
         is_transposed = is_transposed or is_embedding
-        *lead, num_rows, num_columns = self._check_matrix(target.name, base)
+        *lead, num_rows, num_columns = shape
         num_experts = lead[0] if lead else 1
         out_size = num_columns if is_transposed else num_rows
         in_size = num_rows if is_transposed else num_columns

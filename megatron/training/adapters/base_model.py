@@ -27,7 +27,7 @@ from megatron.core.run_checkpoint.source import Source
 from megatron.core.safe_files.schema import sequence, text
 from megatron.core.terminal import escape_control_chars
 from megatron.core.wings import resolve
-from megatron.training.adapters.adapted_layers import reset_magnitudes
+from megatron.training.adapters.adapted_layers import AdaptedExperts, reset_magnitudes
 from megatron.training.adapters.targets import (
     find_unmatched_targets,
     iterate_linear_layers,
@@ -162,6 +162,24 @@ def check_adapters(run: Run) -> None:
         raise ValueError(
             f"--lora-targets {' '.join(unmatched)}: no layer has that name. Use names of layers or "
             f"projections, e.g. {' '.join(sorted(set(paths))[:4])}"
+        )
+    if lora.lora_dora and run.config.checkpoint.save_hf is not None:
+        _check_experts_without_magnitudes(run)
+
+
+def _check_experts_without_magnitudes(run: Run) -> None:
+    """Raise ValueError if experts have magnitudes, which files of PEFT cannot have. Collective."""
+    local_names = []
+    for chunk in run.chunks:
+        for name, module in chunk.named_modules():
+            if isinstance(module, AdaptedExperts):
+                local_names.append(name)
+    names = sum(gather_names(run, local_names), [])
+    if names:
+        raise ValueError(
+            f"--save-hf with --lora-dora of experts ({names[0]}): PEFT has no magnitudes for "
+            "parameters of experts. Leave out --save-hf (checkpoints of the run contain them) or "
+            "--lora-dora, or adapt other layers: --lora-targets linear_qkv linear_proj"
         )
 
 
