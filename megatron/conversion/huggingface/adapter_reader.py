@@ -137,7 +137,7 @@ class _MatrixReader:
         self._unused = set(adapter.matrices)
         self._missing: set[str] = set()
         shapes: dict[str, Shape] = {}
-        transposed = set()
+        transposed: set[str] = set()
         for parameter in parameters:
             shapes.update(zip(parameter.names, parameter.stored_shapes(), strict=True))
             if parameter.transposed:

@@ -174,7 +174,7 @@ def _check_experts_without_magnitudes(run: Run) -> None:
         for name, module in chunk.named_modules():
             if isinstance(module, AdaptedExperts):
                 local_names.append(name)
-    names = sum(gather_names(run, local_names), [])
+    names = sum(gather_objects(local_names), [])
     if names:
         raise ValueError(
             f"--save-hf with --lora-dora of experts ({names[0]}): PEFT has no magnitudes for "
