@@ -31,13 +31,15 @@ def assert_same(a: Any, b: Any, place: str = "") -> None:
         for key in b:
             assert_same(a[key], b[key], f"{place}/{key}")
     elif isinstance(b, torch.Tensor):
-        assert a.dtype == b.dtype and torch.equal(a, b), place
+        assert a.dtype == b.dtype, place
+        assert torch.equal(a, b), place
     elif isinstance(b, np.ndarray):
-        assert a.dtype == b.dtype and np.array_equal(a, b), place
+        assert a.dtype == b.dtype, place
+        assert np.array_equal(a, b), place
     elif isinstance(b, (list, tuple)) and type(b) is not torch.Size:
         assert len(a) == len(b), place
-        for number, (x, y) in enumerate(zip(a, b, strict=True)):
-            assert_same(x, y, f"{place}[{number}]")
+        for index in range(len(b)):
+            assert_same(a[index], b[index], f"{place}[{index}]")
     else:
         assert a == b, (place, a, b)
     return None

@@ -9,6 +9,7 @@ from megatron.conversion.huggingface.safetensors_files import open_safetensors
 from megatron.conversion.quantization.encodings import check_settings, dequantize
 from megatron.core.dist_checkpointing.mapping import LazyTensor
 from megatron.core.safe_files.reading import read_json
+from tests.support.boxes import index_box
 
 
 def decode_case(folder: Path, dtype: torch.dtype) -> dict[str, LazyTensor]:
@@ -22,15 +23,16 @@ def check_case(folder: Path) -> None:
     """Compare decoded tensors, and boxes of them, with those of the library, bitwise."""
     for name, expected in load_file(folder / "expected.safetensors").items():
         tensor = decode_case(folder, expected.dtype)[name]
-        assert tensor.shape == tuple(expected.shape), (folder.name, tensor.shape, expected.shape)
+        whole_shape = tuple(expected.shape)
+        assert tensor.shape == whole_shape, (folder.name, tensor.shape, whole_shape)
         decoded = tensor.read_all()
         assert decoded.dtype == expected.dtype
-        differing = int((decoded != expected).sum())
-        assert torch.equal(decoded, expected), f"{folder.name}: {differing} elements differ"
+        num_different = int((decoded != expected).sum())
+        assert torch.equal(decoded, expected), f"{folder.name}: {num_different} elements differ"
+
         # A box that begins and ends inside of words, groups and blocks.
-        offset = tuple(extent // 5 for extent in expected.shape)
-        shape = tuple(
-            extent - 2 * start for extent, start in zip(expected.shape, offset, strict=True)
-        )
-        box = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+        margins = [extent // 5 for extent in whole_shape]
+        offset = tuple(margins)
+        shape = tuple(extent - 2 * (extent // 5) for extent in whole_shape)
+        box = index_box(offset, shape)
         assert torch.equal(tensor.read(offset, shape), expected[box]), folder.name

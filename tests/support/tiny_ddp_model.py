@@ -22,6 +22,7 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig
 from megatron.core.parallel_config import ParallelConfig
 from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.sharding import Sharding
+from tests.support.boxes import index_box
 
 HIDDEN = 32
 VOCAB = 19
@@ -222,7 +223,7 @@ def assemble(states: list[dict[str, Any]]) -> dict[str, Tensor]:
             )
             seen = filled.setdefault(key, torch.zeros(shape, dtype=torch.bool))
             for offset, data in boxes:
-                place = tuple(slice(o, o + n) for o, n in zip(offset, data.shape, strict=True))
+                place = index_box(offset, data.shape)
                 assert torch.equal(target[place][seen[place]], data[seen[place]]), key
                 target[place] = data
                 seen[place] = True
@@ -252,7 +253,7 @@ def snapshot(chunk: DistributedDataParallel, optimizer: MegatronOptimizer) -> di
 
 def region(box: Box) -> tuple[slice, ...]:
     """Return the index of a box in its global tensor."""
-    return tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))
+    return index_box(box.offset, box.shape)
 
 
 def fill(state: ShardedStateDict, whole: dict[str, Tensor]) -> None:

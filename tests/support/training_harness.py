@@ -15,6 +15,7 @@ from megatron.training.reporting.intervals import Interval
 from megatron.training.run import ForwardStep
 from megatron.training.training import pretrain
 from pretrain_gpt import datasets_provider, forward_step, model_provider
+from tests.support.boxes import index_box
 from tests.support.tiny_ddp_model import copy_values
 
 COMMON = (
@@ -137,7 +138,7 @@ def whole(outcomes: list[Outcome]) -> dict[str, torch.Tensor]:
     for key, shape, offset, values in (row for outcome in outcomes for row in outcome.boxes):
         target = tensors.setdefault(key, torch.zeros(shape, dtype=values.dtype))
         done = covered.setdefault(key, torch.zeros(shape, dtype=torch.bool))
-        place = tuple(slice(o, o + n) for o, n in zip(offset, values.shape, strict=True))
+        place = index_box(offset, values.shape)
         assert torch.equal(target[place][done[place]], values[done[place]]), (
             f"replicas of {key} differ"
         )

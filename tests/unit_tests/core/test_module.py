@@ -14,6 +14,7 @@ from megatron.core.module import (
 )
 from megatron.core.parallel_state import Axis
 from megatron.core.sharding import Sharding
+from tests.support.boxes import index_box
 
 
 class Split(MegatronModule):
@@ -40,7 +41,7 @@ def global_tensors(modules):
         for key, entry in module.sharded_state_dict().items():
             target = whole.setdefault(key, torch.full(entry.global_shape, float("nan")))
             for box in entry.boxes:
-                place = tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))
+                place = index_box(box.offset, box.shape)
                 target[place] = box.tensor
     assert not any(tensor.isnan().any() for tensor in whole.values())
     return whole

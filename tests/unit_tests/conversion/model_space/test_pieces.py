@@ -1,5 +1,7 @@
 """Row maps compared with the same operations on views."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -17,57 +19,65 @@ from megatron.conversion.model_space.pieces import (
 
 
 def interleaved(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, groups: int) -> torch.Tensor:
-    parts = [part.reshape(groups, -1, part.shape[-1]) for part in (q, k, v)]
-    return torch.cat(parts, dim=1).reshape(-1, q.shape[-1])
+    width = q.shape[-1]
+    by_group = [rows.reshape(groups, -1, width) for rows in (q, k, v)]
+    return torch.cat(by_group, dim=1).reshape(-1, width)
 
 
 # 8 heads, 4 groups, head_dim 3
 Q = torch.randn(24, 5)
 K = torch.randn(12, 5)
 V = torch.randn(12, 5)
-TWO_BLOCKS = torch.cat([part.view(2, -1, 5)[half] for half in (0, 1) for part in (Q, K, V)])
+QKV = interleaved(Q, K, V, 4)
+THIRDS = torch.cat([Q, K, V])
+FIRST_HALVES = torch.cat([Q[:12], K[:6], V[:6]])
+SECOND_HALVES = torch.cat([Q[12:], K[6:], V[6:]])
+TWO_BLOCKS = torch.cat([FIRST_HALVES, SECOND_HALVES])
+# Row map, tensors of the files, tensor of the model
 CASES: dict[str, tuple[RowMap, list[torch.Tensor], torch.Tensor]] = {
     "as is": (map_unchanged(24), [Q], Q),
     "stacked": (map_stacked(12, 2), [K, V], torch.cat([K, V])),
-    "apart": (map_separate_qkv(8, 4, 3), [Q, K, V], interleaved(Q, K, V, 4)),
-    "thirds": (map_fused_qkv(8, 4, 3, 1), [torch.cat([Q, K, V])], interleaved(Q, K, V, 4)),
-    "two blocks": (map_fused_qkv(8, 4, 3, 2), [TWO_BLOCKS], interleaved(Q, K, V, 4)),
+    "apart": (map_separate_qkv(8, 4, 3), [Q, K, V], QKV),
+    "thirds": (map_fused_qkv(8, 4, 3, 1), [THIRDS], QKV),
+    "two blocks": (map_fused_qkv(8, 4, 3, 2), [TWO_BLOCKS], QKV),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_row_maps_invert(name: str) -> None:
-    row_map, stored, model = CASES[name]
-    assert count_stored_rows(row_map) == [len(tensor) for tensor in stored]
+    row_map, stored_tensors, model = CASES[name]
+    assert count_stored_rows(row_map) == list(map(len, stored_tensors))
 
     def read(source: int, first: int, count: int) -> torch.Tensor:
-        assert first >= 0 and count > 0 and first + count <= len(stored[source])
-        return stored[source][first : first + count]
+        tensor = stored_tensors[source]
+        end = first + count
+        assert 0 <= first < end <= len(tensor)
+        return tensor[first:end]
 
-    for start in range(len(model)):
-        for stop in range(start + 1, len(model) + 1):
-            assert torch.equal(unpack_rows(row_map, start, stop, read), model[start:stop]), (
-                start,
-                stop,
-            )
-    for number, tensor in enumerate(stored):
-        assert torch.equal(pack_rows(row_map, number, model), tensor)
+    for start, stop in itertools.combinations(range(len(model) + 1), 2):
+        rows = unpack_rows(row_map, start, stop, read)
+        assert torch.equal(rows, model[start:stop]), (start, stop)
+    for index, tensor in enumerate(stored_tensors):
+        packed = pack_rows(row_map, index, model)
+        assert torch.equal(packed, tensor)
 
 
 @pytest.mark.parametrize("most", [1, 5, 7, 1000])
 @pytest.mark.parametrize("name", CASES)
 def test_blocks_of_rows_equal_the_whole(name: str, most: int) -> None:
     """Write blocks of the model's rows, cut into runs of stored rows."""
-    row_map, stored, model = CASES[name]
-    written = [torch.full_like(tensor, torch.nan) for tensor in stored]
+    row_map, stored_tensors, model = CASES[name]
+    targets = [torch.full_like(tensor, torch.nan) for tensor in stored_tensors]
     for first in range(0, len(model), most):
         rows = model[first : first + most]
-        found = list(cut_runs(row_map, first, first + len(rows)))
-        for run, part in zip(found, rows.split([len(run.rows) for run in found]), strict=True):
-            target = written[run.source][run.stored_slice]
+        runs = list(cut_runs(row_map, first, first + len(rows)))
+        sizes = [len(run.rows) for run in runs]
+        for run, block in zip(runs, rows.split(sizes), strict=True):
+            target = targets[run.source][run.stored_slice]
             assert target.isnan().all()
-            target.copy_(part)
-    assert all(torch.equal(a, b) for a, b in zip(written, stored, strict=True))
+            target.copy_(block)
+    for actual, expected in zip(targets, stored_tensors, strict=True):
+        assert torch.equal(actual, expected)
 
 
 def test_blocks_must_divide_groups() -> None:

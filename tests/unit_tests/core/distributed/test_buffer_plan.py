@@ -1,5 +1,6 @@
 """The layout of the contiguous buffers, as a pure function."""
 
+import itertools
 import random
 
 import pytest
@@ -26,12 +27,27 @@ def spec(name, shape, **info):
 def random_specs(seed):
     rng = random.Random(seed)
     specs = []
-    for i in range(rng.randint(1, 30)):
-        shape = tuple(rng.randint(1, 40) for _ in range(rng.randint(1, 3)))
-        kind = rng.choice(["weight", "bias", "word_embeddings.weight"])
-        flags = {"sharding": rng.choice([REPLICATED, SPLIT]), "partial_grad": rng.random() < 0.5}
-        specs.append(spec(f"p{i}.{kind}", shape, shared_embedding=rng.random() < 0.1, **flags))
+    for index in range(rng.randint(1, 30)):
+        num_dims = rng.randint(1, 3)
+        shape = tuple(rng.randint(1, 40) for _ in range(num_dims))
+        suffix = rng.choice(["weight", "bias", "word_embeddings.weight"])
+        random_spec = spec(
+            f"p{index}.{suffix}",
+            shape,
+            sharding=rng.choice([REPLICATED, SPLIT]),
+            partial_grad=rng.random() < 0.5,
+            shared_embedding=rng.random() < 0.1,
+        )
+        specs.append(random_spec)
     return specs
+
+
+def list_names(buckets):
+    """Return the names of the parameters in their order in the buffer."""
+    names = []
+    for bucket in buckets:
+        names += [span.spec.name for span in bucket.spans]
+    return names
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -40,49 +56,56 @@ def random_specs(seed):
 def test_each_parameter_has_one_aligned_position(seed, num_shards, bucket_size):
     specs = random_specs(seed)
     buckets = plan_buffer(specs, bucket_size, num_shards)
-    assert sorted(span.spec.name for b in buckets for span in b.spans) == sorted(
-        s.name for s in specs
-    )
+    names = sorted(spec.name for spec in specs)
+    assert sorted(list_names(buckets)) == names
+    shard_step = num_shards * ALIGNMENT
     position = 0
     for bucket in buckets:
         assert bucket.start == position, "buckets are adjacent"
-        assert bucket.numel % (num_shards * ALIGNMENT) == 0, "shards are equal and aligned"
+        assert bucket.numel % shard_step == 0, "shards are equal and aligned"
         end = 0
         for span in bucket.spans:
             assert span.stop - span.start == span.spec.numel
-            assert span.start % ALIGNMENT == 0 and 0 <= span.start - end < ALIGNMENT
+            assert span.start % ALIGNMENT == 0
+            assert 0 <= span.start - end < ALIGNMENT
             assert span.spec.group == bucket.group
             end = span.stop
-        assert end <= bucket.numel < end + ALIGNMENT * (num_shards + 1)
+        assert end <= bucket.numel < end + shard_step + ALIGNMENT
         if any(span.spec.info.shared_embedding for span in bucket.spans):
             assert len(bucket.spans) == 1
-        assert sum(span.spec.numel for span in bucket.spans[:-1]) < bucket_size, (
-            "it should have been closed before"
-        )
+        numel_before_last = sum(span.spec.numel for span in bucket.spans[:-1])
+        assert numel_before_last < bucket_size, "it should have been closed before"
         position = bucket.stop
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_parameters_with_weight_decay_come_first_in_backward_order(seed):
     specs = random_specs(seed)
-    names = [span.spec.name for b in plan_buffer(specs, 500, 2) for span in b.spans]
-    matrices = [
-        s.name for s in reversed(specs) if len(s.shape) > 1 and not s.name.endswith(".bias")
-    ]
+    names = list_names(plan_buffer(specs, 500, 2))
+    matrices = []
+    for random_spec in reversed(specs):
+        is_matrix = len(random_spec.shape) > 1
+        is_bias = random_spec.name.endswith(".bias")
+        if is_matrix and not is_bias:
+            matrices.append(random_spec.name)
     assert names[: len(matrices)] == matrices
 
 
 def test_parameter_groups():
-    assert spec("a.weight", (3, 4)).group == ParamGroup(weight_decay=True, embedding=False)
-    assert spec("a.weight", (3,)).group == ParamGroup(weight_decay=False, embedding=False)
-    assert spec("a.bias", (3, 4)).group == ParamGroup(weight_decay=False, embedding=False)
-    assert spec("embedding.word_embeddings.weight", (3, 4)).group == ParamGroup(
-        weight_decay=True, embedding=True
-    )
-    assert spec("output_layer.weight", (3, 4)).group == ParamGroup(
-        weight_decay=True, embedding=True
-    )
-    assert spec("embedding.position_embeddings.weight", (3, 4)).group.embedding is False
+    matrix = (3, 4)
+    decayed = ParamGroup(weight_decay=True, embedding=False)
+    not_decayed = ParamGroup(weight_decay=False, embedding=False)
+    embedding = ParamGroup(weight_decay=True, embedding=True)
+    assert spec("a.weight", matrix).group == decayed
+    assert spec("a.weight", (3,)).group == not_decayed
+    assert spec("a.bias", matrix).group == not_decayed
+    assert spec("embedding.word_embeddings.weight", matrix).group == embedding
+    assert spec("output_layer.weight", matrix).group == embedding
+    assert not spec("embedding.position_embeddings.weight", matrix).group.embedding
+
+
+def is_split(info):
+    return info.sharding.is_split
 
 
 def test_gpt_without_overlap_has_four_buckets():
@@ -96,7 +119,8 @@ def test_gpt_without_overlap_has_four_buckets():
         ]
     specs.append(spec("output_layer.weight", (50, 8), sharding=SPLIT))
     buckets = plan_buffer(specs, 10**9, 4)
-    assert [b.spans[0].spec.name for b in buckets] == [
+    first_names = [bucket.spans[0].spec.name for bucket in buckets]
+    assert first_names == [
         "output_layer.weight",
         "layers.2.fc2.weight",
         "embedding.word_embeddings.weight",
@@ -104,20 +128,25 @@ def test_gpt_without_overlap_has_four_buckets():
     ]
     vectors = buckets[-1]
     assert len(find_ranges(vectors, lambda info: info.partial_grad)) == 1
-    assert len(find_ranges(vectors, lambda info: info.sharding.is_split)) == 1
-    assert len(find_ranges(buckets[1], lambda info: info.sharding.is_split)) == 1
+    assert len(find_ranges(vectors, is_split)) == 1
+    assert len(find_ranges(buckets[1], is_split)) == 1
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_ranges_cover_the_selected_parameters(seed):
     for bucket in plan_buffer(random_specs(seed), 3000, 2):
-        ranges = find_ranges(bucket, lambda info: info.sharding.is_split)
-        covered = [any(lo <= i < hi for lo, hi in ranges) for i in range(bucket.numel)]
+        ranges = find_ranges(bucket, is_split)
+        covered = set()
+        for start, stop in ranges:
+            covered |= set(range(start, stop))
         for span in bucket.spans:
-            assert all(
-                c == span.spec.info.sharding.is_split for c in covered[span.start : span.stop]
-            )
-        assert all(hi < lo for (_, hi), (lo, _) in zip(ranges, ranges[1:], strict=False)), "merged"
+            positions = set(range(span.start, span.stop))
+            if is_split(span.spec.info):
+                assert positions <= covered
+            else:
+                assert positions.isdisjoint(covered)
+        for (_, stop), (next_start, _) in itertools.pairwise(ranges):
+            assert stop < next_start, "adjacent ranges are one"
 
 
 def test_intersect():

@@ -13,10 +13,10 @@ from megatron.core.transformer.attention.kernels import (
     attend_backward,
 )
 
-DEVICES = [
-    "cpu",
-    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")),
-]
+requires_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+DEVICES = ["cpu", pytest.param("cuda", marks=requires_cuda)]
+LENGTH = 24
+HEAD_DIM = 16
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -27,29 +27,52 @@ def test_single_block_equals_sdpa(device, dtype, tolerance, masked):
     generator = torch.Generator().manual_seed(0)
 
     def make_tensor(heads):
-        return torch.randn(2, heads, 24, 16, generator=generator).to(device, dtype)
+        values = torch.randn(2, heads, LENGTH, HEAD_DIM, generator=generator)
+        return values.to(device, dtype)
+
+    def assert_close(actual, expected):
+        torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
 
     q = make_tensor(4)
     k = make_tensor(2)
     v = make_tensor(2)
     dout = make_tensor(4)
-    mask = torch.zeros(1, 1, 24, 24, dtype=dtype, device=device) if masked else None
-    if mask is not None:
+    mask = None
+    if masked:
+        mask = torch.zeros(1, 1, LENGTH, LENGTH, dtype=dtype, device=device)
         mask[..., 7:] = torch.finfo(dtype).min / 2
-    block = Block(slice(None), slice(None), causal=mask is None, mask=mask)
+
+    # Output
+    block = Block(slice(None), slice(None), causal=not masked, mask=mask)
     out, lse = attend(q, k, v, block, Scoring())
-    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
-    expected = F.scaled_dot_product_attention(
-        *inputs, mask, is_causal=mask is None, enable_gqa=True
-    )
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    expected = F.scaled_dot_product_attention(*leaves, mask, is_causal=not masked, enable_gqa=True)
+    assert_close(out, expected)
+
+    # Log-sum-exp
+    keys = k.repeat_interleave(2, 1).float()
+    scores = q.float() @ keys.mT / HEAD_DIM**0.5
+    future = torch.full_like(scores, -torch.inf).triu(1)
+    scores = scores + (mask if masked else future)
+    assert_close(lse, scores.logsumexp(-1))
+
+    # Gradients
     expected.backward(dout)
-    scores = q.float() @ k.repeat_interleave(2, 1).float().transpose(2, 3) / 4
-    scores = scores + (mask if mask is not None else torch.full_like(scores, -torch.inf).triu(1))
-    torch.testing.assert_close(lse, scores.logsumexp(-1), atol=tolerance, rtol=tolerance)
     gradients = attend_backward(dout, q, k, v, out, lse, block, Scoring())
-    torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
-    for gradient, leaf in zip(gradients, inputs, strict=True):
-        torch.testing.assert_close(gradient, leaf.grad, atol=tolerance, rtol=tolerance)
+    for gradient, leaf in zip(gradients, leaves, strict=True):
+        assert_close(gradient, leaf.grad)
+
+
+def make_mask(kind):
+    """Return a mask in which a query sees itself and five keys before it; None if causal."""
+    if kind == "causal":
+        return None
+    ones = torch.ones(LENGTH, LENGTH, dtype=torch.bool)
+    is_visible = ones.tril() & ~ones.tril(-6)
+    if kind == "boolean":
+        return is_visible
+    zeros = torch.zeros(1, 1, LENGTH, LENGTH)
+    return zeros.masked_fill(~is_visible, -3.5).bfloat16()
 
 
 @pytest.mark.parametrize("amx", [False, True])
@@ -61,34 +84,38 @@ def test_bf16_on_cpu(kind, amx, monkeypatch):
     """
     monkeypatch.setattr(kernels, "_HAS_AMX", amx)
     generator = torch.Generator().manual_seed(2)
-    q, g = torch.randn(2, 2, 8, 24, 16, generator=generator).bfloat16()
-    k, v = torch.randn(2, 2, 4, 24, 16, generator=generator).bfloat16()
-    ones = torch.ones(24, 24, dtype=torch.bool)
-    visible = ones.tril() & ~ones.tril(-6)
-    mask = {
-        "causal": None,
-        "boolean": visible,
-        "additive": torch.zeros(1, 1, 24, 24).masked_fill(~visible, -3.5).bfloat16(),
-    }[kind]
+    q, dout = torch.randn(2, 2, 8, LENGTH, HEAD_DIM, generator=generator).bfloat16()
+    k, v = torch.randn(2, 2, 4, LENGTH, HEAD_DIM, generator=generator).bfloat16()
+    mask = make_mask(kind)
+    scale = 0.2
 
     def run(attention, dtype):
-        inputs = [x.to(dtype).requires_grad_() for x in (q.clone(), k.clone(), v.clone())]
-        cast_mask = mask.to(dtype) if kind == "additive" else mask
-        out = attention(*inputs, cast_mask)
-        out.backward(g.to(dtype))
-        return [out.detach(), *(x.grad for x in inputs)]
+        leaves = [x.to(dtype, copy=True).requires_grad_() for x in (q, k, v)]
+        cast_mask = mask
+        if kind == "additive":
+            cast_mask = mask.to(dtype)
+        out = attention(*leaves, cast_mask)
+        out.backward(dout.to(dtype))
+        gradients = [leaf.grad for leaf in leaves]
+        return out.detach(), gradients
 
-    def sdpa(q, k, v, mask):
+    def run_sdpa(q, k, v, mask):
         return F.scaled_dot_product_attention(
-            q, k, v, mask, is_causal=mask is None, enable_gqa=True, scale=0.2
+            q, k, v, mask, is_causal=mask is None, enable_gqa=True, scale=scale
         )
 
-    exact = run(sdpa, torch.float32)
-    torch_bf16 = run(sdpa, torch.bfloat16)
-    ours = run(lambda q, k, v, mask: CpuAttention.apply(q, k, v, mask, 0.2), torch.bfloat16)
-    expected = torch_bf16[0] if amx else exact[0].bfloat16()
-    assert torch.equal(ours[0], expected)
-    names = ("dq", "dk", "dv")
-    for name, got, want, peer in zip(names, ours[1:], exact[1:], torch_bf16[1:], strict=True):
-        assert got.dtype == torch.bfloat16
-        assert (got - want).abs().max() <= 1.1 * (peer - want).abs().max(), name
+    def run_kernel(q, k, v, mask):
+        return CpuAttention.apply(q, k, v, mask, scale)
+
+    exact_out, exact_gradients = run(run_sdpa, torch.float32)
+    torch_out, torch_gradients = run(run_sdpa, torch.bfloat16)
+    out, gradients = run(run_kernel, torch.bfloat16)
+    expected_out = torch_out if amx else exact_out.bfloat16()
+    assert torch.equal(out, expected_out)
+    for index, name in enumerate(("dq", "dk", "dv")):
+        gradient = gradients[index]
+        exact = exact_gradients[index]
+        assert gradient.dtype == torch.bfloat16
+        error = (gradient - exact).abs().max()
+        error_of_torch = (torch_gradients[index] - exact).abs().max()
+        assert error <= 1.1 * error_of_torch, name
