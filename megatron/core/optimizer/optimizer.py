@@ -25,7 +25,11 @@ from megatron.core.optimizer.flat_shard import (
 from megatron.core.optimizer.grad_norm import GradNorm, compute_clip_coefficient
 from megatron.core.optimizer.grad_scaler import GradScaler
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.update_rules import make_update_rule, select_states
+from megatron.core.optimizer.update_rules import (
+    OptimizerGroup,
+    make_update_rule,
+    select_states,
+)
 from megatron.core.parallel_state import ParallelState
 
 logger = logging.getLogger(__name__)
@@ -120,7 +124,7 @@ class MegatronOptimizer:
         return self.config.ema_decay is not None
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
+    def param_groups(self) -> list[OptimizerGroup]:
         """Hyperparameters by group; the scheduler writes `lr` and `weight_decay`."""
         return self._rule.param_groups
 
@@ -268,7 +272,7 @@ class MegatronOptimizer:
         # Start the only copy from the device; everything else is on the host already.
         steps = self._collect_steps()
         step = start_copy(steps[0].clone()) if steps else None
-        groups: list[dict[str, Any]] = []
+        groups: list[OptimizerGroup] = []
         for group in self.param_groups:
             options: dict[str, Any] = dict(_CONSTANTS)
             for name in _HYPERPARAMETERS:

@@ -20,6 +20,9 @@ from megatron.core.optimizer.flat_shard import FlatShard
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.wings import resolve
 
+OptimizerGroup = dict[str, Any]
+"""Parameters of an optimizer (`params`) and their options, as in torch."""
+
 
 class MupPowers(NamedTuple):
     """Powers of the width, relative to the base model, that multiply hyperparameters with muP.
@@ -66,7 +69,7 @@ class UpdateRule:
     found_inf: Tensor
 
     def __init__(
-        self, groups: Sequence[dict[str, Any]], hyperparameters: Mapping[str, Any]
+        self, groups: Sequence[OptimizerGroup], hyperparameters: Mapping[str, Any]
     ) -> None:
         """Initialize from torch's form of groups; `hyperparameters` are the groups' defaults."""
         self.param_groups = [{**hyperparameters, **group} for group in groups]
@@ -94,7 +97,7 @@ class UpdateRule:
 
     @classmethod
     def from_config(
-        cls, config: OptimizerConfig, groups: Sequence[dict[str, Any]], shards: Sequence[FlatShard]
+        cls, config: OptimizerConfig, groups: Sequence[OptimizerGroup], shards: Sequence[FlatShard]
     ) -> UpdateRule:
         """Make the rule for parameter groups of the flat tensors of `shards`."""
         raise NotImplementedError
@@ -105,10 +108,10 @@ class UpdateRule:
             if group["params"]:
                 self.update_group(group)
 
-    def update_group(self, group: dict[str, Any]) -> None:
+    def update_group(self, group: OptimizerGroup) -> None:
         raise NotImplementedError
 
-    def collect_gradients(self, group: dict[str, Any]) -> list[Tensor]:
+    def collect_gradients(self, group: OptimizerGroup) -> list[Tensor]:
         """Return the gradients, not divided yet."""
         grads = []
         for param in group["params"]:
@@ -116,7 +119,7 @@ class UpdateRule:
                 grads.append(param.grad)
         return grads
 
-    def collect_states(self, group: dict[str, Any], name: str) -> list[Tensor]:
+    def collect_states(self, group: OptimizerGroup, name: str) -> list[Tensor]:
         """Return the state tensor `name` of each parameter of the group."""
         return [self.state[param][name] for param in group["params"]]
 
@@ -147,7 +150,7 @@ class AdamW(UpdateRule):
 
     @classmethod
     def from_config(
-        cls, config: OptimizerConfig, groups: Sequence[dict[str, Any]], shards: Sequence[FlatShard]
+        cls, config: OptimizerConfig, groups: Sequence[OptimizerGroup], shards: Sequence[FlatShard]
     ) -> UpdateRule:
         hyperparameters = get_adam_hyperparameters(config)
         rule: UpdateRule
@@ -162,7 +165,7 @@ class AdamW(UpdateRule):
             return rule
         return AdamW(groups, hyperparameters)
 
-    def update_group(self, group: dict[str, Any]) -> None:
+    def update_group(self, group: OptimizerGroup) -> None:
         tensors = AdamTensors(
             group["params"],
             self.collect_gradients(group),

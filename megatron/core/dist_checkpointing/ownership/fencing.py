@@ -127,12 +127,7 @@ class Generation:
                 break
             generation._withdraw()
             generation_number = newest.number + 1
-        try:
-            generation._revoke_older()
-        except OSError:
-            # Without the permission to revoke, the former owner keeps the directory.
-            generation._withdraw()
-            raise
+        generation._revoke_older()
         return generation
 
     def is_current(self) -> bool:
@@ -300,6 +295,15 @@ class Generation:
         return None
 
     def _revoke_older(self) -> None:
+        """Make former owners lose the directory."""
+        try:
+            self._remove_older()
+        except OSError:
+            # Without the permission to revoke, the former owner keeps the directory.
+            self._withdraw()
+            raise
+
+    def _remove_older(self) -> None:
         """Rename earlier generations and claims away, then remove them with their content."""
         # Claims of launches that crashed before their rename are removed, too.
         older = [

@@ -26,7 +26,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
 import xxhash
 
@@ -50,9 +49,7 @@ from megatron.core.dist_checkpointing.format.checksums import (
 from megatron.core.dist_checkpointing.ownership.fencing import (
     Generation,
     SupersededError,
-    describe_owner,
     find_newest,
-    find_starts,
     generations_in,
 )
 from megatron.core.dist_checkpointing.saving.commit import (
@@ -79,41 +76,16 @@ class ObjectGeneration(Generation):
 
     root: ObjectPath
 
-    @classmethod
-    def take(cls, root: Path, owner: dict[str, Any], above: int = 0) -> ObjectGeneration:
-        """Take the next generation of `root`; its former owner cannot commit any more."""
-        assert isinstance(root, ObjectPath)
-        token = secrets.token_hex(8)
-        content = describe_owner(token, owner)
-        known_starts = find_starts(root)
-        generation_numbers = [above, *(generation_number for generation_number, _ in known_starts)]
-        newest = find_newest(root)
-        if newest is not None:
-            generation_numbers.append(newest.number)
-        generation_number = max(generation_numbers) + 1
-        # Two launches may choose the same number: create, then look. A launch that finds a newer
-        # one tries again above it.
-        while True:
-            generation = cls(root, generation_number, token, content, known_starts)
-            generation._claim()
-            newest = find_newest(root)
-            if newest is None or newest <= generation.id:
-                break
-            generation._withdraw()
-            generation_number = newest.number + 1
-
+    def _revoke_older(self) -> None:
         # A former owner may still be writing: revoke its claims, so that it cannot commit.
         def revoke_claim(directory: ObjectPath) -> None:
             if (directory / CLAIM).is_file():
-                revoke(directory, generation.check, committed=False)
+                revoke(directory, self.check, committed=False)
 
-        map_in_threads(revoke_claim, root.glob("iter_*"))
+        map_in_threads(revoke_claim, self.root.glob("iter_*"))
         # The newest generation decides: the older ones have no effect any more.
-        older = [
-            generation_id for generation_id in generations_in(root) if generation_id < generation.id
-        ]
-        root.store.delete([f"{root.key}/{generation_id.name}" for generation_id in older])
-        return generation
+        older = [generation for generation in generations_in(self.root) if generation < self.id]
+        self.root.store.delete([f"{self.root.key}/{generation.name}" for generation in older])
 
     def is_current(self) -> bool:
         """Return whether no other launch has taken over."""

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.core.optimizer.flat_shard import FlatShard
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.update_rules import (
-    AdamW,
-    UpdateRule,
-)
+from megatron.core.optimizer.update_rules import AdamW, OptimizerGroup, UpdateRule
 
 
 def compute_slow_weight(step: Tensor, alpha: float, warmup: int | None) -> Tensor:
@@ -52,7 +48,7 @@ class AdEMAMix(UpdateRule):
 
     @classmethod
     def from_config(
-        cls, config: OptimizerConfig, groups: Sequence[dict[str, Any]], shards: Sequence[FlatShard]
+        cls, config: OptimizerConfig, groups: Sequence[OptimizerGroup], shards: Sequence[FlatShard]
     ) -> UpdateRule:
         hyperparameters = {
             "betas": (config.adam_beta1, config.adam_beta2, config.ademamix_beta3),
@@ -63,12 +59,12 @@ class AdEMAMix(UpdateRule):
         }
         return cls(groups, hyperparameters)
 
-    def update_group(self, group: dict[str, Any]) -> None:
+    def update_group(self, group: OptimizerGroup) -> None:
         keep = 1.0 - self.found_inf  # 0 skips the step without waiting for the device
         for param in group["params"]:
             self._update_param(param, group, keep)
 
-    def _update_param(self, param: Tensor, group: dict[str, Any], keep: Tensor) -> None:
+    def _update_param(self, param: Tensor, group: OptimizerGroup, keep: Tensor) -> None:
         """Update a parameter and its state, without any effect if `keep` is 0."""
         beta1, beta2, beta3 = group["betas"]
         state = self.state[param]

@@ -9,10 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.apex import import_apex, split_for_kernels
-from megatron.core.optimizer.update_rules import (
-    AdamW,
-    UpdateRule,
-)
+from megatron.core.optimizer.update_rules import AdamW, OptimizerGroup, UpdateRule
 
 
 class ApexAdam(UpdateRule):
@@ -27,7 +24,7 @@ class ApexAdam(UpdateRule):
     MUP_POWERS = AdamW.MUP_POWERS
 
     def __init__(
-        self, groups: Sequence[dict[str, Any]], hyperparameters: Mapping[str, Any]
+        self, groups: Sequence[OptimizerGroup], hyperparameters: Mapping[str, Any]
     ) -> None:
         super().__init__(groups, hyperparameters)
         apex_groups = []
@@ -56,7 +53,7 @@ class ApexAdam(UpdateRule):
         for state in self.state.values():
             state["step"].add_(1.0 - self.found_inf)
 
-    def _share_tensors(self, group: dict[str, Any], slices: Sequence[Tensor]) -> None:
+    def _share_tensors(self, group: OptimizerGroup, slices: Sequence[Tensor]) -> None:
         """Give views of gradients and moments to the `slices` of the group's parameters."""
         gradients = split_for_kernels(self.collect_gradients(group))
         means = split_for_kernels(self.collect_states(group, "exp_avg"))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron.core.fused_kernels import find_kernel
 from megatron.core.optimizer.flat_shard import FlatShard
-from megatron.core.optimizer.update_rules import AdamW
+from megatron.core.optimizer.update_rules import AdamW, OptimizerGroup
 from megatron.core.private_operators import add_to_tensors
 
 
@@ -24,7 +24,7 @@ class FusedAdamW(AdamW):
 
     def __init__(
         self,
-        groups: Sequence[dict[str, Any]],
+        groups: Sequence[OptimizerGroup],
         hyperparameters: Mapping[str, Any],
         shards: Sequence[FlatShard],
     ) -> None:
@@ -34,7 +34,7 @@ class FusedAdamW(AdamW):
             if not (shard.is_model or shard.is_fp8):
                 self._weights[shard.param] = shard.bucket.param_shard
 
-    def update_group(self, group: dict[str, Any]) -> None:
+    def update_group(self, group: OptimizerGroup) -> None:
         beta1, beta2 = group["betas"]
         steps = self.collect_states(group, "step")
         # A skipped step does not count. All parameters have taken the same number of steps.

@@ -11,6 +11,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.update_rules import (
     AdamW,
     MupPowers,
+    OptimizerGroup,
     UpdateRule,
     get_adam_hyperparameters,
 )
@@ -41,11 +42,11 @@ class Lion(AdamW):
 
     @classmethod
     def from_config(
-        cls, config: OptimizerConfig, groups: Sequence[dict[str, Any]], shards: Sequence[FlatShard]
+        cls, config: OptimizerConfig, groups: Sequence[OptimizerGroup], shards: Sequence[FlatShard]
     ) -> UpdateRule:
         return cls(groups, get_adam_hyperparameters(config))
 
-    def update_group(self, group: dict[str, Any]) -> None:
+    def update_group(self, group: OptimizerGroup) -> None:
         if not group.get("use_lion"):
             super().update_group(group)
             return

@@ -14,6 +14,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.orthogonalization import Orthogonalizer
 from megatron.core.optimizer.update_rules import (
     AdamW,
+    OptimizerGroup,
     UpdateRule,
     get_adam_hyperparameters,
 )
@@ -39,7 +40,7 @@ class Muon(AdamW):
 
     def __init__(
         self,
-        groups: Sequence[dict[str, Any]],
+        groups: Sequence[OptimizerGroup],
         config: OptimizerConfig,
         bucket_of: Mapping[Tensor, Bucket],
     ) -> None:
@@ -60,12 +61,12 @@ class Muon(AdamW):
 
     @classmethod
     def from_config(
-        cls, config: OptimizerConfig, groups: Sequence[dict[str, Any]], shards: Sequence[FlatShard]
+        cls, config: OptimizerConfig, groups: Sequence[OptimizerGroup], shards: Sequence[FlatShard]
     ) -> UpdateRule:
         bucket_of = {shard.param: shard.bucket for shard in shards}
         return cls(groups, config, bucket_of)
 
-    def update_group(self, group: dict[str, Any]) -> None:
+    def update_group(self, group: OptimizerGroup) -> None:
         if not group.get("use_muon"):
             super().update_group(group)
             return

@@ -18,10 +18,7 @@ from megatron.core.optimizer.flat_shard import (
     store,
     widen,
 )
-from megatron.core.optimizer.update_rules import (
-    AdamTensors,
-    AdamW,
-)
+from megatron.core.optimizer.update_rules import AdamTensors, AdamW, OptimizerGroup
 
 _ADAM_PREFIXES = (PARAM_PREFIX, f"{OPTIMIZER_PREFIX}exp_avg.", f"{OPTIMIZER_PREFIX}exp_avg_sq.")
 
@@ -36,14 +33,14 @@ class RoundedAdamW(AdamW):
 
     def __init__(
         self,
-        groups: Sequence[dict[str, Any]],
+        groups: Sequence[OptimizerGroup],
         hyperparameters: Mapping[str, Any],
         shards: Sequence[FlatShard],
     ) -> None:
         super().__init__(groups, hyperparameters)
         self._shards = {shard.param: shard for shard in shards}
 
-    def update_group(self, group: dict[str, Any]) -> None:
+    def update_group(self, group: OptimizerGroup) -> None:
         for param in group["params"]:
             shard = self._shards[param]
             if shard.scales:

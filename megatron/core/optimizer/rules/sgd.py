@@ -11,7 +11,7 @@ from torch.optim.sgd import sgd
 from megatron.core.distributed.param_and_grad_buffer import ParamGroup
 from megatron.core.optimizer.flat_shard import FlatShard
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.update_rules import MupPowers, UpdateRule
+from megatron.core.optimizer.update_rules import MupPowers, OptimizerGroup, UpdateRule
 
 
 class SGD(UpdateRule):
@@ -38,11 +38,11 @@ class SGD(UpdateRule):
 
     @classmethod
     def from_config(
-        cls, config: OptimizerConfig, groups: Sequence[dict[str, Any]], shards: Sequence[FlatShard]
+        cls, config: OptimizerConfig, groups: Sequence[OptimizerGroup], shards: Sequence[FlatShard]
     ) -> UpdateRule:
         return cls(groups, {"momentum": config.sgd_momentum})
 
-    def update_group(self, group: dict[str, Any]) -> None:
+    def update_group(self, group: OptimizerGroup) -> None:
         # The kernel expects None for parameters without momentum.
         buffers: list[Tensor | None] = []
         for param in group["params"]:

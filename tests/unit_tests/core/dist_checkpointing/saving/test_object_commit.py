@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing import (
 )
 from megatron.core.dist_checkpointing.checkpoint_directory import find_missing_or_truncated
 from megatron.core.dist_checkpointing.format.checksums import BLOCK_SIZE
+from megatron.core.dist_checkpointing.ownership import fencing
 from megatron.core.dist_checkpointing.ownership.fencing import SupersededError
 from megatron.core.dist_checkpointing.ownership.lineage import LINEAGE
 from megatron.core.dist_checkpointing.saving import object_commit
@@ -242,15 +243,15 @@ def test_simultaneous_starts_get_different_generations(root):
 
 def test_slow_start_does_not_reuse_a_removed_number(root, monkeypatch):
     """After its listing, others take generations 1 and 2, and the second removes the first."""
-    look = object_commit.find_newest
+    look = fencing.find_newest
 
     def look_before_the_others(root):
-        monkeypatch.setattr(object_commit, "find_newest", look)
+        monkeypatch.setattr(fencing, "find_newest", look)
         seen = look(root)
         assert [take_generation(root, {}).number for _ in range(2)] == [1, 2]
         return seen
 
-    monkeypatch.setattr(object_commit, "find_newest", look_before_the_others)
+    monkeypatch.setattr(fencing, "find_newest", look_before_the_others)
     generation = take_generation(root, {})
     assert generation.number == 3 and generation.is_current()
 
