@@ -8,10 +8,10 @@ A line counts as "parses" if `parse_args` returns a configuration for the minimu
 
 from __future__ import annotations
 
-import collections
 import json
 import math
 import sys
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,21 +27,17 @@ _AXES = (
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    rows = path.read_text(encoding="utf-8").splitlines()
+    return [json.loads(row) for row in rows]
 
 
 def smallest_world(argv: Sequence[str]) -> int:
     """Return the number of ranks of one model replica."""
-    sizes = dict(zip(argv, argv[1:], strict=False))
-    world = 1
-    for axis in _AXES:
-        world *= int(sizes.get(axis, 1))
-    experts = int(
-        sizes.get("--expert-tensor-parallel-size", sizes.get("--tensor-model-parallel-size", 1))
-    )
-    for axis in ("--expert-model-parallel-size", "--pipeline-model-parallel-size"):
-        experts *= int(sizes.get(axis, 1))
-    return math.lcm(world, experts)
+    size_of = dict(zip(argv, argv[1:], strict=False))
+    tp, pp, cp = (int(size_of.get(axis, 1)) for axis in _AXES)
+    ep = int(size_of.get("--expert-model-parallel-size", 1))
+    etp = int(size_of.get("--expert-tensor-parallel-size", tp))
+    return math.lcm(tp * pp * cp, etp * ep * pp)
 
 
 def outcome(argv: Sequence[str]) -> tuple[str, list[str]]:
@@ -49,10 +45,9 @@ def outcome(argv: Sequence[str]) -> tuple[str, list[str]]:
     try:
         parse_args(argv, smallest_world(argv))
     except ValueError as error:
-        lines = str(error).splitlines()
-        return "unknown flag" if any(
-            line.startswith("unknown flag") for line in lines
-        ) else "refused", lines
+        problems = str(error).splitlines()
+        has_unknown = any(problem.startswith("unknown flag") for problem in problems)
+        return "unknown flag" if has_unknown else "refused", problems
     except Exception as error:  # counted, because it must not happen
         return "crash", [repr(error)]
     return "parses", []
@@ -60,22 +55,27 @@ def outcome(argv: Sequence[str]) -> tuple[str, list[str]]:
 
 def report(sets: Iterable[dict[str, Any]]) -> str:
     """Print outcomes by group, then the most frequent obstacles."""
-    groups: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
-    reasons: collections.Counter[str] = collections.Counter()
+    groups: dict[str, Counter[str]] = defaultdict(Counter)
+    reasons: Counter[str] = Counter()
     for row in sets:
-        result, lines = outcome(row["argv"])
-        groups[row["group"]][result] += 1
-        reasons.update(f"{row['group']:14}  {line[:150]}" for line in dict.fromkeys(lines))
-    table = [f"{'':16}" + "".join(f"{name:>14}" for name in OUTCOMES)]
+        group = row["group"]
+        result, problems = outcome(row["argv"])
+        groups[group][result] += 1
+        for problem in dict.fromkeys(problems):
+            reasons[f"{group:14}  {problem[:150]}"] += 1
+    header = "".join(f"{name:>14}" for name in OUTCOMES)
+    table = [f"{'':16}{header}"]
     for group, counts in sorted(groups.items()):
         total = counts.total()
-        cells = "".join(
-            f"{counts[name]:>7} {100 * counts[name] / total:4.0f} %" for name in OUTCOMES
-        )
+        cells = ""
+        for name in OUTCOMES:
+            percentage = 100 * counts[name] / total
+            cells += f"{counts[name]:>7} {percentage:4.0f} %"
         table.append(f"{group:16}{cells}  of {total}")
-    return "\n".join(
-        [*table, "", *(f"{count:5}  {reason}" for reason, count in reasons.most_common(60))]
-    )
+    table.append("")
+    for reason, count in reasons.most_common(60):
+        table.append(f"{count:5}  {reason}")
+    return "\n".join(table)
 
 
 if __name__ == "__main__":

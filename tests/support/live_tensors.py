@@ -24,16 +24,18 @@ class LiveTensors(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._counted = self.peak = (
-            0  # those that are gone are looked for when they might make a new peak
-        )
+        # Bytes that were allocated; freed ones are subtracted when they might make a new peak.
+        self._counted = 0
+        self.peak = 0
         self.sent: defaultdict[str, int] = defaultdict(int)
         self.calls: defaultdict[str, int] = defaultdict(int)
 
     @property
     def live(self) -> int:
-        for key in [key for key, (reference, _) in self._storages.items() if reference.expired()]:
-            self._counted -= self._storages.pop(key)[1]
+        for key, (reference, size) in list(self._storages.items()):
+            if reference.expired():
+                del self._storages[key]
+                self._counted -= size
         return self._counted
 
     def reset(self) -> None:
@@ -46,9 +48,8 @@ class LiveTensors(TorchDispatchMode):
         name = func.overloadpacket.__name__
         self.calls[name] += 1
         if func.namespace == "c10d":
-            self.sent[name] += sum(
-                t.numel() * t.element_size() for t in tree_leaves(_payload(name, args))
-            )
+            for tensor in tree_leaves(_payload(name, args)):
+                self.sent[name] += tensor.nbytes
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
                 self._remember(tensor.untyped_storage())
@@ -69,6 +70,6 @@ def _payload(name: str, args: tuple[Any, ...]) -> Any:
         return args[0]
     if name in ("_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_"):
         return args[1]
-    return (
-        args[0] if name in ("allreduce_", "broadcast_", "reduce_", "send", "alltoall_base_") else []
-    )
+    if name in ("allreduce_", "broadcast_", "reduce_", "send", "alltoall_base_"):
+        return args[0]
+    return []

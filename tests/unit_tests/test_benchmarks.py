@@ -10,23 +10,33 @@ from tests import ROOT
 BENCHMARKS = sorted((ROOT / "benchmarks").glob("*.py"))
 
 
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def list_names(path: Path) -> set[str]:
     """Return the names that a module defines or imports at its top level."""
     names = set()
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            names.add(node.name)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            names.update(alias.asname or alias.name for alias in node.names)
-        elif isinstance(node, ast.Assign):
-            names.update(target.id for target in node.targets if isinstance(target, ast.Name))
+    for statement in parse(path).body:
+        if isinstance(statement, ast.FunctionDef | ast.ClassDef):
+            names.add(statement.name)
+        elif isinstance(statement, ast.Import | ast.ImportFrom):
+            for alias in statement.names:
+                names.add(alias.asname or alias.name)
+        elif isinstance(statement, ast.Assign):
+            for target in statement.targets:
+                names.add(ast.unparse(target))
     return names
 
 
 @pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)
 def test_names_of_other_benchmarks_exist(path: Path) -> None:
-    siblings = {other.stem: other for other in BENCHMARKS}
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module in siblings:
-            imported = {alias.name for alias in node.names}
-            assert imported <= list_names(siblings[node.module]), node.module
+    siblings = {}
+    for benchmark in BENCHMARKS:
+        siblings[benchmark.stem] = benchmark
+    for node in ast.walk(parse(path)):
+        if not isinstance(node, ast.ImportFrom) or node.module not in siblings:
+            continue
+        names = list_names(siblings[node.module])
+        for alias in node.names:
+            assert alias.name in names, node.module

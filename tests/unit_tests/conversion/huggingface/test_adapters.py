@@ -57,12 +57,13 @@ def test_adapter_next_to_a_model_is_not_ignored(llama: Path) -> None:
 
 def test_adapter_alone_is_refused_with_its_base_model(tmp_path: Path) -> None:
     """Also where training would start from random weights."""
-    add_adapter(tmp_path / "adapter")
+    directory = tmp_path / "adapter"
+    add_adapter(directory)
     with pytest.raises(NoCheckpointError, match=r"base model 'org/base'.*--load-dir BASE --lora "):
-        find_checkpoint(tmp_path / "adapter")
-    flags = CheckpointConfig(load=str(tmp_path / "adapter"), save=str(tmp_path / "adapter"))
+        find_checkpoint(directory)
+    flags = CheckpointConfig(load=str(directory), save=str(directory))
     with pytest.raises(CheckpointError, match="adapter of PEFT"):
-        TrainingDirectory(flags, tmp_path / "adapter").choose()
+        TrainingDirectory(flags, directory).choose()
 
 
 def test_adapter_of_a_local_model_is_refused_with_the_command_that_merges_it(
@@ -72,8 +73,9 @@ def test_adapter_of_a_local_model_is_refused_with_the_command_that_merges_it(
     add_adapter(tmp_path / "adapter", base_model_name_or_path=str(base))
     with pytest.raises(NoCheckpointError, match="tools/checkpoint") as caught:
         open_checkpoint(tmp_path / "adapter")
-    command = str(caught.value).partition("python tools/checkpoint/convert.py ")[2]
-    done = run_convert(*shlex.split(command.replace("MERGED", str(tmp_path / "merged"))))
+    _, _, arguments = str(caught.value).partition("python tools/checkpoint/convert.py ")
+    arguments = arguments.replace("MERGED", str(tmp_path / "merged"))
+    done = run_convert(*shlex.split(arguments))
     assert done.returncode == 0, done.stderr
     merged = load_file(tmp_path / "merged/model.safetensors")[f"{PROJECTION}.weight"]
     weight = load_file(base / "model.safetensors")[f"{PROJECTION}.weight"]

@@ -12,36 +12,42 @@ from megatron.conversion.huggingface.export_plan import plan_export
 from megatron.conversion.options import WriteOptions
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.saving.model_export import StagedTarget
+from megatron.core.dist_checkpointing.saving.pending_export import PendingExport
 from megatron.core.dist_checkpointing.saving.saver import AsyncSaver
 from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS, is_trained
 from tests import GOLDEN
 from tests.support.compare import read_whole
 from tests.support.memory_source import LLAMA_ARGS, MemorySource, random_source
 
-MODELS = sorted(path.parent for path in (GOLDEN / "hf").glob("*/config.json"))
+CONFIGS = sorted((GOLDEN / "hf").glob("*/config.json"))
+MODELS = [path.parent for path in CONFIGS]
 
 
 def export(source: MemorySource, root: Path, **options: Any) -> Path:
     """Save the tensors of `source` with an export, and return its directory."""
     vocab_size = source.tensors[WORD_EMBEDDINGS].shape[0]
-    plan = plan_export(source.args | {"model_vocab_size": vocab_size}, **options)
-    target = StagedTarget(root=root / "exports", plan=plan)
+    args = source.args | {"model_vocab_size": vocab_size}
+    target = StagedTarget(root=root / "exports", plan=plan_export(args, **options))
+
+    def start_export(save_id: str) -> PendingExport:
+        return target.start(1, lambda: None, save_id)
+
     state = {key: ShardedTensor.replicated(key, value) for key, value in source.values.items()}
     with AsyncSaver() as saver:
-        saver.save(
-            state,
-            root / "checkpoint",
-            common={},
-            export=lambda save_id: target.start(1, lambda: None, save_id),
-        )
+        saver.save(state, root / "checkpoint", common={}, export=start_export)
         (report,) = saver.finish()
-    assert report.error is None and report.warning is None
-    assert report.exported is not None
-    return report.exported
+    assert report.error is None
+    assert report.warning is None
+    directory = report.exported
+    assert directory is not None
+    return directory
 
 
 def read_files(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in directory.iterdir()}
+    contents = {}
+    for path in directory.iterdir():
+        contents[path.name] = path.read_bytes()
+    return contents
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda path: path.name)
@@ -57,9 +63,10 @@ def test_files_equal_a_conversion(model: Path, tmp_path: Path) -> None:
             value = value + torch.ones(1, dtype=value.dtype)
         values[key] = value
     source = MemorySource(imported.args, values)
-    write_huggingface(source, tmp_path / "converted")
+    converted = tmp_path / "converted"
+    write_huggingface(source, converted)
+    expected = read_files(converted)
     exported = read_files(export(source, tmp_path))
-    expected = read_files(tmp_path / "converted")
     assert exported.keys() == expected.keys()
     for name, content in expected.items():
         assert exported[name] == content, name
@@ -68,7 +75,8 @@ def test_files_equal_a_conversion(model: Path, tmp_path: Path) -> None:
 def test_shards_have_an_index(tmp_path: Path) -> None:
     source = random_source(LLAMA_ARGS | {"bf16": True}, optimizer=False)
     limit = source.tensors[WORD_EMBEDDINGS].nbytes
-    write_huggingface(source, tmp_path / "converted", WriteOptions(max_shard_size=limit))
+    converted = tmp_path / "converted"
+    write_huggingface(source, converted, WriteOptions(max_shard_size=limit))
     exported = read_files(export(source, tmp_path, max_shard_size=limit))
     assert "model.safetensors.index.json" in exported
-    assert exported == read_files(tmp_path / "converted")
+    assert exported == read_files(converted)

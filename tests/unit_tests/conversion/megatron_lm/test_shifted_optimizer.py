@@ -15,6 +15,7 @@ from megatron.conversion.opening import open_checkpoint
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.safe_files import safe_load
 from tests import ROOT
+from tests.support.boxes import index_box
 from tests.support.compare import read_all
 from tests.support.memory_source import MemorySource
 from tools.checkpoint.inspect_checkpoint import main as inspect
@@ -53,7 +54,7 @@ def shift(case, directory, dp_size, unpadded):
                 stored = tensors[state][cut : cut + parameter.numel]
                 flat[: len(stored)] = stored
                 for (offset, shape), first in parameter.locate_boxes():
-                    place = [slice(o, o + n) for o, n in zip(offset, shape, strict=True)]
+                    place = index_box(offset, shape)
                     stop = first + math.prod(shape)
                     shifted[key][tuple(place)] = flat[first:stop].view(shape)
                     found = known[start + first : start + stop]

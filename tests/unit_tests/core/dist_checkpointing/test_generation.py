@@ -196,25 +196,34 @@ def test_checkpoint_that_was_being_replaced_is_restored(tmp_path):
 
 def test_branch_determines_the_newest_checkpoint(tmp_path):
     """Generation 1 saved up to 10, 2 went back to 4 and saved 5 and 6, 3 went on from there."""
-    first = {number: Lineage((Segment(1, number),)) for number in (2, 4, 8, 10)}
-    second = {number: first[4].descend(Segment(2, number)) for number in (5, 6)}
+    first = {}
+    for iteration in (2, 4, 8, 10):
+        first[iteration] = Lineage((Segment(1, iteration),))
+    second = {}
+    for iteration in (5, 6):
+        second[iteration] = first[4].descend(Segment(2, iteration))
     third = {7: second[6].descend(Segment(3, 7))}
-    assert on_branch(first | second | third) == [7, 6, 5, 4, 2]
-    assert on_branch(first | second) == [6, 5, 4, 2]
+    both = first | second
+    assert on_branch(both | third) == [7, 6, 5, 4, 2]
+    assert on_branch(both) == [6, 5, 4, 2]
     assert on_branch(first) == [10, 8, 4, 2]
-    assert on_branch(first | second, head=first[10]) == [10, 8, 4, 2]
+    assert on_branch(both, head=first[10]) == [10, 8, 4, 2]
     gone = second[6].descend(Segment(3, 9))  # the tracker names it, but it is damaged
-    assert on_branch(first | second, head=gone) == [6, 5, 4, 2]
+    assert on_branch(both, head=gone) == [6, 5, 4, 2]
     assert on_branch({}) == []
 
 
 def test_checkpoints_without_lineage_are_ordered_by_number(tmp_path):
-    old = {number: read_lineage(tmp_path / f"iter_{number:07d}") for number in (1, 2, 3)}
+    old = {}
+    for iteration in (1, 2, 3):
+        old[iteration] = read_lineage(tmp_path / f"iter_{iteration:07d}")
     assert on_branch(old) == [3, 2, 1]
-    assert on_branch(old | {5: old[2].descend(Segment(1, 5))}) == [5, 2, 1]
-    (tmp_path / "iter_0000002").mkdir()
-    (tmp_path / "iter_0000002/lineage.json").write_text("{}")
-    assert read_lineage(tmp_path / "iter_0000002") == old[2]
+    child = old[2].descend(Segment(1, 5))
+    assert on_branch(old | {5: child}) == [5, 2, 1]
+    directory = tmp_path / "iter_0000002"
+    directory.mkdir()
+    (directory / "lineage.json").write_text("{}")
+    assert read_lineage(directory) == old[2]
 
 
 def test_checkpoint_whose_link_leads_nowhere_is_replaced(tmp_path):
@@ -462,4 +471,7 @@ def test_older_starts_never_change_checkpoints_of_the_newest(tmp_path, seed):
 
 
 def contents(root):
-    return {path.name: (path / "data").read_text() for path in root.glob("iter_*")}
+    texts = {}
+    for path in root.glob("iter_*"):
+        texts[path.name] = (path / "data").read_text()
+    return texts

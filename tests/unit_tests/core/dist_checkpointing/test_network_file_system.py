@@ -2,6 +2,7 @@
 
 import errno
 import os
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -48,6 +49,12 @@ def save_iteration(root, generation, iteration):
     generation.move_tracker(iteration)
 
 
+def write_lineage(root):
+    """Write the lineage of a run that has trained up to iteration 3."""
+    lineage = Lineage((Segment(2, 3),))
+    (root / "lineage.json").write_bytes(lineage.encode(None))
+
+
 def test_save_takeover_and_resume(tmp_path):
     with nfs_client(tmp_path, stale=STALE) as stale_files:
         first = Generation.take(tmp_path, {"host": "first"})
@@ -64,7 +71,8 @@ def test_save_takeover_and_resume(tmp_path):
             second.remove(path)
         assert len(stale_files) > 2
     assert_holds(tmp_path / "iter_0000002", 2, rows=100)
-    assert sorted(os.listdir(tmp_path)) == [second.id.name, "iter_0000002", STALE[0]]
+    names = sorted(os.listdir(tmp_path))
+    assert names == [second.id.name, "iter_0000002", STALE[0]]
     assert os.listdir(second.directory) == ["owner.json"]
 
 
@@ -73,7 +81,8 @@ def test_takeover_from_an_owner_that_is_not_listed_yet(tmp_path, attempt):
     first = Generation.take(tmp_path, {"host": "first"})
     with nfs_client(tmp_path, unlisted=[first.id.name]):
         second = Generation.take(tmp_path, {"host": "second"})
-    assert second.is_current() and second.id > first.id
+    assert second.is_current()
+    assert second.id > first.id
     with pytest.raises(SupersededError, match="host second"):
         first.move_tracker(1)
 
@@ -92,7 +101,7 @@ def test_files_that_another_client_replaces_are_read_again(tmp_path):
     generation = Generation.take(tmp_path, {})
     generation.move_tracker(3)
     name = run_name(tmp_path)
-    (tmp_path / "lineage.json").write_bytes(Lineage((Segment(2, 3),)).encode(None))
+    write_lineage(tmp_path)
     with nfs_client(tmp_path, stale=STALE) as stale_files:
         assert generation.is_current()
         assert read_tracker(tmp_path) == 3
@@ -102,14 +111,19 @@ def test_files_that_another_client_replaces_are_read_again(tmp_path):
 
 
 def test_shards_whose_descriptor_is_stale_are_opened_again(tmp_path):
-    save_iteration(tmp_path, Generation.take(tmp_path, {}), 1)
+    generation = Generation.take(tmp_path, {})
+    save_iteration(tmp_path, generation, 1)
     directory = tmp_path / "iter_0000001"
     names = [path.name for path in directory.iterdir()]
     with nfs_client(tmp_path, stale=names) as stale_files:
         assert verify(directory).ok
         assert_holds(directory, 1, rows=100)
-    shards = {(path.stat().st_dev, path.stat().st_ino) for path in directory.glob("*.distcp")}
-    assert shards and shards <= set(stale_files)
+    shards = set()
+    for path in directory.glob("*.distcp"):
+        status = path.stat()
+        shards.add((status.st_dev, status.st_ino))
+    assert shards
+    assert shards <= set(stale_files)
 
 
 def test_stale_shard_of_another_size_is_an_error(tmp_path):
@@ -118,8 +132,9 @@ def test_stale_shard_of_another_size_is_an_error(tmp_path):
     with open_file(path) as file, nfs_client(tmp_path, stale=["shard"]):
         assert file.read(0, 6) == b"before"
     with open_file(path) as file:
-        (tmp_path / "other").write_bytes(b"afterwards")
-        (tmp_path / "other").rename(path)
+        other = tmp_path / "other"
+        other.write_bytes(b"afterwards")
+        other.rename(path)
         with (
             mock.patch.object(os, "preadv", side_effect=OSError(errno.ESTALE, "stale")),
             pytest.raises(CheckpointError, match="shard: cannot be read at 0: stale"),
@@ -132,13 +147,14 @@ def test_stale_shard_of_another_size_is_an_error(tmp_path):
 def test_failing_reads_are_not_damaged_files(tmp_path, monkeypatch, code):
     """A lineage that cannot be read is not one of another program, and the owner is not lost."""
     generation = Generation.take(tmp_path, {})
-    (tmp_path / "lineage.json").write_bytes(Lineage((Segment(2, 3),)).encode(None))
+    write_lineage(tmp_path)
 
     def fail(*_):
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, "preadv", fail)
-    for read in (lambda: read_lineage(tmp_path), generation.is_current, generation.restore):
+    readers = (partial(read_lineage, tmp_path), generation.is_current, generation.restore)
+    for read in readers:
         with pytest.raises(OSError, match=os.strerror(code)) as error:
             read()
         assert error.value.filename.endswith(".json")
@@ -163,9 +179,10 @@ def test_conversion_without_locks(tmp_path: Path):
 
 
 def test_data_is_written(tmp_path: Path):
-    with nfs_client(tmp_path), IndexedDatasetBuilder(str(tmp_path / "a"), np.uint16) as builder:
+    prefix = str(tmp_path / "a")
+    with nfs_client(tmp_path), IndexedDatasetBuilder(prefix, np.uint16) as builder:
         builder.add(np.arange(3))
-    assert len(IndexedDataset(str(tmp_path / "a"))) == 1
+    assert len(IndexedDataset(prefix)) == 1
 
 
 def test_files_of_a_checkpoint_are_replaced_by_an_export(tmp_path: Path):

@@ -28,6 +28,7 @@ from megatron.core.dist_checkpointing import (
 from megatron.core.dist_checkpointing.format.checksums import BLOCK_SIZE
 from megatron.core.parallel_state import Axis
 from megatron.core.sharding import Sharding
+from tests.support.boxes import index_box
 from tests.unit_tests.core.dist_checkpointing.saved_state import state_of
 
 GLOBAL_SHAPES = {
@@ -113,9 +114,7 @@ def assert_equal_to_global(state):
         key = entry.key.removeprefix("exp_avg.")
         expected = global_tensor(key).float() * 0.5 if entry.key != key else global_tensor(key)
         for box in entry.boxes:
-            part = expected[
-                tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))
-            ]
+            part = expected[index_box(box.offset, box.shape)]
             assert torch.equal(box.tensor, part), (entry.key, box.offset)
 
 
@@ -337,7 +336,7 @@ def test_random_boxes_equal_slices(tmp_path):
             extent = tuple(
                 rng.randrange(1, n - s + 1) for n, s in zip(tensor.shape, start, strict=True)
             )
-            part = tensor[tuple(slice(s, s + n) for s, n in zip(start, extent, strict=True))]
+            part = tensor[index_box(start, extent)]
             assert torch.equal(reader.read(key, tuple(start), extent), part)
 
 
@@ -346,7 +345,7 @@ def test_partial_reads_read_little_more_than_they_need(tmp_path):
     save(state_of(w=weight), tmp_path / "c", common={})
     for offset, shape in [((100, 0), (50, 16384)), ((0, 8192), (512, 8192)), ((3, 5), (1, 16000))]:
         reader = Reader(tmp_path / "c", verify=False)
-        part = weight[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
+        part = weight[index_box(offset, shape)]
         assert torch.equal(reader.read("w", offset, shape), part)
         assert reader.bytes_needed == part.nbytes
         assert reader.bytes_read <= 1.02 * reader.bytes_needed
@@ -371,7 +370,7 @@ def test_columns_are_read_with_the_gaps_between_them(tmp_path, monkeypatch, mapp
     for offset, shape in [((0, 515), (700, 515)), ((1, 0), (699, 3)), ((5, 1029), (2, 1))]:
         for verify in (False, True):
             reader = Reader(tmp_path / "c", verify=verify)
-            part = weight[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
+            part = weight[index_box(offset, shape)]
             assert torch.equal(reader.read("w", offset, shape), part)
             assert reader.bytes_needed == part.nbytes
             span = shape[0] * 1030 * 4 + 2000

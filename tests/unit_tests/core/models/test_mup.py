@@ -44,12 +44,12 @@ CONFIG = {
 
 
 def read_golden(prefix):
+    values = {}
     with np.load(DIRECTORY / "mup.npz") as arrays:
-        return {
-            key.removeprefix(prefix): torch.from_numpy(arrays[key])
-            for key in arrays.files
-            if key.startswith(prefix)
-        }
+        for key in arrays.files:
+            if key.startswith(prefix):
+                values[key.removeprefix(prefix)] = torch.from_numpy(arrays[key])
+    return values
 
 
 def rename_norms(values):
@@ -82,8 +82,9 @@ def test_losses_and_gradients_are_those_of_megatron_core(case):
     torch.testing.assert_close(losses, batch[f"{case}/losses"], atol=1e-6, rtol=1e-6)
     gradients = rename_norms(read_golden(f"{case}/gradients/"))
     for key, param in model.named_parameters():
-        scale = gradients[key].abs().max().item()
-        torch.testing.assert_close(param.grad, gradients[key], atol=2e-6 * scale, rtol=1e-5)
+        expected = gradients[key]
+        scale = expected.abs().max().item()
+        torch.testing.assert_close(param.grad, expected, atol=2e-6 * scale, rtol=1e-5)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -109,7 +110,8 @@ def test_hyperparameters_are_those_of_megatron_core(case, rule):
     chunk, optimizer = wrap(model, config)
     groups = {}
     for group in optimizer.param_groups:
-        groups |= {id(param): group for param in group["params"]}
+        for param in group["params"]:
+            groups[id(param)] = group
     group_of = {}
     for shard in optimizer.shards:
         for piece in shard.bucket.pieces():
@@ -142,12 +144,14 @@ def measure_growth(width, steps=5, **changes):
     changes = []
     for _ in range(steps):
         chunk.zero_grad_buffer()
-        chunk(batch["tokens"], positions, labels=batch["labels"]).mean().backward()
+        losses = chunk(batch["tokens"], positions, labels=batch["labels"])
+        losses.mean().backward()
         chunk.finish_grad_sync()
         optimizer.step()
         with torch.no_grad():
             logits = model(batch["tokens"], positions)
-        changes.append((logits - first).abs().mean().item())
+        differences = (logits - first).abs()
+        changes.append(differences.mean().item())
     return changes
 
 
@@ -156,16 +160,21 @@ def test_changes_of_the_logits_do_not_grow_with_the_width():
     narrow = measure_growth(64)
     wide = measure_growth(256)
     standard = measure_growth(256, use_mup=False)
-    for step, (before, after, without) in enumerate(zip(narrow, wide, standard, strict=True)):
-        assert 0.6 < after / before < 1.2, (step, narrow, wide)
-        assert without / after > 5, (step, wide, standard)
+    for step, change in enumerate(wide):
+        ratio_to_narrow = change / narrow[step]
+        assert 0.6 < ratio_to_narrow < 1.2, (step, narrow, wide)
+        ratio_without_mup = standard[step] / change
+        assert ratio_without_mup > 5, (step, wide, standard)
 
 
 def test_base_model_is_the_model_without_mup():
     """At the base width only the factor of the scores remains, which a base head compensates."""
     plain = build(use_mup=False)
     base = build(mup_base_hidden_size=16, mup_base_head_dim=4.0)
-    for (name, param), other in zip(plain.named_parameters(), base.parameters(), strict=True):
-        assert torch.equal(param, other), name
-    assert base.config.score_scale == plain.config.score_scale == 0.5
-    assert math.isclose(build(mup_base_head_dim=None).config.score_scale, 0.25)
+    params_of_base = dict(base.named_parameters())
+    for name, param in plain.named_parameters():
+        assert torch.equal(param, params_of_base[name]), name
+    assert plain.config.score_scale == 0.5
+    assert base.config.score_scale == 0.5
+    without_base_head = build(mup_base_head_dim=None)
+    assert math.isclose(without_base_head.config.score_scale, 0.25)

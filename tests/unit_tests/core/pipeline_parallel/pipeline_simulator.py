@@ -44,10 +44,11 @@ class Network:
         received = None
         if tick.send:
             pair = (rank, tick.send.peer)
-            posts.append(
-                Post((*pair, tick.send.input_of), time, time if self.mode == "buffered" else None)
-            )
-            self.sends[pair].append(posts[-1])
+            sent = Post((*pair, tick.send.input_of), time)
+            if self.mode == "buffered":
+                sent.done = time
+            posts.append(sent)
+            self.sends[pair].append(sent)
             self._match(pair)
         if tick.receive:
             pair = (tick.receive.peer, rank)
@@ -108,27 +109,26 @@ def simulate(
     network = Network(mode)
     seconds = {"forward": forward, "backward": backward}
     traces = [Trace() for _ in pipeline]
-    running = {
-        rank: run_rank(rank, ticks, network, seconds, traces[rank])
-        for rank, ticks in enumerate(pipeline)
-    }
-    waiting = {rank: next(program) for rank, program in running.items()}
+    running = {}
+    waiting = {}
+    for rank, ticks in enumerate(pipeline):
+        running[rank] = run_rank(rank, ticks, network, seconds, traces[rank])
+        waiting[rank] = next(running[rank])
     while running:
-        progress = False
+        has_progress = False
         for rank in list(running):
-            while rank in running and all(post.done is not None for post in waiting[rank]):
-                progress = True
+            while rank in running and not list_incomplete(waiting[rank]):
+                has_progress = True
+                times = [post.done or 0.0 for post in waiting[rank]]
                 try:
-                    waiting[rank] = running[rank].send(
-                        max((post.done or 0.0 for post in waiting[rank]), default=0.0)
-                    )
+                    waiting[rank] = running[rank].send(max(times, default=0.0))
                 except StopIteration:
                     del running[rank]
-        if not progress:
-            raise Deadlock(
-                {
-                    rank: [post.label for post in waiting[rank] if post.done is None]
-                    for rank in running
-                }
-            )
+        if not has_progress:
+            raise Deadlock({rank: list_incomplete(waiting[rank]) for rank in running})
     return traces
+
+
+def list_incomplete(posts: list[Post]) -> list[tuple]:
+    """Return the labels of the posts that are not complete."""
+    return [post.label for post in posts if post.done is None]

@@ -33,7 +33,9 @@ LINKED = {
         "megatron_state/optimizer.safetensors",
     ),
 }  # fmt: skip
-CASES = [(kind, name) for kind, names in LINKED.items() for name in names]
+CASES = []
+for kind, names in LINKED.items():
+    CASES += [(kind, name) for name in names]
 
 
 @pytest.fixture(scope="module")
@@ -61,14 +63,17 @@ def replace_with_link(run: Path, pattern: str) -> None:
 def test_links_that_leave_the_checkpoint_are_refused(
     kind: str, pattern: str, checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shutil.copytree(checkpoints / kind, tmp_path / "run")
-    replace_with_link(tmp_path / "run", pattern)
+    run = tmp_path / "run"
+    out = tmp_path / "out"
+    shutil.copytree(checkpoints / kind, run)
+    replace_with_link(run, pattern)
     target = "torch_dist" if kind == "hf" else "hf"
     with pytest.raises(ValueError, match=r"(?s)is a link to .*private.*outside of"):
-        convert(tmp_path / "run", tmp_path / "out", target)
-    assert not (tmp_path / "out").exists()
+        convert(run, out, target)
+    assert not out.exists()
     monkeypatch.setenv(FOLLOW_LINKS, "1")
-    assert convert(tmp_path / "run", tmp_path / "out", target).num_tensors > 0
+    report = convert(run, out, target)
+    assert report.num_tensors > 0
 
 
 @pytest.mark.parametrize(
@@ -79,10 +84,13 @@ def test_tracker_that_leaves_the_run_is_not_read(
     kind: str, tracker: str, checkpoints: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As for a damaged tracker, the newest checkpoint is used."""
-    shutil.copytree(checkpoints / kind, tmp_path / "run")
-    replace_with_link(tmp_path / "run", tracker)
-    assert convert(tmp_path / "run", tmp_path / "out", "hf").num_tensors > 0
-    assert f"{tracker} is a link to" in caplog.text and "the newest complete" in caplog.text
+    run = tmp_path / "run"
+    shutil.copytree(checkpoints / kind, run)
+    replace_with_link(run, tracker)
+    report = convert(run, tmp_path / "out", "hf")
+    assert report.num_tensors > 0
+    assert f"{tracker} is a link to" in caplog.text
+    assert "the newest complete" in caplog.text
 
 
 def test_links_inside_the_checkpoint_are_followed(checkpoints: Path, tmp_path: Path) -> None:

@@ -13,16 +13,19 @@ def test_flag_that_requires_a_checkpoint_is_an_error_in_an_empty_directory(tmp_p
     if exists:
         root.mkdir()
     config = CheckpointConfig(load=str(root), save=str(root), **{flag: True})
-    with pytest.raises(ValueError, match=f"holds no checkpoint.*--{flag.replace('_', '-')}"):
+    spelling = flag.replace("_", "-")
+    with pytest.raises(ValueError, match=f"holds no checkpoint.*--{spelling}"):
         TrainingDirectory(config, root).choose()
 
 
 def test_link_that_leads_nowhere_is_an_error(tmp_path):
     """The disk may not be mounted, so it is not an empty directory."""
-    (tmp_path / "run").symlink_to(tmp_path / "unmounted")
-    config = CheckpointConfig(load=str(tmp_path / "run"), save=str(tmp_path / "other"))
+    run = tmp_path / "run"
+    run.symlink_to(tmp_path / "unmounted")
+    save = tmp_path / "other"
+    config = CheckpointConfig(load=str(run), save=str(save))
     with pytest.raises(ValueError, match=r"is a link to .*/unmounted, which does not exist"):
-        TrainingDirectory(config, tmp_path / "other").choose()
+        TrainingDirectory(config, save).choose()
 
 
 def test_first_start_of_a_run_needs_no_checkpoint(tmp_path, caplog):

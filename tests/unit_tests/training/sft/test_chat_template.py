@@ -32,9 +32,16 @@ def load(tmp_path_factory):
 
 def trained_texts(encoder, record):
     """Return the text of each run of trained tokens."""
-    ids, is_trained = encoder.encode(parse_example(json.dumps(record).encode()))
-    runs = np.split(np.arange(len(ids)), np.flatnonzero(np.diff(is_trained)) + 1)
-    return [encoder.tokenizer.decode(ids[run]) for run in runs if is_trained[run[0]]]
+    example = parse_example(json.dumps(record).encode())
+    ids, is_trained = encoder.encode(example)
+    changes = np.flatnonzero(np.diff(is_trained)) + 1
+    texts = []
+    for run, is_run_trained in zip(
+        np.split(ids, changes), np.split(is_trained, changes), strict=True
+    ):
+        if is_run_trained[0]:
+            texts.append(encoder.tokenizer.decode(run))
+    return texts
 
 
 def test_marked_templates_give_the_masks_of_transformers(load):
@@ -99,10 +106,10 @@ def test_prefix_differences_train_on_marked_text_and_the_end_of_its_turn(load):
 def test_train_on_selects_turns(load, template):
     tokenizer = load(template)
     end = "" if template == "markers" else "\n"
-    texts = {
-        train_on: trained_texts(ExampleEncoder(tokenizer, train_on), TURNS)
-        for train_on in ("assistant", "last", "all")
-    }
+    texts = {}
+    for train_on in ("assistant", "last", "all"):
+        encoder = ExampleEncoder(tokenizer, train_on)
+        texts[train_on] = trained_texts(encoder, TURNS)
     assert texts["assistant"] == [f"b</s>{end}", f"d</s>{end}"]
     assert texts["last"] == [f"d</s>{end}"]
     # No position predicts the first token.
@@ -147,8 +154,10 @@ FAILURES = {
 @pytest.mark.parametrize("name", FAILURES)
 def test_errors_name_file_and_line(load, name):
     template, record, message = FAILURES[name]
-    tokenizer = load(template if template in (None, "plain") else "plain")
-    if template not in (None, "plain"):
+    if template in (None, "plain"):
+        tokenizer = load(template)
+    else:
+        tokenizer = load("plain")
         tokenizer.chat_template = template
     chunk = Chunk("data.jsonl", True, [(7, json.dumps(record).encode())], [], 1)
     with pytest.raises(ValueError, match=rf"^data\.jsonl:7: .*{message}"):

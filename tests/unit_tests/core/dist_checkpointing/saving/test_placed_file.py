@@ -34,7 +34,8 @@ def write_blocks(path, content):
     with ThreadPoolExecutor(2) as pool:
         tasks = []
         for start, stop in blocks:
-            tasks.append(pool.submit(write_at, path, content[start:stop], FIRST + start))
+            block = content[start:stop]
+            tasks.append(pool.submit(write_at, path, block, FIRST + start))
         for task in tasks:
             task.result()
 
@@ -73,10 +74,12 @@ def test_file_systems_without_direct_writes(content, tmp_path, monkeypatch, refu
     def pwrite(descriptor, view, position):
         if descriptor in direct:
             writes.append(len(view))
-            if refused == "first write" or (refused == "later write" and len(writes) % 2 == 0):
+            is_later = len(writes) % 2 == 0
+            if refused == "first write" or (refused == "later write" and is_later):
                 raise OSError(errno.EINVAL, "Invalid argument")
             if refused == "short write":
-                view = view[: len(view) // 2 // 4096 * 4096]
+                num_pages = len(view) // 2 // 4096
+                view = view[: num_pages * 4096]
         return real_pwrite(descriptor, view, position)
 
     monkeypatch.setattr(os, "open", open_file)
