@@ -31,6 +31,8 @@ SAVERS = {  # output -> flags of the tool
     "hf": ["--saver", "hf"],
     "hf+optimizer": ["--saver", "hf", "--save-optim-sidecar"],
     "universal": ["--saver", "universal"],
+    "hf fp8": ["--saver", "hf", "--quantize", "fp8-block"],
+    "gguf q8_0": ["--saver", "gguf", "--quantize", "q8_0"],
 }
 # The first conversion to a format creates the source of the conversion back.
 PAIRS = (
@@ -42,6 +44,10 @@ PAIRS = (
     ("universal", "torch_dist"),
     ("torch_dist", "hf+optimizer"),
     ("hf+optimizer", "torch_dist"),
+    ("torch_dist", "hf fp8"),
+    ("hf fp8", "torch_dist"),
+    ("torch_dist", "gguf q8_0"),
+    ("gguf q8_0", "torch_dist"),
 )
 
 

@@ -17,11 +17,12 @@ from megatron.conversion import checkpoint_conversion as conversion
 from megatron.conversion import opening
 from megatron.conversion.checkpoint_conversion import ConversionReport
 from megatron.conversion.editing.merged_source import MergedSource
+from megatron.conversion.model_space.optimizer_states import average_key
 from megatron.conversion.model_space.views import AveragedWeights, get_dtype
 from megatron.conversion.options import EditOptions, ReadOptions, WriteOptions
 from megatron.core.dist_checkpointing.saving.commit import Progress, no_progress
 from megatron.core.object_path import path_of
-from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS, average_key
+from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS
 from megatron.core.run_checkpoint.source import Source
 from megatron.core.wings import resolve
 

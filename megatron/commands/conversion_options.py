@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, NoReturn, TypeVar
 
 from megatron.conversion.options import (
-    FORMAT_NAMES,
     READ_FORMATS,
+    SAVERS,
     EditOptions,
     ReadOptions,
     WriteOptions,
@@ -60,7 +60,7 @@ class ConvertOptions(FlagSection):
     """Iteration to convert. Default: the newest."""
     save_dir: Path | None = flag(None, parse=path_of)
     """Directory of the result; must not exist."""
-    saver: str | None = flag(None, choices=FORMAT_NAMES)
+    saver: str | None = flag(None, choices=SAVERS)
     """Format of the result."""
     overwrite: bool = flag(False)
     """Replace an existing --save-dir."""
@@ -101,7 +101,7 @@ class MergeOptions(FlagSection):
     """
     save_dir: Path | None = flag(None, "--output", "--save-dir", parse=path_of)
     """Directory of the result; must not exist."""
-    saver: str | None = flag(None, choices=FORMAT_NAMES)
+    saver: str | None = flag(None, choices=SAVERS)
     """Format of the result. Default: as the last input."""
     overwrite: bool = flag(False)
     """Replace an existing --output."""
@@ -168,7 +168,7 @@ def list_flags_without_effect(options: WriteOptions, saver: str) -> list[str]:
     """Return the flags with a value that files of the format `saver` do not depend on."""
     unused_flags = []
     for field in flag_fields(WriteOptions):
-        savers = field.metadata["when"].get("saver", FORMAT_NAMES)
+        savers = field.metadata["when"].get("saver", SAVERS)
         if getattr(options, field.name) != field.default and saver not in savers:
             unused_flags.append(f"{spell_flag(field)} (for {', '.join(savers)})")
     return unused_flags

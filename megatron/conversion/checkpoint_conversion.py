@@ -17,16 +17,18 @@ import torch
 
 from megatron.conversion.deepspeed.universal_writer import write_universal
 from megatron.conversion.editing.edits import apply_edits
+from megatron.conversion.gguf.writer import write_gguf
 from megatron.conversion.huggingface.adapter_writer import write_adapter
 from megatron.conversion.huggingface.directory_writer import list_foreign_fields, write_huggingface
 from megatron.conversion.megatron_lm.hybrid import HybridLayers
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
 from megatron.conversion.megatron_lm.torch_dist_writer import StackedLayers, write_torch_dist
-from megatron.conversion.model_space.foreign import WithForeignTensors
+from megatron.conversion.model_space.foreign import WithForeignTensors, foreign_name
 from megatron.conversion.model_space.layouts import Layout
 from megatron.conversion.model_space.lazy_tensors import cast
 from megatron.conversion.model_space.optimizer_states import (
     ADAM,
+    average_key,
     full_precision_key,
     has_mixed_states,
     optimizer_states,
@@ -34,7 +36,7 @@ from megatron.conversion.model_space.optimizer_states import (
 from megatron.conversion.model_space.pieces import is_bitwise_equal
 from megatron.conversion.model_space.views import AveragedWeights, SourceView, get_dtype
 from megatron.conversion.opening import open_checkpoint, require_checkpoint
-from megatron.conversion.options import ReadOptions, WriteOptions
+from megatron.conversion.options import GGUF_QUANTIZATIONS, ReadOptions, WriteOptions
 from megatron.conversion.output_directory import exclusive_output_dir, pending_name
 from megatron.conversion.stored_tokenizer import copy_tokenizer_files, write_tokenizer_files
 from megatron.core.dist_checkpointing import CheckpointDirectory, load_common, write_tracker
@@ -42,13 +44,7 @@ from megatron.core.dist_checkpointing.mapping import TensorInfo, cut_rows
 from megatron.core.dist_checkpointing.saving.commit import Progress, no_progress
 from megatron.core.durable_files import fsync_tree, put_in_place
 from megatron.core.object_path import ObjectPath
-from megatron.core.run_checkpoint.keys import (
-    WORD_EMBEDDINGS,
-    average_key,
-    foreign_name,
-    is_foreign,
-    is_weight,
-)
+from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS, is_foreign, is_weight
 from megatron.core.run_checkpoint.native_reader import open_run_checkpoint
 from megatron.core.run_checkpoint.source import Source
 from megatron.core.safe_files.schema import file_name
@@ -102,6 +98,8 @@ WRITERS: dict[str, Callable[[Source, Path, WriteOptions, Progress], list[str]]] 
     "hf": write_huggingface,
     "universal": write_universal,
 }
+# The same for formats that contain weights only.
+WEIGHT_WRITERS = {"gguf": write_gguf}
 
 
 def _write_iteration(source: Source, root: Path, write: Callable[[Path], list[str]]) -> list[str]:
@@ -255,6 +253,12 @@ def write_checkpoint(
             f"--quantize {options.quantization} rounds the weights, so --verify-target would find "
             "differences: give one of them"
         )
+    is_gguf_encoding = options.quantization in GGUF_QUANTIZATIONS
+    if options.quantization is not None and is_gguf_encoding != (saver == "gguf"):
+        raise ValueError(
+            f"--quantize {options.quantization} is not an encoding of --saver {saver}: "
+            f"{', '.join(GGUF_QUANTIZATIONS)} is that of gguf, the others are those of hf"
+        )
     options = dataclasses.replace(
         options,
         trusted=(*options.trusted, *origins),
@@ -270,7 +274,7 @@ def write_checkpoint(
     starting(num_bytes)
 
     def write(directory: Path) -> ConversionReport:
-        lost = WRITERS[saver](changed, directory, options, progress)
+        lost = (WRITERS | WEIGHT_WRITERS)[saver](changed, directory, options, progress)
         lost += notes
         lost += [f"unused in the source: {name}" for name in source.unused]
         foreign = _describe_foreign(source, changed, options)
@@ -460,7 +464,7 @@ def estimate_bytes(source: Source, saver: str, options: WriteOptions) -> int:
                 weights.append(tensor)
         elif is_foreign(key):
             foreign.append(tensor)
-    if saver == "hf" and not options.optim_sidecar:
+    if saver in ("hf", "gguf") and not options.optim_sidecar:
         return _sum_bytes(weights) + _sum_bytes(foreign)
     if saver == "universal":  # every state in fp32
         num_states = len(optimizer_states(source.tensors) or ADAM)

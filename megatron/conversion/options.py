@@ -15,12 +15,14 @@ from megatron.core.flags import CHANGED, FlagSection, flag
 from megatron.core.object_path import path_of
 
 FORMAT_NAMES = ("torch_dist", "legacy", "hf", "universal")
-READ_FORMATS = (*FORMAT_NAMES, "accelerate", "deepspeed", "gguf")  # the last three are only read
+SAVERS = (*FORMAT_NAMES, "gguf")  # the last one contains weights only
+READ_FORMATS = (*FORMAT_NAMES, "accelerate", "deepspeed", "gguf")
 UNIVERSAL_STYLES = ("pipeline", "bigscience", "no-pipeline")  # of parameter names
 QKV_LAYOUTS = ("groups", "tp-blocks")  # of universal checkpoints
 NEW_ROWS = ("mean", "init", "zero")  # initial values of new rows of the vocabulary
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # on the command line
 QUANTIZATIONS = ("fp8-block", "fp8-channel", "mxfp4", "nvfp4")  # of a Hugging Face model
+GGUF_QUANTIZATIONS = ("q8_0",)
 
 _T = TypeVar("_T")
 
@@ -222,10 +224,13 @@ class WriteOptions(FlagSection):
     """Expert-tensor-parallel size of the target."""
     dtype: str | None = flag(None, choices=tuple(DTYPES))
     """Dtype of the weights."""
-    quantization: str | None = _target_flag("--quantize", choices=QUANTIZATIONS, savers=("hf",))
+    quantization: str | None = _target_flag(
+        "--quantize", choices=(*QUANTIZATIONS, *GGUF_QUANTIZATIONS), savers=("hf", "gguf")
+    )
     """Store the matrices of linear layers in fp8 with a scale per block of 128 x 128 as DeepSeek-V3
     does (fp8-block), in fp8 with a scale per row (fp8-channel) or in nvfp4 as compressed-tensors
-    does, or those of gpt_oss's experts in mxfp4; other weights keep their dtype.
+    does, or those of gpt_oss's experts in mxfp4; other weights keep their dtype. All matrices of a
+    GGUF file in q8_0.
     """
     optimizer: bool = True
     """Write the optimizer state."""
@@ -233,7 +238,7 @@ class WriteOptions(FlagSection):
     """Weights to write: the model's, or their average (--ema-decay of training), without optimizer
     state.
     """
-    true_vocab_size: int | None = _target_flag(at_least=1, savers=("hf", "universal"))
+    true_vocab_size: int | None = _target_flag(at_least=1, savers=("hf", "universal", "gguf"))
     """Number of tokens to keep: rows of the embedding."""
     tokenizer: Path | None = _target_flag(savers=("hf",))
     """A tokenizer directory or SentencePiece model to store next to the model. Default: the

@@ -177,8 +177,8 @@ def test_gguf_file_is_loaded_at_any_layout(pool, tmp_path):
     path = ROOT / "tests/golden/gguf/llama/model.gguf"
     convert(path, tmp_path / "run", "torch_dist")
     flags = (
-        f"--mock-data --train-iters 1 {MODELS['llama']} --num-layers 2 --hidden-size 16 "
-        "--ffn-hidden-size 24 --vocab-size 32 --norm-epsilon 1e-6 --max-position-embeddings 256 "
+        f"--mock-data --train-iters 6 {MODELS['llama']} --num-layers 2 --hidden-size 16 "
+        "--ffn-hidden-size 24 --vocab-size 31 --norm-epsilon 1e-6 --max-position-embeddings 256 "
         "--skip-train --finetune"
     )
     converted = whole(pool.run(train, 1, f"{flags} --load {tmp_path / 'run'}"))

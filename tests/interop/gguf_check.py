@@ -1,5 +1,5 @@
 """llama.cpp's converter reads an export, and every tensor of its GGUF file is that of the model;
-and models in its files are the originals.
+and models in its files are the originals. Files that are written have the logits of their models.
 
     python -m tests.interop.gguf_check PYTHON WORK
 
@@ -15,7 +15,11 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from megatron.conversion.convert import convert
+from megatron.conversion.gguf.writer import write_gguf
 from megatron.conversion.huggingface.directory_writer import write_huggingface
+from megatron.conversion.options import WriteOptions
+from megatron.core.dist_checkpointing.saving.commit import no_progress
 from tests.support.gguf import check_blocks, check_model
 from tests.support.memory_source import LLAMA_ARGS, random_source
 
@@ -51,6 +55,28 @@ def find_tensor(name: str, model: dict[str, torch.Tensor]) -> torch.Tensor:
     return tensor
 
 
+WRITTEN = {  # directory -> arguments of the model, that its family must have
+    "llama": {},
+    "qwen2": {"add_qkv_bias": True},
+    # transformers takes its default width of heads, also if the file has another.
+    "qwen3": {"qk_layernorm": True, "kv_channels": 128},
+}
+
+
+def check_written(python: str, work: Path, environment: dict[str, str]) -> None:
+    """Compare written files with their models in transformers."""
+    sizes = LLAMA_ARGS | {"hidden_size": 64, "kv_channels": 16, "ffn_hidden_size": 96}
+    for name, args in WRITTEN.items():
+        for quantization in (None, "q8_0"):
+            directory = work / f"{name}-{quantization}"
+            source = random_source(sizes | args, optimizer=False)
+            options = WriteOptions(quantization=quantization)
+            write_gguf(source, directory / "gguf", options, no_progress)
+            convert(directory / "gguf", directory / "hf", "hf")
+    script = Path(__file__).with_name("gguf_load.py")
+    subprocess.run([python, str(script), str(work)], check=True, env=environment)
+
+
 def main() -> None:
     python, work = sys.argv[1], Path(sys.argv[2])
     write_huggingface(random_source(LLAMA_ARGS, optimizer=False), work / "model")
@@ -73,6 +99,7 @@ def main() -> None:
     for directory in models:
         check_model(directory, work / directory.name)
     print(f"{len(models)} GGUF files are bitwise their originals", flush=True)
+    check_written(python, work / "written", environment)
 
 
 if __name__ == "__main__":

@@ -164,6 +164,12 @@ def write_blocks(target: Path, generator: np.random.Generator) -> None:
         blocks = make_blocks(encoding, 6, generator)
         tensors[f"{encoding.name}.blocks"] = torch.from_numpy(blocks)
         tensors[f"{encoding.name}.values"] = torch.from_numpy(dequantize(blocks, encoding))
+    # Blocks that llama.cpp encodes, with a scale of zero and ties among them
+    elements = np.random.default_rng(3).normal(size=(12, 32)).astype(np.float32)
+    elements[1] = 0
+    elements[2, 1:] = elements[2, 0] * (np.arange(31) + 0.5) / 127
+    tensors["Q8_0.elements"] = torch.from_numpy(elements)
+    tensors["Q8_0.encoded"] = torch.from_numpy(quantize(elements, Type.Q8_0))
     save_file(tensors, target / "blocks.safetensors")
 
 

@@ -22,7 +22,7 @@ from megatron.conversion.deepspeed.universal_files import (
     FOREIGN_FILE,
     UniversalFiles,
 )
-from megatron.conversion.model_space.foreign import open_foreign_file
+from megatron.conversion.model_space.foreign import foreign_key, open_foreign_file
 from megatron.conversion.model_space.lazy_tensors import unflatten
 from megatron.conversion.model_space.model import (
     find_native_key,
@@ -44,11 +44,7 @@ from megatron.conversion.stored_tokenizer import (
     find_stored_tokenizer,
 )
 from megatron.core.dist_checkpointing.mapping import LazyTensor, Shape, TensorInfo
-from megatron.core.run_checkpoint.keys import (
-    WORD_EMBEDDINGS,
-    foreign_key,
-    split_key,
-)
+from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS, split_key
 from megatron.core.run_checkpoint.source import TrainingState
 from megatron.core.transformer.transformer_config import TransformerConfig, flag_name
 

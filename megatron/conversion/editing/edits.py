@@ -21,7 +21,11 @@ from megatron.conversion.model_space.model import (
     read_vocabulary_rows,
     split_layer_key,
 )
-from megatron.conversion.model_space.optimizer_states import full_precision_key, optimizer_states
+from megatron.conversion.model_space.optimizer_states import (
+    average_key,
+    full_precision_key,
+    optimizer_states,
+)
 from megatron.conversion.model_space.views import SourceView, get_dtype
 from megatron.conversion.options import EditOptions, WriteOptions
 from megatron.core.dist_checkpointing.mapping import (
@@ -34,7 +38,6 @@ from megatron.core.distributed.param_and_grad_buffer import ParamSpec
 from megatron.core.run_checkpoint.keys import (
     AVERAGE,
     WORD_EMBEDDINGS,
-    average_key,
     is_foreign,
     is_trained,
     split_key,

@@ -19,16 +19,21 @@ from megatron.conversion.huggingface.stored_parameters import (
 )
 from megatron.conversion.huggingface.stored_weights import StoredWeights
 from megatron.conversion.huggingface.wrappers import find_text_family
+from megatron.conversion.model_space.foreign import foreign_name
 from megatron.conversion.model_space.lazy_tensors import cast
 from megatron.conversion.model_space.model import (
     check_parameters,
     make_export_config,
     model_tensors,
 )
-from megatron.conversion.model_space.optimizer_states import full_precision_key, optimizer_states
+from megatron.conversion.model_space.optimizer_states import (
+    average_key,
+    full_precision_key,
+    optimizer_states,
+)
 from megatron.conversion.model_space.views import SourceView, get_dtype
 from megatron.conversion.options import WriteOptions
-from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS, average_key, foreign_name, is_foreign
+from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS, is_foreign
 from megatron.core.run_checkpoint.source import Source
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.conversion.model_space.foreign import list_foreign
+from megatron.conversion.model_space.foreign import foreign_name, list_foreign
 from megatron.conversion.model_space.model import (
     compute_model_signature,
     model_config,
@@ -30,7 +30,7 @@ from megatron.core.run_checkpoint.formats import (
     is_checkpoint_itself,
     list_newest_first,
 )
-from megatron.core.run_checkpoint.keys import foreign_name, split_key
+from megatron.core.run_checkpoint.keys import split_key
 from megatron.core.run_checkpoint.source import Source
 from megatron.core.transformer.transformer_config import flag_name
 

@@ -184,6 +184,20 @@ def find_architecture(metadata: Mapping[str, Any]) -> tuple[str, Architecture]:
     return name, ARCHITECTURES[name]
 
 
+def choose_architecture(model_type: str) -> tuple[str, Architecture]:
+    """Return the name and the row of a family. Raises ValueError if there is none."""
+    # Files do not state windows of Mistral, which is a Llama model without them.
+    equivalent = "llama" if model_type == "mistral" else model_type
+    for name, architecture in [*ARCHITECTURES.items(), ("llama", _MIXTRAL)]:
+        if architecture.model_type == equivalent:
+            return name, architecture
+    supported = ", ".join(row.model_type for row in ARCHITECTURES.values())
+    raise ValueError(
+        f"--saver gguf: models of type {model_type} are not supported, only mistral, mixtral, "
+        f"{supported}: give --saver hf, and use llama.cpp's converter"
+    )
+
+
 def read_config(
     metadata: Mapping[str, Any], names: Collection[str], factors: torch.Tensor | None
 ) -> dict[str, Any]:
@@ -227,6 +241,33 @@ def read_config(
         config["rope_scaling"] = scaling
     _check_leftovers(entries, name)
     return config
+
+
+def make_metadata(
+    name: str, architecture: Architecture, config: Mapping[str, Any]
+) -> dict[str, str | bool | int | float]:
+    """Return the metadata of a model with this config.json."""
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    entries: dict[str, Any] = {"vocab_size": config["vocab_size"]}
+    for entry, config_field in architecture.fields.items():
+        if config.get(config_field) is not None:
+            entries[entry] = config[config_field]
+    entries["attention.key_length"] = entries["attention.value_length"] = head_dim
+    if architecture.pairs_neighbors:
+        entries["rope.dimension_count"] = head_dim
+    entries["rope.freq_base"] = float(entries["rope.freq_base"])
+
+    scaling = config.get("rope_scaling") or {}
+    if scaling.get("rope_type") in ("linear", "yarn"):
+        entries["rope.scaling.type"] = scaling["rope_type"]
+        entries["rope.scaling.factor"] = float(scaling["factor"])
+        for entry, config_field in _YARN.items():
+            if scaling.get(config_field) is not None:
+                entries[entry] = scaling[config_field]
+    metadata: dict[str, Any] = {"general.architecture": name, "tokenizer.ggml.model": "none"}
+    for entry, value in entries.items():
+        metadata[f"{name}.{entry}"] = value
+    return metadata
 
 
 def _join_layers(value: Any) -> Any:
@@ -279,7 +320,7 @@ def _find_llama3_scaling(config: Mapping[str, Any], factors: torch.Tensor) -> di
     factor = float(factors.max())
     half = config["head_dim"] // 2
     scaling = {"rope_type": "llama3", "factor": factor, **_LLAMA3}
-    expected = _compute_llama3_factors(config["rope_theta"], config["head_dim"], factor)
+    expected = compute_llama3_factors(config["rope_theta"], config["head_dim"], factor)
     is_equal = factors.shape == (half,) and torch.allclose(factors.double(), expected, rtol=1e-5)
     if not is_equal:
         raise ValueError(
@@ -290,7 +331,7 @@ def _find_llama3_scaling(config: Mapping[str, Any], factors: torch.Tensor) -> di
     return scaling
 
 
-def _compute_llama3_factors(base: float, head_dim: int, factor: float) -> torch.Tensor:
+def compute_llama3_factors(base: float, head_dim: int, factor: float) -> torch.Tensor:
     """Return the factors of wavelengths of the pairs of a head."""
     low = _LLAMA3["low_freq_factor"]
     high = _LLAMA3["high_freq_factor"]

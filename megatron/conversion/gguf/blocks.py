@@ -11,8 +11,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-Decoder = Callable[[torch.Tensor], torch.Tensor]
+Decoder = Callable[[Tensor], Tensor]
 
 
 class Encoding(NamedTuple):
@@ -35,137 +36,230 @@ _E2M1_VALUES = torch.tensor(_E2M1_DOUBLED).float()
 _E8M0_HALVES = torch.ldexp(torch.ones(256).double(), torch.arange(-128, 128)).float()
 
 
-def _read_halves(blocks: torch.Tensor, first: int) -> torch.Tensor:
-    """Return the fp16 number at byte `first` of each block: [n, 1]."""
-    return blocks[:, first : first + 2].contiguous().view(torch.float16).float()
+def _read_halves(scales: Tensor) -> Tensor:
+    """Return an fp16 number of each block, [n, 2] bytes, in fp32: [n, 1]."""
+    contiguous = scales.contiguous()
+    return contiguous.view(torch.float16).float()
 
 
-def _unpack(packed: torch.Tensor, bits: int, run: int) -> torch.Tensor:
+def _unpack(packed: Tensor, bits: int, run: int) -> Tensor:
     """Return integers of `bits` bits: [n, bytes] -> [n, bytes * 8 / bits].
 
     The lowest bits of `run` bytes are the first `run` integers, the next bits the next ones.
     """
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
+    mask = 2**bits - 1
+    # [n, runs, 1, run] -> [n, runs, 8 / bits, run]
     runs = packed.reshape(len(packed), -1, 1, run)
-    return ((runs >> shifts[:, None]) & (2**bits - 1)).flatten(1)
+    integers = (runs >> shifts[:, None]) & mask
+    return integers.flatten(1)
 
 
-def _scale(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def _scale(values: Tensor, scales: Tensor) -> Tensor:
     """Return [n, elements] times the scale of each group: [n, groups, elements / groups]."""
     groups = values.reshape(*scales.shape, -1)
     return groups * scales[:, :, None]
 
 
-def _decode_q4_0(blocks: torch.Tensor) -> torch.Tensor:
-    """Scale; 32 integers of 4 bits."""
-    integers = _unpack(blocks[:, 2:], 4, 16)
-    return (integers.float() - 8) * _read_halves(blocks, 0)
+def _decode_q4_0(blocks: Tensor) -> Tensor:
+    """scale * (integer - 8).
+
+    Fields: scale; 32 integers of 4 bits.
+    """
+    scale, packed = blocks.split((2, 16), dim=1)
+    integers = _unpack(packed, 4, 16).float() - 8
+    return integers * _read_halves(scale)
 
 
-def _decode_q4_1(blocks: torch.Tensor) -> torch.Tensor:
-    """Scale; minimum; 32 integers of 4 bits."""
-    integers = _unpack(blocks[:, 4:], 4, 16)
-    return integers.float() * _read_halves(blocks, 0) + _read_halves(blocks, 2)
+def _decode_q4_1(blocks: Tensor) -> Tensor:
+    """scale * integer + minimum.
+
+    Fields: scale; minimum; 32 integers of 4 bits.
+    """
+    scale, minimum, packed = blocks.split((2, 2, 16), dim=1)
+    integers = _unpack(packed, 4, 16).float()
+    scaled = integers * _read_halves(scale)
+    return scaled + _read_halves(minimum)
 
 
-def _decode_q5_0(blocks: torch.Tensor) -> torch.Tensor:
-    """Scale; the fifth bits of 32 integers; the lower bits."""
-    high = _unpack(blocks[:, 2:6], 1, 1)
-    integers = _unpack(blocks[:, 6:], 4, 16) | (high << 4)
-    return (integers.float() - 16) * _read_halves(blocks, 0)
+def _decode_q5_0(blocks: Tensor) -> Tensor:
+    """scale * (integer - 16).
+
+    Fields: scale; the fifth bits of 32 integers; the lower bits.
+    """
+    scale, high, low = blocks.split((2, 4, 16), dim=1)
+    fifth_bits = _unpack(high, 1, 1) << 4
+    integers = _unpack(low, 4, 16) | fifth_bits
+    centered = integers.float() - 16
+    return centered * _read_halves(scale)
 
 
-def _decode_q5_1(blocks: torch.Tensor) -> torch.Tensor:
-    """Scale; minimum; the fifth bits of 32 integers; the lower bits."""
-    high = _unpack(blocks[:, 4:8], 1, 1)
-    integers = _unpack(blocks[:, 8:], 4, 16) | (high << 4)
-    return integers.float() * _read_halves(blocks, 0) + _read_halves(blocks, 2)
+def _decode_q5_1(blocks: Tensor) -> Tensor:
+    """scale * integer + minimum.
+
+    Fields: scale; minimum; the fifth bits of 32 integers; the lower bits.
+    """
+    scale, minimum, high, low = blocks.split((2, 2, 4, 16), dim=1)
+    fifth_bits = _unpack(high, 1, 1) << 4
+    integers = _unpack(low, 4, 16) | fifth_bits
+    scaled = integers.float() * _read_halves(scale)
+    return scaled + _read_halves(minimum)
 
 
-def _decode_q8_0(blocks: torch.Tensor) -> torch.Tensor:
-    """Scale; 32 integers of 8 bits."""
-    integers = blocks[:, 2:].view(torch.int8)
-    return integers.float() * _read_halves(blocks, 0)
+def _decode_q8_0(blocks: Tensor) -> Tensor:
+    """scale * integer.
+
+    Fields: scale; 32 integers of 8 bits.
+    """
+    scale, packed = blocks.split((2, 32), dim=1)
+    integers = packed.view(torch.int8).float()
+    return integers * _read_halves(scale)
 
 
-def _decode_q2_k(blocks: torch.Tensor) -> torch.Tensor:
-    """Scales and minima of 16 groups, 4 bits each; 256 integers of 2 bits; scales of both."""
-    packed_scales = blocks[:, :16]
-    integers = _unpack(blocks[:, 16:80], 2, 32)
-    scales = _read_halves(blocks, 80) * (packed_scales & 15).float()
-    minima = _read_halves(blocks, 82) * (packed_scales >> 4).float()
-    return _scale(integers.float(), scales) - minima[:, :, None]
+def encode_q8_0(blocks: Tensor) -> Tensor:
+    """Return the bytes of fp32 blocks [n, 32]: [n, 34].
+
+    They are those of llama.cpp, except that integers are zero if the scale, in fp16, is: a decoded
+    block is encoded to the same bytes. Raises ValueError for values without a finite scale.
+    """
+    scales = blocks.abs().amax(dim=1, keepdim=True) / 127
+    halves = scales.half()
+    if not torch.isfinite(halves).all():
+        raise ValueError("--quantize q8_0: values are not finite, or larger than 8,000,000")
+    inverses = torch.where(halves == 0, 0, 1 / scales)
+    scaled = blocks * inverses
+
+    # Round to the nearest integer, ties away from zero.
+    magnitudes = scaled.abs()
+    floors = magnitudes.floor()
+    rounded = floors + (magnitudes - floors >= 0.5)
+    integers = torch.copysign(rounded, scaled).to(torch.int8)
+    fields = [halves.view(torch.uint8), integers.view(torch.uint8)]
+    return torch.cat(fields, dim=1)
 
 
-def _decode_q3_k(blocks: torch.Tensor) -> torch.Tensor:
-    """Third bits of 256 integers; the lower bits; scales of 16 groups, 6 bits each; their scale."""
-    high = _unpack(blocks[:, :32], 1, 32)
-    low = _unpack(blocks[:, 32:96], 2, 32)
-    low_scales = _unpack(blocks[:, 96:104], 4, 8)
-    high_scales = _unpack(blocks[:, 104:108], 2, 4)
-    group_scales = (low_scales | (high_scales << 4)).float() - 32
+def _decode_q2_k(blocks: Tensor) -> Tensor:
+    """scale * group_scale * integer - minimum * group_minimum.
+
+    Fields: scales and minima of 16 groups, 4 bits each; 256 integers of 2 bits; scales of both.
+    """
+    group_bytes, packed, scale, minimum = blocks.split((16, 64, 2, 2), dim=1)
+    group_scales = (group_bytes & 15).float()
+    group_minima = (group_bytes >> 4).float()
+    scales = _read_halves(scale) * group_scales
+    minima = _read_halves(minimum) * group_minima
+    integers = _unpack(packed, 2, 32).float()
+    return _scale(integers, scales) - minima[:, :, None]
+
+
+def _decode_q3_k(blocks: Tensor) -> Tensor:
+    """scale * (group_scale - 32) * (integer - 4).
+
+    Fields: third bits of 256 integers; the lower bits; scales of 16 groups, 6 bits each; their
+    scale.
+    """
+    high, low, low_scales, high_scales, scale = blocks.split((32, 64, 8, 4, 2), dim=1)
+    upper_bits = _unpack(high_scales, 2, 4) << 4
+    group_scales = _unpack(low_scales, 4, 8) | upper_bits
+    scales = _read_halves(scale) * (group_scales.float() - 32)
+
     # An integer is lower by 4 if its third bit is not set.
-    integers = (low | (high << 2)).float() - 4
-    return _scale(integers, _read_halves(blocks, 108) * group_scales)
+    third_bits = _unpack(high, 1, 32) << 2
+    integers = _unpack(low, 2, 32) | third_bits
+    return _scale(integers.float() - 4, scales)
 
 
-def _read_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _read_scales(fields: Tensor) -> tuple[Tensor, Tensor]:
     """Return scales and minima of 8 groups, [n, 8] each.
 
     Two scales; 12 bytes: 6 bits of the first four scales and minima, then 4 bits of the last ones,
     whose highest bits are those of the first bytes.
     """
-    scales, minima, last = blocks[:, 4:16].split(4, dim=1)
+    scale, minimum, scales, minima, last = fields.split((2, 2, 4, 4, 4), dim=1)
+    # The first four groups: [n, 4]
+    first_scales = scales & 0x3F
+    first_minima = minima & 0x3F
+
+    # The last four groups: [n, 4]
     last_scales = (last & 15) | ((scales >> 2) & 0x30)
     last_minima = (last >> 4) | ((minima >> 2) & 0x30)
-    all_scales = torch.cat([scales & 0x3F, last_scales], dim=1).float()
-    all_minima = torch.cat([minima & 0x3F, last_minima], dim=1).float()
-    return _read_halves(blocks, 0) * all_scales, _read_halves(blocks, 2) * all_minima
+
+    # All groups: [n, 8]
+    group_scales = torch.cat([first_scales, last_scales], dim=1)
+    group_minima = torch.cat([first_minima, last_minima], dim=1)
+    all_scales = _read_halves(scale) * group_scales.float()
+    all_minima = _read_halves(minimum) * group_minima.float()
+    return all_scales, all_minima
 
 
-def _decode_q4_k(blocks: torch.Tensor) -> torch.Tensor:
-    """Scales; 256 integers of 4 bits."""
-    scales, minima = _read_scales(blocks)
-    integers = _unpack(blocks[:, 16:], 4, 32)
+def _decode_q4_k(blocks: Tensor) -> Tensor:
+    """scale * integer - minimum, of 8 groups.
+
+    Fields: scales; 256 integers of 4 bits.
+    """
+    fields, packed = blocks.split((16, 128), dim=1)
+    scales, minima = _read_scales(fields)
+    integers = _unpack(packed, 4, 32).float()
+    return _scale(integers, scales) - minima[:, :, None]
+
+
+def _decode_q5_k(blocks: Tensor) -> Tensor:
+    """scale * integer - minimum, of 8 groups.
+
+    Fields: scales; fifth bits of 256 integers; the lower bits.
+    """
+    fields, high, low = blocks.split((16, 32, 128), dim=1)
+    scales, minima = _read_scales(fields)
+    fifth_bits = _unpack(high, 1, 32) << 4
+    integers = _unpack(low, 4, 32) | fifth_bits
     return _scale(integers.float(), scales) - minima[:, :, None]
 
 
-def _decode_q5_k(blocks: torch.Tensor) -> torch.Tensor:
-    """Scales; fifth bits of 256 integers; the lower bits."""
-    scales, minima = _read_scales(blocks)
-    high = _unpack(blocks[:, 16:48], 1, 32)
-    integers = _unpack(blocks[:, 48:], 4, 32) | (high << 4)
-    return _scale(integers.float(), scales) - minima[:, :, None]
+def _decode_q6_k(blocks: Tensor) -> Tensor:
+    """scale * group_scale * (integer - 32).
+
+    Fields: lower bits of 256 integers of 6 bits; upper bits; scales of 16 groups; their scale.
+    """
+    low, high, group_bytes, scale = blocks.split((128, 64, 16, 2), dim=1)
+    upper_bits = _unpack(high, 2, 32) << 4
+    integers = _unpack(low, 4, 64) | upper_bits
+    group_scales = group_bytes.view(torch.int8).float()
+    scales = _read_halves(scale) * group_scales
+    return _scale(integers.float() - 32, scales)
 
 
-def _decode_q6_k(blocks: torch.Tensor) -> torch.Tensor:
-    """Lower bits of 256 integers of 6 bits; upper bits; scales of 16 groups; their scale."""
-    low = _unpack(blocks[:, :128], 4, 64)
-    high = _unpack(blocks[:, 128:192], 2, 32)
-    group_scales = blocks[:, 192:208].view(torch.int8).float()
-    integers = (low | (high << 4)).float() - 32
-    return _scale(integers, _read_halves(blocks, 208) * group_scales)
+def _decode_iq4_nl(blocks: Tensor) -> Tensor:
+    """scale * _NONLINEAR[code].
+
+    Fields: scale; 32 codes of 4 bits.
+    """
+    scale, packed = blocks.split((2, 16), dim=1)
+    codes = _unpack(packed, 4, 16).int()
+    return _NONLINEAR_VALUES[codes] * _read_halves(scale)
 
 
-def _decode_iq4_nl(blocks: torch.Tensor) -> torch.Tensor:
-    """Scale; 32 codes of 4 bits."""
-    codes = _unpack(blocks[:, 2:], 4, 16)
-    return _NONLINEAR_VALUES[codes.int()] * _read_halves(blocks, 0)
+def _decode_iq4_xs(blocks: Tensor) -> Tensor:
+    """scale * (group_scale - 32) * _NONLINEAR[code].
+
+    Fields: scale; scales of 8 groups, 2 upper bits and 4 lower bits; 256 codes of 4 bits.
+    """
+    scale, high_scales, low_scales, packed = blocks.split((2, 2, 4, 128), dim=1)
+    upper_bits = _unpack(high_scales, 2, 1) << 4
+    group_scales = _unpack(low_scales, 4, 1) | upper_bits
+    scales = _read_halves(scale) * (group_scales.float() - 32)
+    codes = _unpack(packed, 4, 16).int()
+    return _scale(_NONLINEAR_VALUES[codes], scales)
 
 
-def _decode_iq4_xs(blocks: torch.Tensor) -> torch.Tensor:
-    """Scale; scales of 8 groups, 2 upper bits and 4 lower bits; 256 codes of 4 bits."""
-    high_scales = _unpack(blocks[:, 2:4], 2, 1)
-    low_scales = _unpack(blocks[:, 4:8], 4, 1)
-    group_scales = (low_scales | (high_scales << 4)).float() - 32
-    codes = _unpack(blocks[:, 8:], 4, 16)
-    return _scale(_NONLINEAR_VALUES[codes.int()], _read_halves(blocks, 0) * group_scales)
+def _decode_mxfp4(blocks: Tensor) -> Tensor:
+    """scale / 2 * _E2M1_DOUBLED[code].
 
-
-def _decode_mxfp4(blocks: torch.Tensor) -> torch.Tensor:
-    """Scale in e8m0; 32 codes of e2m1."""
-    codes = _unpack(blocks[:, 1:], 4, 16)
-    return _E2M1_VALUES[codes.int()] * _E8M0_HALVES[blocks[:, :1].int()]
+    Fields: scale in e8m0; 32 codes of e2m1.
+    """
+    exponent, packed = blocks.split((1, 16), dim=1)
+    scales = _E8M0_HALVES[exponent.int()]
+    codes = _unpack(packed, 4, 16).int()
+    return _E2M1_VALUES[codes] * scales
 
 
 # Number of the type in files -> encoding.

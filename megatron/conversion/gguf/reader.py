@@ -141,10 +141,10 @@ def _convert_tensor(
     # Rows of q and k in the order of transformers
     row_map = None
     if architecture.pairs_neighbors and module in ("attn_q", "attn_k"):
-        row_map = _map_halves(tensor.shape[0], config["head_dim"])
+        row_map = map_halves(tensor.shape[0], config["head_dim"])
     decoded = _decode(name, tensor, dtype, row_map)
     if architecture.norm_offset and module.endswith("norm"):
-        decoded = cast(_add(_decode(name, tensor, torch.float32), -architecture.norm_offset), dtype)
+        decoded = cast(add(_decode(name, tensor, torch.float32), -architecture.norm_offset), dtype)
     if module == "ffn_gate_inp_shexp" and len(tensor.shape) == 1:
         decoded = reshape(decoded, (1, *decoded.shape))
 
@@ -157,7 +157,7 @@ def _convert_tensor(
     return experts
 
 
-def _map_halves(rows: int, head_dim: int) -> RowMap:
+def map_halves(rows: int, head_dim: int) -> RowMap:
     """Return the map of rows whose pairs are neighbors to the two halves of each head."""
     if head_dim <= 0 or head_dim % 2 or rows % head_dim:
         raise ValueError(f"{rows} rows are not heads of {head_dim}")
@@ -168,7 +168,7 @@ def _map_halves(rows: int, head_dim: int) -> RowMap:
     return tuple(runs)
 
 
-def _add(tensor: LazyTensor, offset: int) -> LazyTensor:
+def add(tensor: LazyTensor, offset: int) -> LazyTensor:
     """Return the tensor plus a number."""
     return replace(tensor, read=partial(_read_sum, tensor, offset))
 

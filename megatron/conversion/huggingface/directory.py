@@ -30,7 +30,7 @@ from megatron.conversion.huggingface.weight_files import (
 )
 from megatron.conversion.huggingface.wrapper import LanguageModel
 from megatron.conversion.huggingface.wrappers import find_wrapper
-from megatron.conversion.model_space.foreign import format_layers
+from megatron.conversion.model_space.foreign import foreign_key, format_layers
 from megatron.conversion.model_space.lazy_tensors import cast
 from megatron.conversion.model_space.model import (
     check_optimizer_complete,
@@ -48,11 +48,7 @@ from megatron.conversion.quantization.encodings import (
 )
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.dist_checkpointing.mapping import LazyTensor, Shape
-from megatron.core.run_checkpoint.keys import (
-    foreign_key,
-    is_trained,
-    split_key,
-)
+from megatron.core.run_checkpoint.keys import is_trained, split_key
 from megatron.core.run_checkpoint.source import TrainingState
 from megatron.core.safe_files.reading import read_json
 from megatron.core.transformer.transformer_config import TransformerConfig

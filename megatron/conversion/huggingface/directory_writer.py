@@ -46,6 +46,7 @@ from megatron.conversion.huggingface.weight_files import (
 )
 from megatron.conversion.huggingface.wrapper import TEXT_CONFIG
 from megatron.conversion.huggingface.wrappers import find_wrapper
+from megatron.conversion.model_space.foreign import foreign_name
 from megatron.conversion.model_space.lazy_tensors import cast
 from megatron.conversion.model_space.model import (
     check_parameters,
@@ -65,13 +66,7 @@ from megatron.core.dist_checkpointing.saving.commit import Progress, no_progress
 from megatron.core.durable_files import discard, fsync_tree, write_json
 from megatron.core.object_path import ObjectPath
 from megatron.core.object_storage import ConflictError
-from megatron.core.run_checkpoint.keys import (
-    WORD_EMBEDDINGS,
-    foreign_name,
-    is_foreign,
-    is_trained,
-    is_weight,
-)
+from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS, is_foreign, is_trained, is_weight
 from megatron.core.run_checkpoint.source import Source
 from megatron.core.safe_files import schema
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -205,6 +200,18 @@ def _collect_weights(
             )
         weights[name] = source.tensors[key]
     return weights
+
+
+def collect_model(
+    source: Source, options: WriteOptions
+) -> tuple[dict[str, Any], dict[str, LazyTensor]]:
+    """Return the config.json and the tensors that `write_huggingface` writes.
+
+    Raises ValueError for a model that transformers cannot express.
+    """
+    config = _make_config(source, options)
+    plan = _plan_model(source, config, options)
+    return plan.fields, _collect_weights(source, config, plan, options)
 
 
 class _Claim:

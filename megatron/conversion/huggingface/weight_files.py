@@ -27,7 +27,7 @@ from megatron.core.dist_checkpointing.mapping import Extent, LazyTensor, TensorI
 from megatron.core.dist_checkpointing.saving.commit import Progress
 from megatron.core.durable_files import committed, encode_json, write_json
 from megatron.core.object_path import ObjectPath
-from megatron.core.run_checkpoint.keys import CONSOLIDATED, GGUF_SUFFIX
+from megatron.core.run_checkpoint.keys import CONSOLIDATED, GGUF_FILES
 from megatron.core.safe_files import safe_load, schema
 from megatron.core.safe_files.named_files import find_named_file
 from megatron.core.safe_files.reading import read_json
@@ -74,9 +74,9 @@ def open_weights(directory: Path) -> dict[str, LazyTensor]:
     if (directory / _ZERO_SCRIPT).exists():
         # The trainer of transformers, without stage3_gather_16bit_weights_on_model_save.
         hint = f". With ZeRO-3, only DeepSpeed has saved it: run {_ZERO_SCRIPT} in that directory"
-    models = sorted(path.name for path in directory.glob(f"*{GGUF_SUFFIX}"))
-    if models:
-        hint = f". It has GGUF files: give the path of one of them, e.g. {directory / models[0]}"
+    for path in directory.glob(GGUF_FILES):
+        hint = f". It has files in GGUF: give the path of one of them, e.g. {path}"
+        break
     raise ValueError(
         f"{directory} has neither model.safetensors nor model.safetensors.index.json "
         f"(nor pytorch_model.bin){hint}"

@@ -28,6 +28,7 @@ from megatron.conversion.megatron_lm.optimizer_state import (
     has_optimizer,
     refuse_unknown_optimizer,
 )
+from megatron.conversion.model_space.foreign import foreign_key
 from megatron.conversion.model_space.layouts import rename_prediction_layer
 from megatron.conversion.model_space.lazy_tensors import cast, stack
 from megatron.conversion.model_space.model import (
@@ -44,12 +45,7 @@ from megatron.core.dist_checkpointing.mapping import LazyTensor, Shape, TensorIn
 from megatron.core.distributed.param_and_grad_buffer import ParamSpec
 from megatron.core.run_checkpoint.checks import plain_numbers
 from megatron.core.run_checkpoint.common_state import find_param_groups, read_training_state
-from megatron.core.run_checkpoint.keys import (
-    WORD_EMBEDDINGS,
-    find_norm_key,
-    foreign_key,
-    is_trained,
-)
+from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS, find_norm_key, is_trained
 from megatron.core.run_checkpoint.source import TrainingState
 
 # Names of wrappers around the model. Their number depends on the precision and the version.

@@ -35,7 +35,7 @@ from megatron.conversion.megatron_lm.optimizer_state import (
     refuse_unknown_optimizer,
     split_by_optimizer,
 )
-from megatron.conversion.model_space.foreign import check_stored_tensor, open_foreign
+from megatron.conversion.model_space.foreign import check_stored_tensor, foreign_key, open_foreign
 from megatron.conversion.model_space.layouts import (
     Layout,
     LocalParameter,
@@ -67,7 +67,6 @@ from megatron.core.run_checkpoint.keys import (
     OPTIMIZER_FILE,
     WORD_EMBEDDINGS,
     find_norm_key,
-    foreign_key,
 )
 from megatron.core.run_checkpoint.source import TrainingState
 from megatron.core.safe_files import FileTensor, load_file_tensors, schema

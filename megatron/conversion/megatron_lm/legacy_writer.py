@@ -32,6 +32,7 @@ from megatron.conversion.megatron_lm.optimizer_state import (
     plan_buckets,
     split_by_optimizer,
 )
+from megatron.conversion.model_space.foreign import foreign_name
 from megatron.conversion.model_space.layouts import Layout, LocalParameter, rank_parameters
 from megatron.conversion.model_space.model import model_config
 from megatron.conversion.model_space.optimizer_states import optimizer_key, optimizer_states
@@ -56,7 +57,6 @@ from megatron.core.run_checkpoint.keys import (
     MODEL_FILE,
     OPTIMIZER_FILE,
     WORD_EMBEDDINGS,
-    foreign_name,
     is_foreign,
 )
 from megatron.core.run_checkpoint.source import Source, TrainingState

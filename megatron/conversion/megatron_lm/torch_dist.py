@@ -35,6 +35,7 @@ from megatron.conversion.megatron_lm.optimizer_state import (
     refuse_unknown_optimizer,
     split_by_optimizer,
 )
+from megatron.conversion.model_space.foreign import foreign_key
 from megatron.conversion.model_space.layouts import Layout, LocalParameter, rank_parameters
 from megatron.conversion.model_space.lazy_tensors import select, unflatten
 from megatron.conversion.model_space.model import (
@@ -46,6 +47,7 @@ from megatron.conversion.model_space.model import (
 )
 from megatron.conversion.model_space.optimizer_states import (
     OPTIMIZER_STATES,
+    average_key,
     has_mixed_states,
     list_parameter_states,
     optimizer_key,
@@ -65,9 +67,7 @@ from megatron.core.run_checkpoint.common_state import (
 )
 from megatron.core.run_checkpoint.keys import (
     AVERAGE,
-    average_key,
     find_norm_key,
-    foreign_key,
     is_extra_state,
     is_hybrid,
     split_key,

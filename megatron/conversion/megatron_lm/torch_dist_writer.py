@@ -23,6 +23,7 @@ from megatron.conversion.megatron_lm.torch_dist import (
     IGNORED_OBJECTS,
     split_stored_key,
 )
+from megatron.conversion.model_space.foreign import foreign_name
 from megatron.conversion.model_space.lazy_tensors import stack
 from megatron.conversion.model_space.model import model_config, split_layer_key
 from megatron.conversion.model_space.views import SourceView
@@ -42,12 +43,7 @@ from megatron.core.run_checkpoint.common_state import (
     build_common_state,
     split_by_expert_optimizer,
 )
-from megatron.core.run_checkpoint.keys import (
-    WORD_EMBEDDINGS,
-    build_extra_states,
-    foreign_name,
-    is_foreign,
-)
+from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS, build_extra_states, is_foreign
 from megatron.core.run_checkpoint.source import Source
 
 _HEAD_STATE = "output_layer._extra_state/shard_0_1"  # HybridModel requests it, GPTModel does not

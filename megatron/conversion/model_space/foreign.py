@@ -24,13 +24,23 @@ from megatron.core.dist_checkpointing.box_table import Location, StoredChunk
 from megatron.core.dist_checkpointing.mapping import LazyTensor
 from megatron.core.dist_checkpointing.saving.commit import Progress
 from megatron.core.durable_files import committed
-from megatron.core.run_checkpoint.keys import foreign_name, is_foreign
+from megatron.core.run_checkpoint.keys import FOREIGN_PREFIX, is_foreign
 from megatron.core.run_checkpoint.source import Source
 from megatron.core.safe_files import FileTensor, safe_open, schema
 from megatron.core.safe_files.torch_zip import TensorSlot
 from megatron.core.terminal import escape_control_chars
 
 StoredTensor = FileTensor | torch.Tensor
+
+
+def foreign_key(name: str) -> str:
+    """Return the key of a tensor that the model does not have, called `name` in the files."""
+    return f"{FOREIGN_PREFIX}{name}"
+
+
+def foreign_name(key: str) -> str:
+    """Return the name in the files of a foreign tensor. Other keys are returned unchanged."""
+    return key.removeprefix(FOREIGN_PREFIX)
 
 
 def format_layers(layers: Sequence[int]) -> str:

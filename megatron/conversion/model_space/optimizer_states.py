@@ -6,8 +6,13 @@ import itertools
 from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
-from megatron.core.optimizer import UPDATE_RULES, get_update_rule
+from megatron.core.optimizer import AVERAGE_PREFIX, UPDATE_RULES, get_update_rule
 from megatron.core.run_checkpoint.keys import split_key
+
+
+def average_key(parameter: str) -> str:
+    """Return the key of a parameter's average (--ema-decay)."""
+    return f"{AVERAGE_PREFIX}{parameter}"
 
 
 def _list_state_sets(only_uniform: bool = False) -> list[tuple[str, ...]]:

@@ -8,16 +8,11 @@ from typing import Any
 import torch
 
 from megatron.conversion.model_space.lazy_tensors import cast
+from megatron.conversion.model_space.optimizer_states import average_key
 from megatron.conversion.options import DTYPES
 from megatron.core.dist_checkpointing.mapping import LazyTensor
 from megatron.core.optimizer import AVERAGE_PREFIX
-from megatron.core.run_checkpoint.keys import (
-    WORD_EMBEDDINGS,
-    average_key,
-    is_foreign,
-    is_trained,
-    is_weight,
-)
+from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS, is_foreign, is_trained, is_weight
 from megatron.core.run_checkpoint.source import Source, TrainingState
 
 

@@ -42,7 +42,7 @@ from megatron.core.run_checkpoint.keys import (
     ENGINE_LATEST,
     ENGINE_MODEL_FILES,
     FSDP_MODEL,
-    GGUF_SUFFIX,
+    GGUF_FILES,
     LATEST,
     MODEL_FILE,
     PARAMS,
@@ -106,9 +106,7 @@ def _is_model(directory: Path) -> bool:
 
 def _is_gguf(path: Path) -> bool:
     # A repository of quantized models may have the config.json of the original.
-    if path.suffix == GGUF_SUFFIX and path.is_file():
-        return True
-    return any(path.glob(f"*{GGUF_SUFFIX}")) and not is_huggingface(path)
+    return path.match(GGUF_FILES) or (any(path.glob(GGUF_FILES)) and not is_huggingface(path))
 
 
 def _is_universal(directory: Path) -> bool:

@@ -21,11 +21,6 @@ WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 AVERAGE = "ema"
 
 
-def average_key(parameter: str) -> str:
-    """Return the key of a parameter's average (--ema-decay)."""
-    return f"{AVERAGE_PREFIX}{parameter}"
-
-
 def split_key(key: str) -> tuple[str, str | None]:
     """Return the parameter of a key, and its state: one of the optimizer's, AVERAGE, or None for
     the parameter itself.
@@ -39,22 +34,12 @@ def split_key(key: str) -> tuple[str, str | None]:
 
 
 # Prefix of the keys of foreign tensors, which are copied byte for byte (--keep-foreign).
-_FOREIGN_PREFIX = "foreign."
-
-
-def foreign_key(name: str) -> str:
-    """Return the key of a tensor that the model does not have, called `name` in the files."""
-    return f"{_FOREIGN_PREFIX}{name}"
+FOREIGN_PREFIX = "foreign."
 
 
 def is_foreign(key: str) -> bool:
     """Return whether a key is that of a tensor that the model does not have."""
-    return key.startswith(_FOREIGN_PREFIX)
-
-
-def foreign_name(key: str) -> str:
-    """Return the name in the files of a foreign tensor. Other keys are returned unchanged."""
-    return key.removeprefix(_FOREIGN_PREFIX)
+    return key.startswith(FOREIGN_PREFIX)
 
 
 def is_weight(key: str) -> bool:
@@ -178,7 +163,7 @@ ENGINE_LATEST = "latest"  # DeepSpeed's tracker of checkpoints of its engine
 ENGINE_MODEL_FILES = "*mp_rank_*_model_states.pt"  # of the engine
 ZERO = "zero"  # the directory of parameters in a universal checkpoint
 FSDP_MODEL = "pytorch_model_fsdp_0"  # accelerate's directory of sharded weights
-GGUF_SUFFIX = ".gguf"  # of files of llama.cpp
+GGUF_FILES = "*.gguf"  # of files of llama.cpp
 RELEASE = "release"  # in a tracker and as a directory: weights that belong to no iteration
 PARAMS = "params.json"  # of a Llama model of Meta
 CONSOLIDATED = "consolidated.*.pth"  # its weights

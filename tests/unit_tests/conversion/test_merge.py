@@ -21,12 +21,12 @@ from megatron.conversion.editing.merged_source import (
 )
 from megatron.conversion.huggingface.directory_writer import write_huggingface
 from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
-from megatron.conversion.model_space.optimizer_states import optimizer_key
+from megatron.conversion.model_space.optimizer_states import average_key, optimizer_key
 from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import WriteOptions
 from megatron.core.dist_checkpointing import write_tracker
 from megatron.core.run_checkpoint.formats import NoCheckpointError
-from megatron.core.run_checkpoint.keys import average_key, is_weight
+from megatron.core.run_checkpoint.keys import is_weight
 from tests.support.compare import read_whole
 from tests.support.live_tensors import LiveTensors
 from tests.support.memory_source import (

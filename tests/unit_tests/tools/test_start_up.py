@@ -7,9 +7,9 @@ import sys
 import pytest
 import torch
 
-from megatron.conversion.checkpoint_conversion import WRITERS
+from megatron.conversion.checkpoint_conversion import WEIGHT_WRITERS, WRITERS
 from megatron.conversion.deepspeed import names
-from megatron.conversion.options import FORMAT_NAMES, READ_FORMATS, UNIVERSAL_STYLES
+from megatron.conversion.options import FORMAT_NAMES, READ_FORMATS, SAVERS, UNIVERSAL_STYLES
 from megatron.core.dist_checkpointing.box_table import get_itemsize
 from megatron.core.run_checkpoint.formats import FORMATS
 from tests import ROOT
@@ -83,6 +83,7 @@ def test_commands_import_torch():
 
 def test_choices_are_those_of_the_tables():
     assert [*WRITERS] == [*FORMAT_NAMES]
+    assert [*WRITERS, *WEIGHT_WRITERS] == [*SAVERS]
     assert [*FORMATS] == [*READ_FORMATS]
     assert [*names.STYLES] == [*UNIVERSAL_STYLES]
 

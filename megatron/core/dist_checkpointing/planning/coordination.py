@@ -285,9 +285,12 @@ def wait_until_all_ranks_see(directory: Path, ranks: Coordination) -> None:
 
 
 def _list_small_files(directory: Path) -> list[str]:
-    """Return the names of the files and directories in a checkpoint, except shards."""
+    """Return the names of the files and directories in a checkpoint, except shards.
+
+    A checkpoint that is a file contains none.
+    """
     names = []
-    for path in directory.iterdir():
+    for path in directory.glob("*"):
         # Dangling links are invisible everywhere.
         if path.suffix != _SHARDS and path.exists():
             names.append(path.name)
