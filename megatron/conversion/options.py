@@ -232,6 +232,12 @@ class WriteOptions(FlagSection):
     does, or those of gpt_oss's experts in mxfp4; other weights keep their dtype. All matrices of a
     GGUF file in q8_0.
     """
+    quantized_original: Path | None = _target_flag(
+        "--keep-quantization", parse=path_of, savers=("hf",), excludes={"quantization": CHANGED}
+    )
+    """The quantized model of transformers that the source comes from: matrices that have not
+    changed are stored as its bytes, others without quantization.
+    """
     optimizer: bool = True
     """Write the optimizer state."""
     weights: str = flag("model", choices=("model", "ema"))

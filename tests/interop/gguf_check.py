@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from megatron.conversion.convert import convert
+from megatron.conversion.checkpoint_conversion import convert
 from megatron.conversion.gguf.writer import write_gguf
 from megatron.conversion.huggingface.directory_writer import write_huggingface
 from megatron.conversion.options import WriteOptions

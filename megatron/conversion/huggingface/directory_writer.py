@@ -42,6 +42,7 @@ from megatron.conversion.huggingface.stored_parameters import (
 )
 from megatron.conversion.huggingface.weight_files import (
     check_weight_files,
+    open_weights,
     write_weight_files,
 )
 from megatron.conversion.huggingface.wrapper import TEXT_CONFIG
@@ -57,8 +58,10 @@ from megatron.conversion.model_space.optimizer_states import full_precision_key
 from megatron.conversion.model_space.pieces import make_empty_directory
 from megatron.conversion.model_space.views import get_dtype
 from megatron.conversion.options import WriteOptions
+from megatron.conversion.quantization.encodings import check_settings, read_other_settings
 from megatron.conversion.quantization.export_encodings import TARGETS
 from megatron.conversion.quantization.fp8_writing import BLOCK_SIZE
+from megatron.conversion.quantization.unchanged import keep_unchanged
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.dist_checkpointing.files import CLAIM
 from megatron.core.dist_checkpointing.mapping import LazyTensor, Shape
@@ -69,6 +72,7 @@ from megatron.core.object_storage import ConflictError
 from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS, is_foreign, is_trained, is_weight
 from megatron.core.run_checkpoint.source import Source
 from megatron.core.safe_files import schema
+from megatron.core.safe_files.reading import read_json
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -90,6 +94,8 @@ def write_huggingface(
     config = _make_config(source, options)
     plan = _plan_model(source, config, options)
     weights = _collect_weights(source, config, plan, options)
+    if options.quantized_original is not None:
+        weights = _keep_quantized(weights, plan, options.quantized_original, options)
     optimizer: dict[str, LazyTensor] = {}
     if options.optim_sidecar:
         optimizer = collect_optimizer_tensors(source, model_tensors(config))
@@ -212,6 +218,35 @@ def collect_model(
     config = _make_config(source, options)
     plan = _plan_model(source, config, options)
     return plan.fields, _collect_weights(source, config, plan, options)
+
+
+def _keep_quantized(
+    weights: dict[str, LazyTensor], plan: _ModelPlan, original: Path, options: WriteOptions
+) -> dict[str, LazyTensor]:
+    """Return the tensors to write with unchanged matrices as in the quantized model `original`.
+
+    The configuration of the quantization is added to the plan.
+    """
+    if plan.is_multimodal:
+        raise ValueError(
+            f"--keep-quantization {original} is not supported for multimodal models: leave it "
+            "out, or leave out --keep-foreign to write the language model alone"
+        )
+    settings = read_json(original / CONFIG).get(QUANTIZATION)
+    if settings is not None:
+        check_settings(settings)
+    else:
+        settings = read_other_settings(original)
+    if settings is None:
+        raise ValueError(f"--keep-quantization {original}: this model is not quantized")
+    stored = open_weights(original)
+    result, plan.fields[QUANTIZATION], changed = keep_unchanged(weights, stored, settings, original)
+    if changed:
+        options.note(
+            f"--keep-quantization: {len(changed)} matrices, e.g. {changed[0]}, have changed and "
+            "are not quantized"
+        )
+    return result
 
 
 class _Claim:

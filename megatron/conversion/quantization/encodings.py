@@ -5,7 +5,7 @@ To add an encoding, add a row to `ENCODINGS` and name it in `METHODS`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -161,7 +161,7 @@ METHODS: dict[str, Method] = {
 }
 
 # Scales of inputs and of the key-value cache, which no weight depends on.
-_UNUSED = (
+UNUSED = (
     *(".input_scale", ".input_zero_point", ".input_global_scale", ".activation_scale"),
     *(".output_scale", ".k_scale", ".v_scale", ".q_scale"),
 )
@@ -243,19 +243,35 @@ def dequantize(
     `settings` are a checked `quantization_config`. Raises ValueError if tensors are missing or
     of the wrong shape; a read raises it for scales that are not finite or negative.
     """
-    result = {name: tensor for name, tensor in tensors.items() if not name.endswith(_UNUSED)}
+    result = {name: tensor for name, tensor in tensors.items() if not name.endswith(UNUSED)}
+    for matrix, decoder in list_matrices(result, settings, dtype, directory):
+        result[matrix.name] = decoder(matrix)
+    return result
+
+
+def list_matrices(
+    tensors: dict[str, LazyTensor],
+    settings: Mapping[str, Any],
+    dtype: torch.dtype,
+    directory: Path,
+) -> list[tuple[EncodedMatrix, Callable[[EncodedMatrix], LazyTensor]]]:
+    """Remove the tensors of encoded matrices; return the matrices, each with its decoder.
+
+    Raises ValueError as `dequantize`.
+    """
     encodings = [ENCODINGS[name] for name in METHODS[settings["quant_method"]].encodings]
+    matrices = []
     for encoding in encodings:
         marker = encoding.suffixes[encoding.marker]
-        markers = [name for name in result if name.endswith(marker)]
-        for name in markers:
+        decoder = resolve(f"{_PACKAGE}.{encoding.decoder}")
+        for name in [name for name in tensors if name.endswith(marker)]:
             stem = name.removesuffix(marker)
-            matrix_tensors, names = _take_tensors(result, encoding, stem, directory)
+            matrix_tensors, names = _take_tensors(tensors, encoding, stem, directory)
             target = stem + encoding.target
             matrix = EncodedMatrix(target, matrix_tensors, names, settings, dtype, directory)
-            result[target] = resolve(f"{_PACKAGE}.{encoding.decoder}")(matrix)
-    _check_leftovers(result, encodings, directory)
-    return result
+            matrices.append((matrix, decoder))
+    _check_leftovers(tensors, encodings, directory)
+    return matrices
 
 
 def _take_tensors(

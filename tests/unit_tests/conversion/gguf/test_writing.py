@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron.conversion.convert import convert
+from megatron.conversion.checkpoint_conversion import convert
 from megatron.conversion.gguf.architectures import ROPE_FACTORS
 from megatron.conversion.gguf.blocks import ENCODINGS, encode_q8_0
 from megatron.conversion.gguf.file_format import StoredTensor, open_model
