@@ -25,6 +25,8 @@ from megatron.core.object_path import path_of
 from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS
 from megatron.core.run_checkpoint.source import Source
 from megatron.core.wings import resolve
+from megatron.transfer.routing import plan_transfer
+from megatron.transfer.schedule import Schedule, Transfer
 
 if TYPE_CHECKING:
     from megatron.planning.run_plan import RunPlan
@@ -33,12 +35,15 @@ __all__ = [
     "ConversionReport",
     "EditOptions",
     "ReadOptions",
+    "Schedule",
     "Source",
+    "Transfer",
     "WriteOptions",
     "convert",
     "merge",
     "open_checkpoint",
     "plan",
+    "plan_transfer",
 ]
 
 # Imported for `plan`: converters start faster without them

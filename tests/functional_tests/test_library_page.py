@@ -54,7 +54,8 @@ def test_loop_of_the_page_resumes(tmp_path, monkeypatch):
 
 def run_example(rank, world_size, name, *args):
     namespace: dict = {}
-    exec(code_blocks()[1], namespace)
+    (block,) = [code for code in code_blocks() if f"def {name}(" in code]
+    exec(block, namespace)
     return namespace[name](*args)
 
 
@@ -64,6 +65,13 @@ def test_example_resumes_at_another_number_of_ranks(savers, loaders, pool, tmp_p
     parts = pool.run(run_example, loaders, "resume", str(tmp_path / "step_3"))
     assert torch.equal(torch.cat([weight for weight, _, _ in parts]), saved)
     assert [step for _, _, step in parts] == [3] * loaders
+
+
+def test_example_serves_the_weights_of_the_last_step(pool):
+    *trained, (bytes_moved, served) = pool.run(run_example, 3, "train_and_serve", 2)
+    assert torch.equal(served, torch.cat([rows for _, rows in trained]))
+    assert served[:, 0].tolist() == [2.0] * 4 + [4.0] * 4
+    assert bytes_moved == served.nbytes
 
 
 def train_fsdp2(launcher, processes, run, steps):
@@ -99,7 +107,7 @@ def run_directory(tmp_path_factory):
 def run_block(function, directory, monkeypatch):
     """Run the block of the page that imports a function of the API; returns its variables."""
     monkeypatch.chdir(directory)
-    (block,) = [code for code in code_blocks() if re.search(rf"megatron\.api .*{function}", code)]
+    (block,) = [code for code in code_blocks() if re.search(rf"megatron\.api .*{function}\n", code)]
     names: dict = {}
     exec(block, names)
     return names

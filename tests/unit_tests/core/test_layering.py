@@ -37,7 +37,7 @@ LAYERS = [
     {"megatron.core.run_checkpoint"},
     {"megatron.conversion"},
     {"megatron.training", "megatron.checkpointer"},
-    {"megatron.planning"},
+    {"megatron.planning", "megatron.transfer"},
     {"megatron.api"},
     {"megatron.commands"},
 ]
