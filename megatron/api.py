@@ -25,6 +25,7 @@ from megatron.core.object_path import path_of
 from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS
 from megatron.core.run_checkpoint.source import Source
 from megatron.core.wings import resolve
+from megatron.transfer.engine_tensors import list_engine_tensors, view_engine_tensors
 from megatron.transfer.routing import plan_transfer
 from megatron.transfer.schedule import Schedule, Transfer
 
@@ -40,10 +41,12 @@ __all__ = [
     "Transfer",
     "WriteOptions",
     "convert",
+    "list_engine_tensors",
     "merge",
     "open_checkpoint",
     "plan",
     "plan_transfer",
+    "view_engine_tensors",
 ]
 
 # Imported for `plan`: converters start faster without them

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,13 +21,14 @@ from megatron.conversion.huggingface.directory_writer import (
 from megatron.conversion.huggingface.families import choose_family
 from megatron.conversion.huggingface.safetensors_files import lay_out_safetensors
 from megatron.conversion.huggingface.stored_parameters import (
+    StoredParameter,
     copied_parameters,
     stored_parameters,
 )
 from megatron.conversion.huggingface.weight_files import lay_out_weight_files, write_index
 from megatron.conversion.model_space.model import model_config, model_tensors
 from megatron.conversion.options import WriteOptions
-from megatron.core.dist_checkpointing.mapping import TensorInfo
+from megatron.core.dist_checkpointing.mapping import Shape, TensorInfo
 from megatron.core.dist_checkpointing.saving.model_export import (
     ExportedTensor,
     ExportFile,
@@ -39,19 +40,29 @@ from megatron.core.run_checkpoint.keys import is_trained
 _STEM = "model"
 
 
-def plan_export(
-    args: Mapping[str, Any],
-    trusted: Sequence[Path] = (),
-    max_shard_size: int = WriteOptions.max_shard_size,
-    dtype: torch.dtype | None = None,
-) -> ExportPlan:
-    """Return the plan of the Hugging Face model of a run with these arguments.
+class StoredModel(NamedTuple):
+    """The Hugging Face model of a run."""
 
-    `args` are those that a checkpoint of the run has. The tokenizer that they name is copied if it
-    is one of the files in `trusted`. Weights are cast to `dtype`; None keeps theirs. Raises
-    ValueError for a model that transformers cannot express.
+    fields: dict[str, Any]  # of config.json
+    parameters: list[StoredParameter]
+    shapes: dict[str, Shape]  # global shape by key
+    dtypes: dict[str, torch.dtype]  # by key
+
+    def list_tensors(self) -> dict[str, TensorInfo]:
+        """Return shape and dtype of the stored tensors by name."""
+        infos: dict[str, TensorInfo] = {}
+        for parameter in self.parameters:
+            dtype = self.dtypes[parameter.key]
+            for name, shape in zip(parameter.names, parameter.stored_shapes(), strict=True):
+                infos[name] = TensorInfo(shape, dtype)
+        return infos
+
+
+def describe_model(args: Mapping[str, Any], dtype: torch.dtype | None) -> StoredModel:
+    """Return the Hugging Face model of a run with these arguments, in `dtype` or the run's.
+
+    Raises ValueError for a model that transformers cannot express.
     """
-    options = WriteOptions(trusted=tuple(trusted), max_shard_size=max_shard_size)
     config = model_config(args, args["model_vocab_size"], "this run")
     if dtype is not None:
         is_bf16 = dtype == torch.bfloat16
@@ -75,16 +86,30 @@ def plan_export(
     for field, name in family.switched_biases():
         if any(parameter.is_bias and name in parameter.key for parameter in parameters):
             fields[field] = True
+    dtypes = {}
+    for parameter in parameters:
+        is_rounded = is_trained(parameter.key)
+        dtypes[parameter.key] = config.params_dtype if is_rounded else torch.float32
+    return StoredModel(fields, parameters, shapes, dtypes)
+
+
+def plan_export(
+    args: Mapping[str, Any],
+    trusted: Sequence[Path] = (),
+    max_shard_size: int = WriteOptions.max_shard_size,
+    dtype: torch.dtype | None = None,
+) -> ExportPlan:
+    """Return the plan of the Hugging Face model of a run with these arguments.
+
+    `args` are those that a checkpoint of the run has. The tokenizer that they name is copied if it
+    is one of the files in `trusted`. Weights are cast to `dtype`; None keeps theirs. Raises
+    ValueError for a model that transformers cannot express.
+    """
+    options = WriteOptions(trusted=tuple(trusted), max_shard_size=max_shard_size)
+    model = describe_model(args, dtype)
 
     # Lay out the files.
-    dtypes = {}
-    infos: dict[str, TensorInfo] = {}
-    for parameter in parameters:
-        dtype = config.params_dtype if is_trained(parameter.key) else torch.float32
-        dtypes[parameter.key] = dtype
-        for name, shape in zip(parameter.names, parameter.stored_shapes(), strict=True):
-            infos[name] = TensorInfo(shape, dtype)
-    weight_files = lay_out_weight_files(_STEM, infos, options.max_shard_size)
+    weight_files = lay_out_weight_files(_STEM, model.list_tensors(), options.max_shard_size)
     files: dict[str, ExportFile] = {}
     starts: dict[str, tuple[str, int]] = {}  # tensor -> file and position of its first byte
     for file, tensors in weight_files.items():
@@ -95,16 +120,16 @@ def plan_export(
 
     # Locate every element.
     places_by_key: dict[str, list[TensorPlace]] = {}
-    for parameter in parameters:
+    for parameter in model.parameters:
         tensor_starts = [starts[name] for name in parameter.names]
-        places = parameter.locate(tensor_starts, dtypes[parameter.key].itemsize)
+        places = parameter.locate(tensor_starts, model.dtypes[parameter.key].itemsize)
         places_by_key.setdefault(parameter.key, []).extend(places)
     exported = {}
     for key, tensor_places in places_by_key.items():
-        exported[key] = ExportedTensor(dtypes[key], tuple(tensor_places))
+        exported[key] = ExportedTensor(model.dtypes[key], tuple(tensor_places))
 
     def add_small_files(directory: Path) -> None:
         write_index(directory, _STEM, weight_files)
-        write_small_files(directory, args, fields, options)
+        write_small_files(directory, args, model.fields, options)
 
     return ExportPlan(exported, files, add_small_files)
