@@ -208,11 +208,16 @@ class _MatrixReader:
                 f"{location}: the scale of {module} is {product.scaling:g}, not {self._scale:g}: "
                 f"give --lora-alpha {product.scaling * self._rank:g}"
             )
-        magnitude = product.magnitude
+        # The matrices of a module of experts are joined along the ranks.
+        a = product.a.read_all()
+        b = product.b.read_all()
+        magnitude = None
+        if product.magnitude is not None:
+            magnitude = product.magnitude.read_all()
         matrices = _StoredMatrices(
-            a=product.a.read_all().unflatten(0, (num_experts, rank)),
-            b=product.b.read_all().unflatten(1, (rank, num_experts)).permute(2, 0, 1),
-            magnitude=None if magnitude is None else magnitude.read_all(),
+            a=a.unflatten(0, (num_experts, rank)),
+            b=b.unflatten(1, (rank, num_experts)).permute(2, 0, 1),
+            magnitude=magnitude,
         )
         self._last_matrices = (module, matrices)
         return matrices

@@ -254,13 +254,14 @@ class LoraAdapter:
         depth = (len(module) - len(inner)) // len(_WRAPPER)
         parameters = [name for name in children[inner] if self.config.is_target_parameter(name)]
         if parameters:
-            if depth < len(parameters):
-                return _Target(parameters[len(parameters) - 1 - depth], True)
-            return None
+            index = len(parameters) - 1 - depth
+            if index < 0:
+                return None
+            return _Target(parameters[index], is_parameter=True)
         name = f"{inner}.weight"
         if depth or name not in children[inner]:
             return None
-        return _Target(name, False)
+        return _Target(name, is_parameter=False)
 
     def _check_changeable(self, name: str, base: LazyTensor) -> None:
         """Raise CheckpointError for a tensor of the model that contains codes, not numbers."""
@@ -283,10 +284,12 @@ class LoraAdapter:
         products = {}
         for module in self._matrices:
             target = self._find_target(module, children)
-            if target is not None:
-                is_transposed = target.name in transposed
-                product = self._make_product(module, target, shapes[target.name], is_transposed)
-                products[target.name] = (module, product)
+            if target is None:
+                continue
+            name = target.name
+            is_transposed = name in transposed
+            product = self._make_product(module, target, shapes[name], is_transposed)
+            products[name] = (module, product)
         return products
 
     def _make_product(
@@ -305,12 +308,15 @@ class LoraAdapter:
         is_transposed = is_transposed or is_embedding
         *lead, num_rows, num_columns = shape
         num_experts = lead[0] if lead else 1
-        out_size = num_columns if is_transposed else num_rows
-        in_size = num_rows if is_transposed else num_columns
+        out_size, in_size = num_rows, num_columns
+        if is_transposed:
+            out_size, in_size = num_columns, num_rows
         pattern_name = target.name if target.is_parameter else _strip_wrappers(module)
         total_rank = num_experts * self.config.get_rank(pattern_name)
-        self._check_shape(f"{module}.{a_name}", matrices[a_name], (total_rank, in_size))
-        self._check_shape(f"{module}.{b_name}", matrices[b_name], (out_size, total_rank))
+        a = matrices[a_name]
+        b = matrices[b_name]
+        self._check_shape(f"{module}.{a_name}", a, (total_rank, in_size))
+        self._check_shape(f"{module}.{b_name}", b, (out_size, total_rank))
         magnitude = matrices.get(_MAGNITUDE)
         is_linear = not target.is_parameter and num_experts == 1
         if not is_linear and (magnitude is not None or _BIAS in matrices):
@@ -321,8 +327,8 @@ class LoraAdapter:
         if magnitude is not None:
             self._check_shape(f"{module}.{_MAGNITUDE}", magnitude, (out_size,))
         return LowRankProduct(
-            a=matrices[a_name],
-            b=matrices[b_name],
+            a=a,
+            b=b,
             scaling=self.config.get_scaling(pattern_name),
             magnitude=magnitude,
             transposed=is_transposed,
