@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron.conversion.convert import convert
+from megatron.conversion.checkpoint_conversion import convert
 from megatron.conversion.huggingface.directory_writer import write_huggingface
 from megatron.conversion.options import WriteOptions
 from tests.support.memory_source import LLAMA_ARGS, random_source
