@@ -306,8 +306,8 @@ def _list_notes(
 ) -> list[str]:
     """Return notes about the parts that the file does not have."""
     notes = [
-        "the tokenizer: the file has none, so programs get it elsewhere (transformers, vLLM: "
-        "--tokenizer). llama.cpp's converter adds it to the result of --saver hf"
+        "the tokenizer: the file has none, so programs take another one. llama.cpp's converter "
+        "adds it to the result of --saver hf"
     ]
     if any(key.startswith("optimizer.") for key in source.tensors):
         notes.append("optimizer state and training state")

@@ -59,7 +59,7 @@ from megatron.conversion.model_space.pieces import make_empty_directory
 from megatron.conversion.model_space.views import get_dtype
 from megatron.conversion.options import WriteOptions
 from megatron.conversion.quantization.encodings import check_settings, read_other_settings
-from megatron.conversion.quantization.export_encodings import TARGETS
+from megatron.conversion.quantization.export_encodings import TARGETS, group_fused
 from megatron.conversion.quantization.fp8_writing import BLOCK_SIZE
 from megatron.conversion.quantization.unchanged import keep_unchanged
 from megatron.core.dist_checkpointing import CheckpointError
@@ -193,11 +193,15 @@ def _collect_weights(
         return cast(value, config.params_dtype)
 
     weights: dict[str, LazyTensor] = {}
+    matrices: dict[str, LazyTensor] = {}
     for name, tensor in store_parameters(plan.parameters, get_value).items():
-        if name in quantized and options.quantization is not None:
-            weights |= TARGETS[options.quantization].encode(tensor, name)
+        if name in quantized:
+            matrices[name] = tensor
         else:
             weights[name] = tensor
+    if options.quantization is not None:
+        for group in group_fused(matrices):
+            weights |= TARGETS[options.quantization].encode(group)
     for key, name in plan.foreign_names.items():
         if name in weights:
             raise ValueError(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from megatron.conversion.quantization.fp4_writing import encode_experts, encode_nvfp4
@@ -13,7 +15,8 @@ from megatron.core.dist_checkpointing.mapping import LazyTensor
 class Target(NamedTuple):
     """An encoding of matrices, and the `quantization_config` that describes it."""
 
-    encode: Callable[[LazyTensor, str], dict[str, LazyTensor]]  # (matrix, name) -> stored tensors
+    # Matrices by name, which programs fuse into one, -> stored tensors
+    encode: Callable[[Mapping[str, LazyTensor]], dict[str, LazyTensor]]
     make_settings: Callable[[Sequence[str]], dict[str, Any]]  # from modules that are not quantized
     of_packed_experts: bool = False  # the matrices are stacks of transposed experts
 
@@ -71,9 +74,40 @@ def _describe_compressed(
     }
 
 
+def _encode_each(
+    encode: Callable[[LazyTensor, str], dict[str, LazyTensor]], matrices: Mapping[str, LazyTensor]
+) -> dict[str, LazyTensor]:
+    """Encode matrices that share nothing."""
+    tensors = {}
+    for name, matrix in matrices.items():
+        tensors.update(encode(matrix, name))
+    return tensors
+
+
 TARGETS = {
-    "fp8-block": Target(encode_blocks, _describe_blocks),
-    "fp8-channel": Target(encode_rows, _describe_rows),
-    "mxfp4": Target(encode_experts, _describe_experts, of_packed_experts=True),
+    "fp8-block": Target(partial(_encode_each, encode_blocks), _describe_blocks),
+    "fp8-channel": Target(partial(_encode_each, encode_rows), _describe_rows),
+    "mxfp4": Target(
+        partial(_encode_each, encode_experts), _describe_experts, of_packed_experts=True
+    ),
     "nvfp4": Target(encode_nvfp4, _describe_nvfp4),
 }
+
+# Modules that vLLM fuses with another one: it decodes all of them with one scale per matrix.
+_FUSED_MODULES = {
+    "k_proj": "q_proj",
+    "v_proj": "q_proj",
+    "kv_a_proj_with_mqa": "q_a_proj",
+    "up_proj": "gate_proj",
+    "w3": "w1",
+}
+
+
+def group_fused(matrices: Mapping[str, LazyTensor]) -> list[dict[str, LazyTensor]]:
+    """Return matrices by name in groups that programs fuse into one matrix."""
+    groups: dict[tuple[str, str], dict[str, LazyTensor]] = defaultdict(dict)
+    for name, matrix in matrices.items():
+        parent, _, module = name.removesuffix(".weight").rpartition(".")
+        first_module = _FUSED_MODULES.get(module, module)
+        groups[parent, first_module][name] = matrix
+    return list(groups.values())

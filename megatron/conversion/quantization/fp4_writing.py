@@ -6,6 +6,7 @@ nvfp4 matrix is a power of two, so that decoded values are exact in bf16, too.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from threading import Lock
 
@@ -64,35 +65,44 @@ def _check_columns(columns: int, name: str, group_size: int) -> None:
 # ---- nvfp4 of compressed-tensors ----
 
 
-class _Nvfp4Matrix:
-    """A matrix whose groups are encoded when they are read; threads may share it."""
+class _SharedFactor:
+    """The scale of one or several matrices; threads may share it."""
 
-    def __init__(self, matrix: LazyTensor, name: str) -> None:
-        self._matrix = matrix  # [rows, columns]
-        self._name = name  # in error messages
-        self._global_scale: float | None = None
+    def __init__(self, matrices: Mapping[str, LazyTensor]) -> None:
+        self._matrices = matrices
+        self._factor: float | None = None
         self._lock = Lock()
 
-    def read_factor(self) -> float:
+    def read(self) -> float:
         """Return the power of two by which scales are multiplied before they are rounded.
 
         The largest rounded scale is in the upper half of the values of e4m3. The first call reads
-        the whole matrix.
+        the whole matrices.
         """
         with self._lock:
-            if self._global_scale is None:
-                largest = self._find_largest()
-                self._global_scale = _choose_factor(largest)
-            return self._global_scale
+            if self._factor is None:
+                largest = max(map(self._find_largest, self._matrices))
+                self._factor = _choose_factor(largest)
+            return self._factor
 
-    def _find_largest(self) -> float:
-        """Return the largest magnitude of the matrix, which is read a few rows at a time."""
+    def _find_largest(self, name: str) -> float:
+        """Return the largest magnitude of a matrix, which is read a few rows at a time."""
+        matrix = self._matrices[name]
         largest = 0.0
-        for offset, shape in cut_rows(self._matrix.shape, 4, _MAX_READ):
-            rows = self._matrix.read(offset, shape).float()
-            _check_finite(rows, self._name)
+        for offset, shape in cut_rows(matrix.shape, 4, _MAX_READ):
+            rows = matrix.read(offset, shape).float()
+            _check_finite(rows, name)
             largest = max(largest, float(rows.abs().amax()))
         return largest
+
+
+class _Nvfp4Matrix:
+    """A matrix whose groups are encoded when they are read; threads may share it."""
+
+    def __init__(self, matrix: LazyTensor, name: str, factor: _SharedFactor) -> None:
+        self._matrix = matrix  # [rows, columns]
+        self._name = name  # in error messages
+        self._factor = factor
 
     def encode(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the codes [rows, groups, 16] and the scales [rows, groups] of rows."""
@@ -100,7 +110,7 @@ class _Nvfp4Matrix:
         rows = self._matrix.read((first, 0), (count, columns)).float()
         _check_finite(rows, self._name)
         groups = rows.view(count, -1, NVFP4_GROUP)
-        scaled = groups * self.read_factor()
+        scaled = groups * self._factor.read()
 
         largest = scaled.abs().amax(dim=2)
         scales = _round_scales(largest)
@@ -127,7 +137,7 @@ class _Nvfp4Matrix:
 
     def read_global_scale(self, offset: Shape, shape: Shape) -> torch.Tensor:
         """Return the scale of the matrix, by which readers divide: [1]."""
-        return torch.tensor([self.read_factor()])
+        return torch.tensor([self._factor.read()])
 
 
 def _choose_factor(largest: float) -> float:
@@ -162,21 +172,30 @@ def _round_scales(largest: torch.Tensor) -> torch.Tensor:
     return lowered.view(torch.float8_e4m3fn)
 
 
-def encode_nvfp4(matrix: LazyTensor, name: str) -> dict[str, LazyTensor]:
-    """Return the tensors of a matrix as compressed-tensors names them.
+def encode_nvfp4(matrices: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """Return the tensors of matrices with one scale for all, as compressed-tensors names them.
 
     Raises ValueError if rows are not whole groups of 16 columns.
     """
-    rows, columns = matrix.shape
-    _check_columns(columns, name, NVFP4_GROUP)
-    encoded = _Nvfp4Matrix(matrix, name)
-    codes_shape = (rows, columns // 2)
-    scales_shape = (rows, columns // NVFP4_GROUP)
-    return {
-        f"{name}_packed": LazyTensor(codes_shape, torch.uint8, encoded.read_codes),
-        f"{name}_scale": LazyTensor(scales_shape, torch.float8_e4m3fn, encoded.read_scales),
-        f"{name}_global_scale": LazyTensor((1,), torch.float32, encoded.read_global_scale),
-    }
+    factor = _SharedFactor(matrices)
+    tensors = {}
+    for name, matrix in matrices.items():
+        rows, columns = matrix.shape
+        _check_columns(columns, name, NVFP4_GROUP)
+        encoded = _Nvfp4Matrix(matrix, name, factor)
+
+        # Codes: [rows, columns / 2]
+        codes_shape = (rows, columns // 2)
+        codes = LazyTensor(codes_shape, torch.uint8, encoded.read_codes)
+        tensors[f"{name}_packed"] = codes
+
+        # Scales: [rows, groups], and [1]
+        scales_shape = (rows, columns // NVFP4_GROUP)
+        scales = LazyTensor(scales_shape, torch.float8_e4m3fn, encoded.read_scales)
+        tensors[f"{name}_scale"] = scales
+        global_scale = LazyTensor((1,), torch.float32, encoded.read_global_scale)
+        tensors[f"{name}_global_scale"] = global_scale
+    return tensors
 
 
 # ---- mxfp4 of gpt-oss ----

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Mxfp4Config
 
 from megatron.conversion.checkpoint_conversion import convert
@@ -36,7 +37,7 @@ def make_matrix(seed: int, target: str) -> torch.Tensor:
 
 
 def encode(matrix: torch.Tensor, target: str) -> dict[str, torch.Tensor]:
-    stored = TARGETS[target].encode(view_tensor(matrix), "m.weight")
+    stored = TARGETS[target].encode({"m.weight": view_tensor(matrix)})
     return {name: tensor.read_all() for name, tensor in stored.items()}
 
 
@@ -83,6 +84,28 @@ def test_numbers_are_the_nearest(target: str) -> None:
     largest = groups.abs().amax(-1) / scales
     is_small = scales <= scales.min() * 2  # where scales of nvfp4 are rounded coarsely
     assert ((largest < 8) | is_small).all()
+
+
+def test_fused_matrices_share_the_scale_of_nvfp4(tmp_path: Path) -> None:
+    """vLLM decodes q, k and v, and gate and up, with the largest of their scales."""
+    source = random_source(ARGS, optimizer=False)
+    for key, value in source.values.items():
+        if "linear_qkv.weight" in key or "linear_fc1.weight" in key:
+            value *= torch.logspace(-2, 2, len(value))[:, None]
+    options = WriteOptions(quantization="nvfp4")
+    write_huggingface(source, tmp_path / "a", options)
+    tensors = load_file(tmp_path / "a/model.safetensors")
+    scales: dict[str, set[float]] = {}
+    for name, tensor in tensors.items():
+        if name.endswith("_global_scale"):
+            layer = name.rpartition("_proj")[0].rpartition(".")[0]
+            module = name.removeprefix(f"{layer}.").partition("_proj")[0]
+            group = module if module in ("o", "down") else "fused"
+            scales.setdefault(f"{layer} {group}", set()).add(tensor.item())
+    assert len(scales) == 8 and all(len(values) == 1 for values in scales.values()), scales
+    write_huggingface(HuggingFaceSource(tmp_path / "a"), tmp_path / "b", options)
+    first = (tmp_path / "a/model.safetensors").read_bytes()
+    assert first == (tmp_path / "b/model.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize("target", TARGETS)
