@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 
-from megatron.core.dist_checkpointing.mapping import Box, Extent, Shape, ShardedTensor, narrow
+from megatron.core.dist_checkpointing.dtensor_layout import Split, compute_shard
+from megatron.core.dist_checkpointing.mapping import Box, Shape, ShardedTensor, narrow
 from megatron.core.safe_files.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -128,11 +128,12 @@ def make_sharded_tensor(key: str, tensor: torch.Tensor) -> ShardedTensor:
     if coordinate is None:  # this rank is not in the mesh
         return ShardedTensor(key, global_shape, tensor.dtype, ())
     try:
-        offset, shape = compute_shard(
-            global_shape, tuple(mesh.shape), coordinate, tuple(tensor.placements)
-        )
+        splits = []
+        for placement in tensor.placements:
+            splits.append(_read_placement(placement))
     except CheckpointError as error:
         raise CheckpointError(f"{key}: {error}") from error
+    offset, shape = compute_shard(global_shape, tuple(mesh.shape), coordinate, splits)
     if tuple(local.shape) != shape:
         raise CheckpointError(
             f"{key}: the local tensor has shape {tuple(local.shape)}, but a DTensor of shape "
@@ -144,49 +145,19 @@ def make_sharded_tensor(key: str, tensor: torch.Tensor) -> ShardedTensor:
     return ShardedTensor(key, global_shape, tensor.dtype, (Box(offset, local),))
 
 
-def compute_shard(
-    global_shape: Shape,
-    mesh_shape: Sequence[int],
-    coordinate: Sequence[int],
-    placements: Sequence[Placement],
-) -> Extent:
-    """Return offset and shape of the local part of a DTensor, by the rules of DTensor.
+def _read_placement(placement: Placement) -> Split:
+    """Return how a placement splits a tensor.
 
-    Every shard splits a dimension as `torch.chunk`: all parts but the last ones have
-    `ceil(size / parts)` rows, and the last ones may be smaller or empty.
+    Raises CheckpointError for placements that are neither a shard nor a replica, e.g., Partial.
     """
-    offset = [0] * len(global_shape)
-    shape = list(global_shape)
-    for mesh_dim in _order_of_splits(placements):
-        placement = placements[mesh_dim]
-        if placement.is_replicate():
-            continue
-        dim = getattr(placement, "dim", None)
-        if dim is None:  # e.g., Partial
-            raise CheckpointError(
-                f"a DTensor with placement {placement} cannot be saved; redistribute it first"
-            )
-        # ceil(size / parts) rows, of which the last ranks may have fewer or none
-        rows = -(-shape[dim] // mesh_shape[mesh_dim])
-        first = min(shape[dim], rows * coordinate[mesh_dim])
-        last = min(shape[dim], first + rows)
-        offset[dim] += first
-        shape[dim] = last - first
-    return tuple(offset), tuple(shape)
+    if placement.is_replicate():
+        return Split(None)
 
-
-def _order_of_splits(placements: Sequence[Placement]) -> list[int]:
-    """Return the mesh dimensions in the order in which they split the tensor.
-
-    Usually that is from left to right. FSDP2 splits the shards of tensor parallelism further,
-    although its mesh dimension is on the left: DTensor marks such a placement with a
-    `split_factor`, the number of parts that the dimensions on its right have made before.
-    """
-    plain: list[int] = []
-    strided: list[int] = []
-    for mesh_dim, placement in enumerate(placements):
-        if getattr(placement, "split_factor", 1) > 1:
-            strided.append(mesh_dim)
-        else:
-            plain.append(mesh_dim)
-    return plain + strided[::-1]
+    # Plain and strided shards
+    dim = getattr(placement, "dim", None)
+    if dim is None:
+        raise CheckpointError(
+            f"a DTensor with placement {placement} cannot be saved; redistribute it first"
+        )
+    split_factor = getattr(placement, "split_factor", 1)
+    return Split(dim, split_factor)

@@ -16,7 +16,8 @@ from megatron.core.object_path import path_of
 
 FORMAT_NAMES = ("torch_dist", "legacy", "hf", "universal")
 SAVERS = (*FORMAT_NAMES, "gguf")  # the last one contains weights only
-READ_FORMATS = (*FORMAT_NAMES, "accelerate", "deepspeed", "gguf")
+FOLDER_FORMATS = ("accelerate", "verl", "olmo_core", "automodel", "torch_checkpointing")
+READ_FORMATS = (*FORMAT_NAMES, *FOLDER_FORMATS, "deepspeed", "gguf")
 UNIVERSAL_STYLES = ("pipeline", "bigscience", "no-pipeline")  # of parameter names
 QKV_LAYOUTS = ("groups", "tp-blocks")  # of universal checkpoints
 NEW_ROWS = ("mean", "init", "zero")  # initial values of new rows of the vocabulary
@@ -142,8 +143,8 @@ class ReadOptions(FlagSection):
     queries, keys and values). Default: as its arguments imply.
     """
     hf_config: Path | None = flag(None, "--hf-config", parse=path_of)
-    """Directory with the config.json of the model in a deepspeed source. Default: the source, or
-    the directory that contains it.
+    """Directory with the config.json of transformers for a source of another trainer (deepspeed,
+    accelerate, ...). Default: the source, or where the program stores it.
     """
     no_optim: bool = flag(False)
     """Leave the optimizer state out, and merge the weights even if there are main parameters."""

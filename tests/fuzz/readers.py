@@ -11,6 +11,7 @@ import socket
 import sys
 import tarfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -108,6 +109,12 @@ def read_experts(case: Case) -> None:
         run_inspect("digest", str(case.source), "--quiet")
     else:
         run_convert(case.source, case, saver, "--workers", "1")
+
+
+def read_folder(folder: str, case: Case) -> None:
+    """Read a folder of another trainer, which is in a directory of them."""
+    saver = case.rng.choice(("torch_dist", "legacy", "hf"))
+    run_convert(case.source / folder, case, saver, "--workers", "1")
 
 
 def read_hybrid(case: Case) -> None:
@@ -553,7 +560,11 @@ BASES: dict[str, Callable[[Path], None]] = {
     "fsdp": build_unpacked("megatron_fsdp/mixtral_fp32"),
     "zero1": build_unpacked("deepspeed_engine/zero1"),
     "zero3": build_unpacked("deepspeed_engine/zero3-frozen"),
-    "accelerate": build_unpacked("accelerate/llama"),
+    "accelerate": build_unpacked("training_folders/accelerate_fsdp2"),
+    "verl": build_unpacked("training_folders/verl_fsdp2"),
+    "olmo_core": build_unpacked("training_folders/olmo_core"),
+    "automodel": build_unpacked("training_folders/automodel"),
+    "torch_checkpointing": build_unpacked("training_folders/torch_checkpointing"),
     "bridge": build_golden("bridge_0.6.2/llama_fp32/checkpoint"),
     "hybrid": build_hybrid,
     "data": build_data_set,
@@ -575,6 +586,10 @@ SLOW_BASES = (
     "fsdp",
     "hybrid",
     "accelerate",
+    "verl",
+    "olmo_core",
+    "automodel",
+    "torch_checkpointing",
     "zero1",
     "zero3",
 )  # with many tensors
@@ -649,6 +664,30 @@ READERS = {
         "accelerate",
         {"*_0/.metadata": damaged_pickle, "config.json": damaged_json, "*_0/__*": None},
         read_experts,
+    ),
+    "verl": Reader(
+        "verl",
+        {"*/*/*_rank_*.pt": damaged_archive, "*/*/*/config.json": damaged_json},
+        partial(read_folder, "global_step_2/actor"),
+    ),
+    "olmo_core": Reader(
+        "olmo_core",
+        {
+            "*/config.json": damaged_json,
+            "*/*/.metadata": damaged_pickle,
+            "*/train/*.pt": damaged_archive,
+        },
+        partial(read_folder, "step2"),
+    ),
+    "automodel": Reader(
+        "automodel",
+        {"*/model/*.safetensors": damaged_safetensors, "*/optim/.metadata": damaged_pickle},
+        partial(read_folder, "epoch_0_step_2"),
+    ),
+    "torch_checkpointing": Reader(
+        "torch_checkpointing",
+        {"*/*.pt": damaged_archive, "*/metadata.pkl": damaged_pickle},
+        partial(read_folder, "step-2"),
     ),
     "hybrid": Reader(
         "hybrid",

@@ -342,6 +342,24 @@ def assert_close(found: dict[str, float], expected: dict[str, float]) -> None:
     assert error <= 1e-5, f"losses differ by {error}: {found}, {expected} expected"
 
 
+def check_training_folders(python: Path, work: Path) -> None:
+    """Read what other trainers have saved, and compare it with the state that they gather."""
+    runs = {
+        "accelerate_fsdp1": ("accelerate_write.py", 1, "SHARDED_STATE_DICT"),
+        "accelerate_fsdp2": ("accelerate_write.py", 2, "SHARDED_STATE_DICT"),
+        "accelerate_whole": ("accelerate_write.py", 2, "FULL_STATE_DICT"),
+        "verl_fsdp1": ("verl_write.py", "fsdp1"),
+        "verl_fsdp2": ("verl_write.py", "fsdp2"),
+        "automodel": ("automodel_write.py",),
+        "torch_checkpointing": ("torch_checkpointing_write.py",),
+    }
+    for name, (program, *options) in runs.items():
+        words = (HERE / program, work / name, *options)
+        run(python, *torchrun(2), *words, quiet=True)
+    run(python, HERE / "olmo_core_write.py", work / "olmo_core", quiet=True)
+    run(OURS, "-m", "tests.interop.training_folders_check", work)
+
+
 def check_apex(python: Path, work: Path, source: Path) -> None:
     """Check its Python part over stand-ins of its kernels."""
     run(OURS, HERE / "apex_check.py", source)
@@ -533,6 +551,18 @@ PEERS = {
     ),
     "slime": Peer(
         ("torch==2.13.0", "numpy", "transformers==5.23.0"), check_slime, source="THUDM/slime@v0.3.1"
+    ),
+    "training-folders": Peer(
+        (
+            "torch==2.13.0",
+            "transformers==5.23.0",
+            "accelerate==1.15.0",
+            "ai2-olmo-core==3.0.0",
+            "nemo-automodel==0.7.0",
+            "torch_checkpointing==0.1.1",
+            "verl==0.9.1",
+        ),
+        check_training_folders,
     ),
     "transformer-engine": Peer((), check_transformer_engine),
     "azurite": Peer((), check_azurite, program="npm"),

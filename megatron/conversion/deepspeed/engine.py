@@ -28,7 +28,7 @@ from megatron.conversion.deepspeed.training_state import (
     read_training,
 )
 from megatron.conversion.deepspeed.universal import UniversalSource
-from megatron.conversion.huggingface.directory import CONFIG, HuggingFaceSource
+from megatron.conversion.huggingface.directory import HuggingFaceSource, find_config
 from megatron.conversion.model_space.lazy_tensors import cast, make_zeros
 from megatron.conversion.model_space.model import check_optimizer_complete, model_parameters
 from megatron.conversion.model_space.optimizer_states import optimizer_key
@@ -81,7 +81,8 @@ class TransformersEngineSource:
                 "model of transformers in DeepSpeed (save_16bit_model())"
             )
         (rank,) = files.ranks
-        self._config_dir = _find_config(files.directory, read_options)
+        candidates = (files.directory, files.directory.parent)
+        self._config_dir = find_config(self.description, candidates, read_options.hf_config)
         model_args = _read_precision(rank.state) | dict(read_options.args)
         self._read_options = replace(read_options, args=model_args, no_optim=True)
         model = self._open(rank.param)
@@ -133,19 +134,6 @@ class TransformersEngineSource:
         check_optimizer_complete(self.tensors, self.args, self.description)
         if frozen:
             self.unused.append(f"state: {len(frozen)} frozen parameters, which are trained here")
-
-
-def _find_config(directory: Path, read_options: ReadOptions) -> Path:
-    """Return the directory with the config.json of the model."""
-    if read_options.hf_config is not None:
-        return read_options.hf_config
-    for candidate in (directory, directory.parent):
-        if (candidate / CONFIG).is_file():
-            return candidate
-    raise ValueError(
-        f"{directory} has the names of a model of transformers, but there is no {CONFIG} in it or "
-        f"in {directory.parent}: copy it there, or give its directory with --hf-config"
-    )
 
 
 def _read_precision(state: Mapping[str, Any]) -> dict[str, bool]:

@@ -273,11 +273,15 @@ def _read_groups(
 
 
 def _find_group(groups: Iterable[Mapping[str, Any]], decays: bool) -> Mapping[str, Any]:
-    """Return the first group with (or without) weight decay, or an empty one."""
+    """Return the first group with (or without) weight decay.
+
+    If all groups are of the other kind, it is the first one: its other hyperparameters are the
+    same. It is empty without any group.
+    """
     for group in groups:
         if _has_weight_decay(group) == decays:
             return group
-    return {}
+    return next(iter(groups), {})
 
 
 def _has_weight_decay(group: Mapping[str, Any]) -> bool:

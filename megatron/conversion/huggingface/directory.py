@@ -62,6 +62,23 @@ TEXT_PREFIX = "hf_text_prefix"
 _OTHER_MODEL = "belongs to another model: leave it out (--no-optim) or remove it"
 
 
+def find_config(description: str, candidates: Sequence[Path], named: Path | None) -> Path:
+    """Return the directory with the config.json of a model that another program trains.
+
+    It is the `named` one, or the first candidate that has the file. Raises ValueError without it.
+    """
+    if named is not None:
+        return named
+    for candidate in candidates:
+        if (candidate / CONFIG).is_file():
+            return candidate
+    raise ValueError(
+        f"{description} has the weights of a model of transformers, but there is no {CONFIG} in "
+        f"{' or '.join(map(str, candidates))}: copy it there, or give its directory with "
+        "--hf-config"
+    )
+
+
 class HuggingFaceSource:
     """Weights of a model of transformers, with optimizer and run if an export left a sidecar.
 

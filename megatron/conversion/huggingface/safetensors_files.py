@@ -46,6 +46,8 @@ _ENTRY = schema.record(
 _HEADER = schema.mapping(_ENTRY, keys=schema.key)
 _LENGTH_BYTES = 8
 _MAX_HEADER = 100 << 20  # the limit of the reference implementation
+_METADATA = "__metadata__"
+_TEXTS = schema.mapping(schema.text(_MAX_HEADER), keys=schema.key)
 _MAX_READ = 16 << 20  # bytes that are read at once if only some columns are needed
 
 
@@ -80,12 +82,23 @@ def open_safetensors(path: Path) -> dict[str, LazyTensor]:
     return tensors
 
 
+def read_text_metadata(path: Path) -> dict[str, str]:
+    """Return the texts that the program has stored in the header of a file, by name.
+
+    Raises ValueError for anything but texts.
+    """
+    header = _read_header(path)
+    texts: dict[str, str] = _TEXTS(header.metadata, f"{path}: {_METADATA}")
+    return texts
+
+
 class _Header(NamedTuple):
     """The checked header of a file."""
 
     entries: dict[str, Any]  # name of a tensor -> its dtype, shape and data_offsets
     data_start: int  # byte of the file that data_offsets count from
     file_size: int
+    metadata: Any  # texts of the program that wrote the file, not checked
 
 
 def _read_header(path: Path) -> _Header:
@@ -100,16 +113,18 @@ def _read_header(path: Path) -> _Header:
             )
         content = file.read(_LENGTH_BYTES, length)
     fields = parse_json(content, f"{path}: the header", object_pairs_hook=_make_unique)
+    metadata = {}
+    if isinstance(fields, dict):
+        metadata = fields.pop(_METADATA, {})
     entries = _HEADER(fields, str(path))
-    return _Header(entries, _LENGTH_BYTES + length, size)
+    return _Header(entries, _LENGTH_BYTES + length, size, metadata)
 
 
 def _make_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the pairs as a dictionary without metadata. Raises ValueError for a repeated name."""
+    """Return the pairs as a dictionary. Raises ValueError for a repeated name."""
     result = dict(pairs)
     if len(result) < len(pairs):
         raise ValueError("a name occurs twice")
-    result.pop("__metadata__", None)
     return result
 
 

@@ -33,6 +33,7 @@ from megatron.core.dist_checkpointing.mapping import (
     locate_rows,
     narrow,
     to_absolute,
+    to_relative,
 )
 from megatron.core.safe_files import FileTensor
 
@@ -276,6 +277,40 @@ def _read_concatenated(
     if not blocks:
         return torch.empty(shape, dtype=tensors[0].dtype)
     return torch.cat(blocks, dim=axis)
+
+
+def join_boxes(boxes: Sequence[tuple[Shape, LazyTensor]], shape: Shape) -> LazyTensor:
+    """Return the tensor that boxes cover without overlap.
+
+    Each of `boxes` is the offset of a box in the tensor, and its content. Only those that overlap
+    a box that is read are read themselves.
+    """
+    dtype = _promote([tensor for _, tensor in boxes])
+    read = partial(_read_joined, boxes, dtype)
+    return LazyTensor(shape, dtype, read)
+
+
+def _read_joined(
+    boxes: Sequence[tuple[Shape, LazyTensor]], dtype: torch.dtype, offset: Shape, shape: Shape
+) -> torch.Tensor:
+    """Return a box, joined from its overlap with each of the boxes."""
+    result = torch.empty(shape, dtype=dtype)
+    for origin, tensor in boxes:
+        # The overlap, in the coordinates of the whole tensor
+        start = tuple(map(max, offset, origin))
+        requested_stop = to_absolute(offset, shape)
+        stored_stop = to_absolute(origin, tensor.shape)
+        stop = tuple(map(min, requested_stop, stored_stop))
+        extent = to_relative(stop, start)
+        if min(extent, default=1) <= 0:
+            continue
+
+        # Its offset in the result, and in the box
+        in_result = to_relative(start, offset)
+        in_box = to_relative(start, origin)
+        part = tensor.read(in_box, extent)
+        narrow(result, in_result, extent).copy_(part)
+    return result
 
 
 def gather_rows(tensors: Sequence[LazyTensor], row_map: RowMap) -> LazyTensor:

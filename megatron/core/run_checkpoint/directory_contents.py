@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron.core.dist_checkpointing import CheckpointDirectory, iteration_in_name
-from megatron.core.dist_checkpointing.files import METADATA, METADATA_JSON
+from megatron.core.dist_checkpointing.files import METADATA_JSON
 from megatron.core.run_checkpoint.formats import (
     NoCheckpointError,
     find_problem,
@@ -14,16 +14,17 @@ from megatron.core.run_checkpoint.formats import (
     read_latest,
     read_tag,
 )
-from megatron.core.run_checkpoint.keys import ENGINE_LATEST, ENGINE_MODEL_FILES, FSDP_MODEL, LATEST
+from megatron.core.run_checkpoint.keys import (
+    ENGINE_LATEST,
+    ENGINE_MODEL_FILES,
+    LATEST,
+    TRAINING_FOLDERS,
+)
 from megatron.core.wings import resolve
 
 # Checkpoints that are not read: the function that describes how to convert one in a directory, and
 # patterns of their files there.
 _UNREAD = {
-    "megatron.conversion.accelerate_fsdp:describe_model_folder": (
-        f"{FSDP_MODEL}/{METADATA}",
-        f"*/{FSDP_MODEL}/{METADATA}",
-    ),
     "megatron.conversion.huggingface.adapters:describe_adapter": ("adapter_config.json",),
     "megatron.conversion.deepspeed.engine:describe_engine_checkpoint": (f"*/{ENGINE_MODEL_FILES}",),
     "megatron.conversion.megatron_lm.zarr:describe_zarr_checkpoint": (
@@ -31,6 +32,7 @@ _UNREAD = {
         f"*/{METADATA_JSON}",
     ),
 }
+_NEMO_CONFIG = "model_config.yaml"
 
 
 def describe_contents(root: Path) -> str:
@@ -97,7 +99,22 @@ def describe_alternative(root: Path, named: Path) -> str | None:
 
 
 def describe_unread(root: Path) -> str | None:
-    """Return the way to convert a checkpoint of a program that is not read, None without one."""
+    """Return how to name or to convert a checkpoint that is not read here, None without one."""
+    for program, patterns in TRAINING_FOLDERS.items():
+        for pattern in patterns:
+            # In folders of `root`, or in their folders
+            for depth in ("*", "*/*"):
+                for path in sorted(root.glob(f"{depth}/{pattern}"), reverse=True):
+                    levels = pattern.count("/") + 1
+                    return (
+                        f"{root} has checkpoints of {program}: give one of them, e.g. "
+                        f"{path.parents[levels - 1]}"
+                    )
+    if root.suffix == ".nemo" or (root / _NEMO_CONFIG).is_file():
+        return (
+            f"{root} is an archive of NeMo, or an unpacked one, which is not read: convert it to a "
+            "model of transformers with NeMo (scripts/checkpoint_converters), and give that"
+        )
     for entry, patterns in _UNREAD.items():
         if any(any(root.glob(pattern)) for pattern in patterns):
             description: str | None = resolve(entry)(root)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,12 +42,12 @@ from megatron.core.run_checkpoint.keys import (
     CONSOLIDATED,
     ENGINE_LATEST,
     ENGINE_MODEL_FILES,
-    FSDP_MODEL,
     GGUF_FILES,
     LATEST,
     MODEL_FILE,
     PARAMS,
     RELEASE,
+    TRAINING_FOLDERS,
     ZERO,
 )
 from megatron.core.run_checkpoint.native_reader import open_run_checkpoint
@@ -81,15 +82,17 @@ def _is_legacy(directory: Path) -> bool:
     return any(directory.glob(f"mp_rank_*/{MODEL_FILE}"))
 
 
-def _is_accelerate(directory: Path) -> bool:
-    return (directory / FSDP_MODEL / METADATA).is_file() and _is_model_config(directory / _CONFIG)
+def _is_training_folder(program: str, directory: Path) -> bool:
+    return any(any(directory.glob(pattern)) for pattern in TRAINING_FOLDERS[program])
 
 
 def is_huggingface(directory: Path) -> bool:
     """Return whether `directory` contains a model of transformers, or a Llama model of Meta."""
     config_path = directory / _CONFIG
     if config_path.is_file():
-        return _is_model_config(config_path) and not _is_accelerate(directory)
+        # A copy of a model's config.json may be next to the files of other programs.
+        is_copy = any(_is_training_folder(program, directory) for program in TRAINING_FOLDERS)
+        return _is_model_config(config_path) and not is_copy
     return (directory / PARAMS).is_file() and any(directory.glob(CONSOLIDATED))
 
 
@@ -128,7 +131,8 @@ class Format(NamedTuple):
     list_damage: str | None = None  # as `_list_damage`; None: files are checked when opened
 
 
-# Every format is both read and written, except for the last three, which are only read.
+_FOLDERS = "megatron.conversion.training_folders"
+# Those of TRAINING_FOLDERS and "deepspeed" are only read; the others are both read and written.
 FORMATS = {
     "torch_dist": Format(
         _is_torch_dist,
@@ -146,7 +150,12 @@ FORMATS = {
         "megatron.conversion.deepspeed.universal:UniversalSource",
         "megatron.conversion.deepspeed.universal_files:list_universal_damage",
     ),
-    "accelerate": Format(_is_accelerate, "megatron.conversion.accelerate_fsdp:AccelerateSource"),
+    **{
+        program: Format(
+            partial(_is_training_folder, program), f"{_FOLDERS}.{program}:open_{program}"
+        )
+        for program in TRAINING_FOLDERS
+    },
     "deepspeed": Format(
         _is_engine,
         "megatron.conversion.deepspeed.engine:open_engine_checkpoint",
@@ -452,7 +461,7 @@ def _refuse_unread(root: Path) -> None:
 
     A run would start from random weights otherwise. The files of a new run are hidden.
     """
-    if any(root.glob("[!.]*")):
+    if root.is_file() or any(root.glob("[!.]*")):
         resolve(_REFUSE_UNREAD)(root)
 
 

@@ -162,11 +162,18 @@ LATEST = "latest_universal"  # DeepSpeed's tracker of universal checkpoints
 ENGINE_LATEST = "latest"  # DeepSpeed's tracker of checkpoints of its engine
 ENGINE_MODEL_FILES = "*mp_rank_*_model_states.pt"  # of the engine
 ZERO = "zero"  # the directory of parameters in a universal checkpoint
-FSDP_MODEL = "pytorch_model_fsdp_0"  # accelerate's directory of sharded weights
 GGUF_FILES = "*.gguf"  # of files of llama.cpp
 RELEASE = "release"  # in a tracker and as a directory: weights that belong to no iteration
 PARAMS = "params.json"  # of a Llama model of Meta
 CONSOLIDATED = "consolidated.*.pth"  # its weights
+# Files by which checkpoints that other programs save during training are recognized, by format.
+TRAINING_FOLDERS = {
+    "accelerate": ("pytorch_model_fsdp_0/.metadata", "pytorch_model_fsdp.bin"),
+    "verl": ("model_world_size_*_rank_0.pt",),
+    "olmo_core": ("model_and_optim/.metadata",),
+    "automodel": ("model/shard-*.safetensors", "model/.metadata"),
+    "torch_checkpointing": ("metadata.pkl",),
+}
 # Files of transformers that prepare the images of a multimodal model.
 PROCESSOR_FILES = (
     "preprocessor_config.json",

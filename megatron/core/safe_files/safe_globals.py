@@ -54,6 +54,17 @@ def make_placeholder_type(module: str, name: str) -> type[Placeholder]:
     return type(name, (Placeholder,), {"__module__": module, "__slots__": ()})
 
 
+def make_placeholder(placeholder_type: Any, args: tuple[Any, ...], state: Any) -> Placeholder:
+    """Return an instance. Raises UnsafePickleError for any other type."""
+    if type(placeholder_type) is not type or not issubclass(placeholder_type, Placeholder):
+        raise UnsafePickleError(f"a pickle calls {format_value(placeholder_type)}")
+    instance = placeholder_type.__new__(placeholder_type)
+    instance.args = args
+    instance.state = state
+    instance.items = ()
+    return instance
+
+
 class DtypeName(str):
     """Name of a dtype, such as torch.bfloat16, which this version of torch may lack."""
 
@@ -164,8 +175,17 @@ def _build_tensor_v3(
     return _build_tensor(storage, offset, shape, stride, dtype)
 
 
+# Replaces the function that builds a tensor of attributes.
+_WRAPPER = Function(make_placeholder)
+
+
 def _build_tensor_subclass(function: Any, tensor_class: Any, args: Any, state: Any) -> Any:
-    """Build the values of a tensor subclass, without its attributes."""
+    """Build the values of a tensor subclass, without its attributes.
+
+    A subclass that consists of its attributes, such as a DTensor, becomes a placeholder with them.
+    """
+    if function is _WRAPPER:
+        return make_placeholder(tensor_class, (), state)
     builders = (_build_tensor_v2, _build_tensor_v3)
     is_builder = isinstance(function, Function) and function.call in builders
     if not is_builder or type(args) is not tuple:
@@ -311,6 +331,7 @@ def get_torch_globals() -> dict[tuple[str, str], Any]:
         ("torch._utils", "_rebuild_tensor"): Function(_build_tensor_v2),
         ("torch._utils", "_rebuild_tensor_v2"): Function(_build_tensor_v2),
         ("torch._utils", "_rebuild_tensor_v3"): Function(_build_tensor_v3),
+        ("torch._utils", "_rebuild_wrapper_subclass"): _WRAPPER,
         ("torch._utils", "_rebuild_parameter"): take_tensor,
         ("torch._utils", "_rebuild_parameter_with_state"): take_tensor,
         ("torch._tensor", "_rebuild_from_type_v2"): Function(_build_tensor_subclass),

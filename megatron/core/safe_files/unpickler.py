@@ -40,6 +40,7 @@ from megatron.core.safe_files.safe_globals import (
     StorageKind,
     TypedStorage,
     get_torch_globals,
+    make_placeholder,
     make_placeholder_type,
     set_numpy_state,
 )
@@ -60,11 +61,14 @@ _GUARDED = frozenset(sys.stdlib_module_names) | {
     "pkg_resources",
     "_pytest",
 }
-# Records of DCP's save plans are read as placeholders and never used.
+# Records of DCP's save plans, which are never used, and of DTensors become placeholders.
 _INERT_PACKAGES = (
     "torch.distributed.checkpoint.",
     "torch.distributed._shard.",
     "torch.distributed.tensor.",
+    "torch.distributed._tensor.",  # in torch 2.4 and earlier
+    "torch.distributed.device_mesh.",
+    "torch.distributed._mesh_layout.",
 )
 
 # Fixed budgets, plus an allowance per byte of the pickle. A .metadata has 0.48 opcodes and 0.04
@@ -337,7 +341,7 @@ class _Unpickler:
 
         # Values and functions of torch
         package, _, _ = module.partition(".")
-        is_inert = module.startswith(_INERT_PACKAGES)
+        is_inert = f"{module}.".startswith(_INERT_PACKAGES)
         if package == "torch" and not is_inert:
             torch_globals = get_torch_globals()
             if (module, name) in torch_globals:
@@ -380,19 +384,14 @@ class _Unpickler:
             raise UnsafePickleError(f"a pickle calls with {format_value(args)}")
         self.charge(_OBJECT_SIZE)
 
-        # Instantiate a placeholder, or call a known function.
-        if type(function) is type and issubclass(function, Placeholder):
-            value: Any = function.__new__(function)
-            value.args = args
-            value.state = state or None
-            value.items = ()
-        elif type(function) is Function and not state:
+        # Call a known function, or instantiate a placeholder.
+        if type(function) is Function and not state:
             self.charge_copies(args)
             if function.hashed is not None:
                 self.check_hashed(function.hashed(*args))
             value = function.call(*args)
         else:
-            raise UnsafePickleError(f"a pickle calls {format_value(function)}")
+            value = make_placeholder(function, args, state or None)
         self.stack.append(value)
 
     def build(self, state: Any) -> None:

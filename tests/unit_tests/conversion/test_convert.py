@@ -16,6 +16,7 @@ from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import ReadOptions, WriteOptions
 from megatron.core.dist_checkpointing import CheckpointError, read_metadata, write_tracker
 from megatron.core.run_checkpoint.formats import FORMATS as READABLE
+from megatron.core.run_checkpoint.keys import TRAINING_FOLDERS
 from tests.support.memory_source import GPT_ARGS, LLAMA_ARGS, random_source
 from tests.unit_tests.core.dist_checkpointing.test_integrity import with_older_checksums
 
@@ -176,13 +177,19 @@ def test_invalid_sources_are_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="file is a file: give the directory of a checkpoint"):
         convert(tmp_path / "file", tmp_path / "out", "hf")
+    for path in (tmp_path / "model.nemo", tmp_path / "unpacked/model_config.yaml"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("")
+    for name in ("model.nemo", "unpacked"):
+        with pytest.raises(ValueError, match=f"{name} is an archive of NeMo, .*which is not read"):
+            convert(tmp_path / name, tmp_path / "out", "hf")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="no checkpoint in a known format .*; it is empty"):
         convert(tmp_path / "empty", tmp_path / "out", "hf")
     first_checkpoint(tmp_path / "run")
     with pytest.raises(ValueError, match="--ckpt-step 3: .* complete are: iter_0000007"):
         convert(tmp_path / "run", tmp_path / "out", "hf", step=3)
-    assert set(READABLE) - set(WRITERS) == {"accelerate", "deepspeed"}
+    assert set(READABLE) - set(WRITERS) == {*TRAINING_FOLDERS, "deepspeed"}
 
 
 def test_checksums_of_earlier_releases_are_verified(tmp_path):

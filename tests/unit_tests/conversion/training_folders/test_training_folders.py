@@ -1,0 +1,173 @@
+"""Checkpoints of programs that train models of transformers (see golden/training_folders)."""
+
+import json
+import pickle
+import shutil
+
+import pytest
+import torch
+
+from megatron.conversion.checkpoint_conversion import compare, convert
+from megatron.conversion.opening import open_checkpoint
+from megatron.conversion.options import ReadOptions
+from megatron.core.dist_checkpointing import CheckpointError
+from megatron.core.run_checkpoint.formats import NoCheckpointError
+from tests.support.training_folders import FOLDERS, assert_is_gathered
+from tests.support.unpacked import unpacked
+
+
+def copy_golden(name, tmp_path, tmp_path_factory):
+    """Return a copy of a golden folder, and the tensors in it as the program gathers them."""
+    root = shutil.copytree(unpacked(tmp_path_factory, f"training_folders/{name}"), tmp_path / name)
+    expected = torch.load(root / "expected.pt", weights_only=True)
+    (root / "expected.pt").unlink()
+    return root / FOLDERS[name], expected
+
+
+@pytest.fixture
+def folder(tmp_path, tmp_path_factory):
+    """A copy of the folder of FSDP 2."""
+    directory, _ = copy_golden("accelerate_fsdp2", tmp_path, tmp_path_factory)
+    return directory.rename(tmp_path / "checkpoint-2")
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_weights_and_moments_are_those_of_the_gathered_state(name, tmp_path, tmp_path_factory):
+    directory, expected = copy_golden(name, tmp_path, tmp_path_factory)
+    assert_is_gathered(directory, expected, tmp_path)
+
+
+def test_whole_state_of_accelerate_is_read(folder, tmp_path, tmp_path_factory):
+    """FULL_STATE_DICT: the dictionaries that torch gathers, in files of torch.save."""
+    _, expected = copy_golden("accelerate_fsdp2", tmp_path, tmp_path_factory)
+    decayed = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "params": []}
+    groups = [decayed, decayed | {"weight_decay": 0.0, "params": []}]
+    for name in expected["model"]:
+        groups["norm" in name]["params"].append(name)
+    for name in ("pytorch_model_fsdp_0", "optimizer_0"):
+        shutil.rmtree(folder / name)
+    torch.save(expected["model"], folder / "pytorch_model_fsdp.bin")
+    state = {"state": expected["optimizer"], "param_groups": groups}
+    torch.save(state, folder / "optimizer.bin")
+    assert_is_gathered(folder, expected, tmp_path)
+
+
+def test_optimizer_without_weight_decay_keeps_its_hyperparameters(folder, tmp_path_factory):
+    """The default of the trainer of transformers is 0."""
+    groups = [{"lr": 0.02, "betas": (0.8, 0.9), "eps": 1e-7, "weight_decay": 0.0, "params": []}]
+    _, expected = copy_golden("accelerate_fsdp2", folder.parent, tmp_path_factory)
+    shutil.rmtree(folder / "optimizer_0")
+    state = {"state": expected["optimizer"], "param_groups": groups}
+    torch.save(state, folder / "optimizer.bin")
+    for group in open_checkpoint(folder).training.param_groups:
+        assert (group["lr"], group["betas"], group["eps"]) == (0.02, (0.8, 0.9), 1e-7)
+        assert group["weight_decay"] == 0.0
+
+
+def test_folder_becomes_a_checkpoint_of_a_run(folder, tmp_path):
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": 5, "epoch": 0.5}))
+    convert(folder, tmp_path / "run", "torch_dist")
+    run = open_checkpoint(tmp_path / "run")
+    source = open_checkpoint(folder)
+    assert compare(source, run) == len(source.tensors) == 4 * 15
+    assert run.training.iteration == 5
+    weights = open_checkpoint(folder, read_options=ReadOptions(no_optim=True))
+    assert len(weights.tensors) == 15 and weights.training.param_groups is None
+
+
+def test_folder_without_the_model_names_the_missing_file(folder):
+    config = (folder / "config.json").read_text()
+    (folder / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"there is no config.json in .*: copy it there, or"):
+        open_checkpoint(folder)
+    (folder.parent / "config.json").write_text(config)
+    options = ReadOptions(hf_config=folder.parent)
+    assert len(open_checkpoint(folder, read_options=options).tensors) == 4 * 15
+    (folder.parent / "config.json").unlink()
+    with pytest.raises(NoCheckpointError, match="give one of them, e.g. .*checkpoint-2"):
+        open_checkpoint(folder.parent)
+
+
+def test_other_models_and_optimizers_are_rejected(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 40}))
+    with pytest.raises(ValueError, match="config.json and weights are of different models"):
+        open_checkpoint(folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    shutil.rmtree(folder / "optimizer_0")
+    shutil.copytree(folder / "pytorch_model_fsdp_0", folder / "optimizer_0")
+    with pytest.raises(CheckpointError, match="leave the optimizer out"):
+        open_checkpoint(folder)
+
+
+@pytest.fixture
+def actor(tmp_path, tmp_path_factory):
+    """A copy of the folder of verl with FSDP 2, in the directory `verl_fsdp2`."""
+    directory, _ = copy_golden("verl_fsdp2", tmp_path, tmp_path_factory)
+    return directory
+
+
+def test_verl_decays_all_parameters_which_is_reported(actor, caplog):
+    source = open_checkpoint(actor)
+    assert source.unused[0] == "state: lr_scheduler, rng"
+    assert "weight decay of 5 parameters, e.g. model.layers.0.input_layernorm" in source.unused[1]
+    assert "runs here decay matrices" in caplog.text
+
+
+def test_verl_folder_without_a_rank_is_rejected(actor):
+    with pytest.raises(NoCheckpointError, match="has checkpoints of verl: .* e.g. .*/actor"):
+        open_checkpoint(actor.parents[1])
+    other_rank = actor / "model_world_size_2_rank_1.pt"
+    shutil.copy(actor / "model_world_size_2_rank_0.pt", other_rank)
+    with pytest.raises(CheckpointError, match="rank 0 has shape .* or some are missing"):
+        open_checkpoint(actor)
+    other_rank.unlink()
+    with pytest.raises(
+        CheckpointError, match=r"lacks 1 of 2 files, e.g. model_world_size_2_rank_1"
+    ):
+        open_checkpoint(actor)
+
+
+def test_other_models_of_olmo_core_are_rejected(tmp_path, tmp_path_factory):
+    directory, _ = copy_golden("olmo_core", tmp_path, tmp_path_factory)
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    block = config["model"]["block"]
+    block["sequence_mixer"]["sliding_window"] = {"pattern": [4096, -1]}
+    path.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="attention has sliding_window = .*, which is not"):
+        open_checkpoint(directory)
+    del block["sequence_mixer"]["sliding_window"]
+    path.write_text(
+        json.dumps(config | {"model": config["model"] | {"block": block | {"name": "peri"}}})
+    )
+    with pytest.raises(CheckpointError, match="blocks 'peri' with norms of queries and keys"):
+        open_checkpoint(directory)
+
+
+def test_parts_of_automodel_must_cover_the_tensors(tmp_path, tmp_path_factory):
+    directory, _ = copy_golden("automodel", tmp_path, tmp_path_factory)
+    files = sorted((directory / "model").glob("shard-*.safetensors"))
+    files[1].unlink()
+    config = directory / "model/.hf_metadata/config.json"
+    assert config.is_file()
+    with pytest.raises(ValueError, match="weights are of different models"):
+        open_checkpoint(directory)
+    files[0].unlink()
+    with pytest.raises(NoCheckpointError, match="no checkpoint in a known format"):
+        open_checkpoint(directory)
+
+
+def test_other_layouts_of_torch_checkpointing_are_rejected(tmp_path, tmp_path_factory):
+    directory, _ = copy_golden("torch_checkpointing", tmp_path, tmp_path_factory)
+    path = directory / "metadata.pkl"
+    metadata = pickle.loads(path.read_bytes())
+    layouts = metadata["metadata"]["model"]["rank_to_layout_info"]
+    layouts[0] = {"file_path": "weights.pt", "serialization_format": {"type": "TorchSerialization"}}
+    path.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"files of its own names: only model_RANK\.pt"):
+        open_checkpoint(directory)
+    del metadata["metadata"]["model"]
+    path.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match="has the items optimizer, but no 'model'"):
+        open_checkpoint(directory)
