@@ -70,11 +70,13 @@ class MetaBuffer:
 
 
 class SizedParameter(NamedTuple):
-    """A parameter in a checkpoint: key, optimizer group, and whether it contains experts."""
+    """A parameter of the model."""
 
     key: str
-    group: ParamGroup
+    group: ParamGroup  # of the optimizer
     is_expert: bool
+    is_saved: bool
+    """Whether checkpoints contain it; not those of --lora-rank, unless it belongs to an adapter."""
 
 
 class StoredElements(NamedTuple):
@@ -95,6 +97,10 @@ class MetaChunk:
     pre_process: bool
     post_process: bool
     buffers: tuple[MetaBuffer, ...]
+    frozen_bytes: int
+    """Bytes of parameters without gradients: the base model of adapters (--lora-rank)."""
+    saves_frozen: bool
+    """Whether checkpoints contain frozen parameters."""
 
     @cached_property
     def stored(self) -> list[StoredElements]:
@@ -105,7 +111,8 @@ class MetaChunk:
             assert isinstance(entry.local, nn.Parameter)
             info = param_info(entry.local)
             spec = ParamSpec(key, entry.global_shape, info)
-            parameter = SizedParameter(key, spec.group, info.sharding.is_expert)
+            is_saved = info.trained or self.saves_frozen
+            parameter = SizedParameter(key, spec.group, info.sharding.is_expert, is_saved)
             num_local = sum(box.tensor.numel() for box in entry.boxes)
             counts.append(StoredElements(parameter, spec.numel, num_local))
         return counts
@@ -140,6 +147,12 @@ def build_meta_chunks(
             chunk_spec.pre_process,
             chunk_spec.post_process,
             tuple(_plan_buffers(config, ps, module, chunk_spec.layers)),
+            frozen_bytes=sum(
+                parameter.nbytes
+                for parameter in module.parameters()
+                if not param_info(parameter).trained
+            ),
+            saves_frozen=config.lora.lora_rank is None,
         )
 
 

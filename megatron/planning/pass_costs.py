@@ -79,6 +79,8 @@ class Part(NamedTuple):
     post_process: bool = False
     recompute: bool = False
     """Whether only the input of the layers is kept (--recompute-granularity full)."""
+    is_after_frozen: bool = False
+    """Whether the input has no gradient, since the embedding is frozen (--lora-rank)."""
 
 
 class PassCosts:
@@ -106,7 +108,7 @@ class PassCosts:
     def measure(self, part: Part) -> PassCost:
         """Return the cost of a part."""
         kinds = [self.get_layer_kind(layer) for layer in part.layers]
-        key = (*kinds, part.pre_process, part.post_process, part.recompute)
+        key = (*kinds, *part[1:])
         if key not in self._cost_of_kind:
             self._cost_of_kind[key] = self._measure_kind(part, key)
         return self._cost_of_kind[key]
@@ -133,6 +135,7 @@ class PassCosts:
                 self._device,
                 kind,
                 config.model,
+                config.lora,
                 config.training.micro_batch_size,
                 config.distributed.compile,
                 config.data.seq_length,
@@ -184,6 +187,8 @@ def list_parts(model: TransformerConfig, chunk: MetaChunk) -> list[Part]:
             parts.append(Part(layers, recompute=True))
         else:
             parts += [Part(layers[index : index + 1]) for index in range(len(layers))]
+    if chunk.pre_process and not chunk.saves_frozen and len(parts) > 1:
+        parts[1] = parts[1]._replace(is_after_frozen=True)
     if chunk.post_process:
         parts.append(Part(post_process=True))
     return parts
@@ -235,7 +240,8 @@ class _Measurement:
                 after_forward = live.count() - root.nbytes
                 if not part.post_process:
                     live.reset()
-                run_backward(root)
+                if root.requires_grad:  # not the embedding of a frozen model
+                    run_backward(root)
                 del root
             at_end = live.count()
         kept = after_forward - at_end
@@ -267,6 +273,8 @@ class _Measurement:
         hidden_states = None
         if not part.pre_process:
             shape = compute_message_shape(config)
+            if part.is_after_frozen:
+                seed = seed.detach()
             hidden_states = _Receive.apply(seed, shape, config.model.params_dtype)
         output = chunk(input_tensor=hidden_states, **inputs)
         if not part.post_process:

@@ -99,6 +99,8 @@ class RunPlan:
 
     stages: tuple[StagePlan, ...]
     num_parameters: int
+    num_trained: int
+    """Number of parameters that are not frozen (--lora-rank)."""
     num_active: int
     """Number of parameters that a token uses; only the chosen experts count."""
     checkpoint_bytes: int
@@ -228,6 +230,7 @@ def plan_stages(
     return RunPlan(
         tuple(stages),
         num_parameters,
+        num_trained=sum(numel for parameter, numel in sizes.items() if parameter.is_saved),
         num_active=num_parameters - _count_idle_parameters(config, sizes),
         checkpoint_bytes=_count_checkpoint_bytes(config, sizes),
         export_bytes=export_bytes,
@@ -357,6 +360,7 @@ def _count_buffer_bytes(config: Config, chunks: list[MetaChunk]) -> tuple[int, i
     gradients = 0
     optimizer = 0
     for chunk in chunks:
+        weights += chunk.frozen_bytes
         for buffer in chunk.buffers:
             shard_numel = buffer.numel // buffer.num_shards
             weights += buffer.weight_bytes
@@ -459,6 +463,8 @@ def _count_checkpoint_bytes(config: Config, sizes: Mapping[SizedParameter, int])
     total = 0
     weight_itemsize = config.model.params_dtype.itemsize
     for parameter, numel in sizes.items():
+        if not parameter.is_saved:
+            continue
         total += numel * weight_itemsize
         total += numel * _count_average_bytes(config)
         if not config.checkpoint.no_save_optim:

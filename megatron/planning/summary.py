@@ -153,7 +153,10 @@ def _describe_parameters(plan: RunPlan) -> str:
     active = format_count(plan.num_active)
     if plan.num_active == plan.num_parameters:
         active = "all of them"
-    return f"{total}, {active} active for every token"
+    description = f"{total}, {active} active for every token"
+    if plan.num_trained < plan.num_parameters:
+        description += f", {format_count(plan.num_trained)} trained"
+    return description
 
 
 def _describe_stage(config: Config, world_size: int, plan: RunPlan, stage: StagePlan) -> str:

@@ -1,7 +1,7 @@
 """Bytes that a rank communicates per step.
 
 `pass_costs` measures the collectives of the passes of a micro-batch. Per step, DP reduces gradients
-and gathers parameters. Scalars, and gradients of norms, are not counted.
+and gathers parameters, and TP sums gradients that are partial. Scalars are not counted.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def plan_traffic(
     # Every message between stages is one tensor of the residual stream, or its gradient.
     num_sends = count_sends(ps.pp.rank, ps.pp.size, len(chunks), num_microbatches)
     traffic = {
-        "tp": Traffic(ps.tp.size),
+        "tp": Traffic(ps.tp.size, all_reduce=_count_partial_gradients(chunks)),
         "cp": Traffic(ps.cp.size),
         "pp": Traffic(ps.pp.size, send=num_sends * costs.message_bytes),
         "dp": _count_data_parallel(config, chunks, ps.dp_cp.size, is_expert=False),
@@ -70,6 +70,21 @@ def plan_traffic(
                 total = getattr(traffic[axis], operation) + num_microbatches * sent
                 traffic[axis] = replace(traffic[axis], **{operation: total})
     return traffic
+
+
+def _count_partial_gradients(chunks: list[MetaChunk]) -> int:
+    """Count the fp32 gradients that are summed over TP, since its ranks have parts of a sequence.
+
+    They are those of norms, and of matrices of adapters that TP does not split.
+    """
+    numel = 0
+    for chunk in chunks:
+        for buffer in chunk.buffers:
+            for bucket in buffer.buckets:
+                for span in bucket.spans:
+                    if span.spec.info.partial_grad:
+                        numel += span.spec.numel // buffer.num_shards
+    return FP32 * numel
 
 
 def count_sends(pp_rank: int, pp_size: int, vpp_size: int, num_microbatches: int) -> int:

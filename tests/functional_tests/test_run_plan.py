@@ -38,6 +38,8 @@ SHARDED = (
     "--ddp-bucket-size 100000 "
 )
 
+LORA = "--lora-rank 8 --pretrained-checkpoint {base} "
+
 RUNS = {  # name -> (processes, flags)
     "one rank": (1, UNTIED),
     "bf16": (1, UNTIED + "--bf16"),
@@ -110,6 +112,8 @@ RUNS = {  # name -> (processes, flags)
     "mtp, tp2": (2, UNTIED + TP2 + "--mtp-num-layers 1"),
     "mtp, tp2 sp": (2, LLAMA + TP2 + "--sequence-parallel --mtp-num-layers 1"),
     "mtp, pp2": (2, UNTIED + PP2 + "--mtp-num-layers 1 --bf16"),
+    "adapters": (1, UNTIED + "--bf16 " + LORA),
+    "adapters, tp2 sp": (2, UNTIED + TP2 + "--sequence-parallel " + LORA),
     "average": (1, UNTIED + "--ema-decay 0.9"),
     "average, dp2, sharded": (2, UNTIED + DP2 + "--bf16 --ema-decay 0.9 " + SHARDED),
 }
@@ -155,8 +159,11 @@ def plan(flags: str, world_size: int) -> RunPlan:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in RUNS]
 )
-def test_memory_and_traffic_match_measured_steps(pool, name):
+def test_memory_and_traffic_match_measured_steps(pool, name, tmp_path):
     world_size, flags = RUNS[name]
+    if LORA in flags:
+        flags = flags.format(base=tmp_path / "base")
+        pool.run(save, 1, UNTIED, str(tmp_path / "base"))
     planned = plan(flags, world_size)
     for rank, (peak, sent) in enumerate(pool.run(measure, world_size, flags)):
         stage = planned.stages[rank if len(planned.stages) > 1 else 0]

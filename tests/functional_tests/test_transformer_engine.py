@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.parsing import parse_args
 from pretrain_gpt import forward_step
 from tests import ROOT
+from tests.support import lora_runs
 from tests.support.idle_experts import IDLE_EXPERTS, step_with_idle_experts
 from tests.support.training_harness import COMMON, LAYOUTS, MODELS, get_losses, train, whole
 
@@ -63,13 +64,13 @@ WAYS = {  # processes, model, flags
 }  # fmt: skip
 
 
-def train_with_stand_in(rank, world_size, flags, step=forward_step):
+def train_with_stand_in(rank, world_size, flags, step=forward_step, common=COMMON):
     """Train; return the outcome, the arguments of all calls of modules, and the fp8 state."""
     if STAND_IN not in sys.path:
         sys.path.insert(0, STAND_IN)
     te = importlib.import_module("transformer_engine.pytorch")
     te.forget()
-    outcome = train(rank, world_size, flags, forward_step=step)
+    outcome = train(rank, world_size, flags, common, step)
     return outcome, [told for _, told in te.CALLS], get_fp8_state(te)
 
 
@@ -114,6 +115,20 @@ def test_losses_match_the_local_backend(pool, way):
             assert ours == pytest.approx(getattr(theirs.measured, name), rel=2e-5), name
     tensors = whole(expected)
     assert whole(list(outcomes)).keys() == tensors.keys()
+    for key, ours in whole(list(outcomes)).items():
+        torch.testing.assert_close(ours, tensors[key], rtol=2e-2, atol=2e-5, msg=key)
+
+
+@pytest.mark.parametrize("layout", ["tp2_sp", pytest.param("tp2", marks=pytest.mark.slow)])
+def test_adapters_train_the_same_as_on_local_layers(pool, layout):
+    flags = f"{lora_runs.FLAGS} --pretrained-checkpoint {lora_runs.MODEL} {LAYOUTS[layout][1]} "
+    expected = pool.run(train, 2, flags, "")
+    outcomes, told, _ = zip(
+        *pool.run(train_with_stand_in, 2, flags + TE, forward_step, ""), strict=True
+    )
+    assert told[0]
+    assert get_losses(list(outcomes)) == pytest.approx(get_losses(expected), rel=2e-5)
+    tensors = whole(expected)
     for key, ours in whole(list(outcomes)).items():
         torch.testing.assert_close(ours, tensors[key], rtol=2e-2, atol=2e-5, msg=key)
 

@@ -212,6 +212,8 @@ class AdaptedDenseLayer(AdaptedLayer):
         layer: Any = self
         if not self.adapter.has_magnitudes:
             y: Tensor = super().project(x)  # type: ignore[misc]
+            if getattr(layer, "normalizes_in_project", False):
+                x = layer.normalize(x, layer.layer_norm_weight, layer.layer_norm_bias)
             return y + self.compute_change(x)
         y = apply_linear(x, self.weight, None, layer.layout) + self.compute_change(x)
         y = y * self.compute_factors(self.list_magnitudes())

@@ -8,6 +8,7 @@ from dataclasses import replace
 from megatron.core.module import MegatronModule, param_info, set_param_info
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, TensorParallelRng
 from megatron.core.transformer.grouped_linear import GroupedLinear
+from megatron.core.transformer.layer_spec import FP8StateMixin
 from megatron.training.adapters.adapted_layers import AdapterOptions, Linear, RowLayout, adapt_layer
 from megatron.training.config.lora_options import LoraConfig
 
@@ -50,9 +51,16 @@ def add_adapters(model: MegatronModule, lora: LoraConfig, rng: TensorParallelRng
                     "ranks that share tokens would drop different elements, and PEFT does not "
                     "support it either. Use --lora-dropout 0, or --lora-targets linear_qkv"
                 )
+            if lora.lora_dora and isinstance(layer, FP8StateMixin):
+                raise ValueError(
+                    f"--lora-dora with {path} of Transformer Engine: DoRA scales the product "
+                    "before the bias, which that layer adds. Use --transformer-impl local, or LoRA"
+                )
             adapt_layer(layer, names, rows, options)
             has_adapters = True
-    if layers and not has_adapters:
+    # Plans build single layers, on the meta device.
+    is_planned = bool(layers) and layers[0][1].weight.is_meta
+    if layers and not has_adapters and not is_planned:
         available = ", ".join(sorted(set(list_available(layers))))
         raise ValueError(
             f"--lora-targets {' '.join(lora.lora_targets)} match no layer of a pipeline chunk: "

@@ -16,10 +16,9 @@ class LoraConfig(FlagSection):
     RULES = (
         FlagRule(
             _WITH_RANK,
-            requires={"transformer_impl": "local"},
             excludes={
                 "compile": True,
-                "dry_run": True,
+                "fp8_param_gather": True,
                 "use_mup": True,
                 "mtp_num_layers": CHANGED,
                 "ema_decay": CHANGED,

@@ -72,6 +72,8 @@ class TEColumnParallelLinear(ColumnParallelLinear, EngineLinearMixin):
 class TENormColumnParallelLinear(NormColumnParallelLinear, EngineLinearMixin):
     """`te.LayerNormLinear`."""
 
+    normalizes_in_project = True
+
     def __init__(
         self, config: TransformerConfig, input_size: int, output_size: int, **options: Any
     ) -> None:

@@ -160,7 +160,6 @@ def test_dropout_changes_the_adapters_in_training_only():
             "requires --moe-router-bias-update-rate 0",
         ),
         ("--use-mup", "--use-mup are mutually exclusive"),
-        ("--dry-run", "--dry-run are mutually exclusive"),
         ("--compile", "--compile are mutually exclusive"),
         ("--ckpt-format torch", "requires --ckpt-format torch_dist"),
         ("--ema-decay 0.9", "--ema-decay 0.9 are mutually exclusive"),
