@@ -170,3 +170,19 @@ def test_export_is_an_adapter_of_peft_for_the_base_model(pool, saved, tmp_path):
         ).read_bytes()
     with pytest.raises(ValueError, match="contains adapters, not a model: --saver hf"):
         convert(directory / "run", tmp_path / "legacy", "legacy")
+
+
+def test_base_model_may_be_quantized(pool, tmp_path):
+    """A base in fp8 trains the same adapters as its decoded copy, and its files refer to it."""
+    quantized = tmp_path / "fp8"
+    convert(MODEL, quantized, "hf", options=WriteOptions(dtype="bf16", quantization="fp8-channel"))
+    convert(quantized, tmp_path / "decoded", "hf", options=WriteOptions(dtype="bf16"))
+    outcomes = {}
+    for name in ("fp8", "decoded"):
+        flags = f"{FLAGS} --bf16 --pretrained-checkpoint {tmp_path / name}"
+        outcomes[name] = pool.run(train, 1, f"{flags} --save-hf {tmp_path / name}-adapter", "")
+    assert get_losses(outcomes["fp8"]) == get_losses(outcomes["decoded"])
+    fields = json.loads((tmp_path / "fp8-adapter/adapter_config.json").read_text())
+    assert fields["base_model_name_or_path"] == str(quantized)
+    original = pool.run(train, 1, f"{FLAGS} --bf16 {BASE}", "")
+    assert get_losses(outcomes["fp8"]) != get_losses(original)

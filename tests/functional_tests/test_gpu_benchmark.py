@@ -159,3 +159,16 @@ def test_gpu_benchmark_smoke_runs_all_parts():
         r"loss over 1000 words, .*\d kernels", text
     )
     assert re.search(r"grouped +[\d.]+ ms", text) and "aten::mm" in text
+
+
+@pytest.mark.slow
+def test_adapter_benchmark_smoke_measures_speeds():
+    result = subprocess.run(
+        [sys.executable, "benchmarks/adapters.py", "--smoke"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr
+    assert len(re.findall(r"^  LoRA, .*: [\d.]+ ms, [\d,]+ tokens/s$", result.stdout, re.M)) == 2
