@@ -84,7 +84,7 @@ def test_files_of_peft_start_another_run(pool, tmp_path):
     outcomes = pool.run(train, 2, f"{flags} {TP2} --lora-load {adapter} --train-iters 1 --lr 0", "")
     tensors = whole(outcomes)
     for key, tensor in whole(expected).items():
-        assert torch.equal(tensors[key], tensor), key
+        assert key.startswith("optimizer.") or torch.equal(tensors[key], tensor), key
 
     with pytest.raises(ValueError, match="--save-hf with --lora-dora of experts"):
         pool.run(train, 1, f"{flags} --lora-dora --save-hf {tmp_path / 'dora'}", "")

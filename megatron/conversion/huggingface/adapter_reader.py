@@ -51,7 +51,8 @@ def read_adapter(
         if layer not in projections:
             continue
         all_rows = find_projection_rows(layer, config, parameter.shape[0])
-        projection_rows = {name: all_rows[name] for name in projections[layer]}
+        names = sorted(projections[layer], key=lambda name: int(all_rows[name][0]))
+        projection_rows = {name: all_rows[name] for name in names}
         stored_rows = list_stored_rows(parameter)
         for name, row_ids in zip(parameter.names, stored_rows, strict=True):
             positions = _find_positions(parameter, projection_rows, row_ids)
@@ -97,7 +98,7 @@ def _find_positions(
 
     Args:
         parameter: the weight of a layer.
-        projection_rows: rows of the weight by projection.
+        projection_rows: rows of the weight by projection, in ascending order.
         stored_rows: row of the weight that each row of the stored tensor is.
     """
     # Row of the weight -> position in the stored tensor, -1 if the tensor does not contain it.
@@ -199,7 +200,9 @@ class _MatrixReader:
         if self._adapter.has_bias(module):
             raise CheckpointError(f"{location}: {module} has lora_bias, which cannot be trained")
         rank = product.a.shape[0] // num_experts
-        if rank not in (self._rank, num_projections * self._rank):
+        # A matrix A that the projections share, or one of each
+        accepted_ranks = (self._rank, num_projections * self._rank)
+        if rank not in accepted_ranks:
             raise CheckpointError(
                 f"{location}: {module} has rank {rank}, not {self._rank}: give --lora-rank {rank}"
             )
@@ -208,7 +211,7 @@ class _MatrixReader:
                 f"{location}: the scale of {module} is {product.scaling:g}, not {self._scale:g}: "
                 f"give --lora-alpha {product.scaling * self._rank:g}"
             )
-        # The matrices of a module of experts are joined along the ranks.
+        # Of a layer without experts, these views have one expert.
         a = product.a.read_all()
         b = product.b.read_all()
         magnitude = None
@@ -226,9 +229,11 @@ class _MatrixReader:
         """Raise CheckpointError if the adapter lacks modules of the run, or has others."""
         differences = []
         if self._missing:
-            differences.append(f"it has no {abbreviate(sorted(self._missing), 3, ', ')}")
+            names = abbreviate(sorted(self._missing), 3, ", ")
+            differences.append(f"it has no {names}")
         if self._unused:
-            differences.append(f"it also adapts {abbreviate(sorted(self._unused), 3, ', ')}")
+            names = abbreviate(sorted(self._unused), 3, ", ")
+            differences.append(f"it also adapts {names}")
         if differences:
             raise CheckpointError(
                 f"--lora-load {self._adapter.directory}: {' and '.join(differences)}: make "

@@ -13,6 +13,7 @@ experts once for each parameter: names of all but the last one get ".base_layer"
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,9 +36,12 @@ from megatron.core.durable_files import write_json
 from megatron.core.run_checkpoint.source import Source
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+logger = logging.getLogger(__name__)
+
 WRAPPER = ".base_layer"
 MATRIX_KEY = re.compile(r"(.+)\.(\w+)\.(lora_A|lora_B|lora_magnitude_vector)")
 _LAYER_PREFIX = re.compile(r"^.*?\.\d+\.")  # up to the number of the layer
+_EXPERT_NAMES = (".gate_proj", ".up_proj", ".down_proj")
 _MODULE_PREFIX = "base_model.model."
 _MAX_FILE_SIZE = 1 << 62  # bytes: one file
 
@@ -96,10 +100,26 @@ def write_adapter(source: Source, directory: Path, progress: Progress = no_progr
         tensors[f"{name}.lora_B.weight"] = view_tensor(joined.b)
         if joined.magnitude is not None:
             tensors[f"{name}.lora_magnitude_vector"] = view_tensor(joined.magnitude)
+    _warn_about_shared_experts(config, adapted.values())
     write_weight_files(directory, "adapter_model", tensors, _MAX_FILE_SIZE, 1, progress)
     fields = _make_fields(source.args, adapted, _list_weights(family, config))
     fields["base_model_name_or_path"] = base
     write_json(directory / ADAPTER_CONFIG, fields)
+
+
+def _warn_about_shared_experts(config: TransformerConfig, adapted: Iterable[AdaptedTensor]) -> None:
+    """Warn about modules that peft 0.21 takes for experts, by their last name."""
+    if not config.has_experts:
+        return
+    for entry in adapted:
+        if not entry.is_parameter and entry.target.endswith(_EXPERT_NAMES):
+            logger.warning(
+                f"the adapters include {entry.target}, which is not a routed expert: peft 0.21 "
+                "with transformers 5 does not load such adapters in some families (DeepSeek, "
+                "Qwen2-MoE, ...), without an error. Merge them with convert.py --lora, or use "
+                "--lora-targets linear_qkv linear_proj experts.linear_fc1 experts.linear_fc2"
+            )
+            return
 
 
 def choose_adapter_family(config: TransformerConfig, model_type: str | None) -> Family:
@@ -252,7 +272,8 @@ def split_matrices(
         b_blocks = []
         magnitudes = []
         is_adapted = torch.zeros(len(row_ids), dtype=torch.bool)
-        for projection in matrices.values():
+        # In the order of their rows, as `adapter_reader` expects them.
+        for projection in sorted(matrices.values(), key=lambda pair: int(pair.rows[0])):
             # Position of each stored row in the projection, -1 if it computes another row.
             positions = torch.full((parameter.shape[0],), -1)
             positions[projection.rows] = torch.arange(len(projection.rows))

@@ -204,10 +204,7 @@ class LoraAdapter:
             changed[name] = None
 
         # Products of matrices.
-        children: dict[str, list[str]] = defaultdict(list)
-        for name in tensors:
-            parent = name.rpartition(".")[0]
-            children[parent].append(name)
+        children = _group_by_module(tensors)
         for module, matrices in self._matrices.items():
             target = self._find_target(module, children)
             if target is None:
@@ -278,9 +275,7 @@ class LoraAdapter:
 
         `transposed` are the names of matrices that are stored as [in, out].
         """
-        children: dict[str, list[str]] = defaultdict(list)
-        for name in shapes:
-            children[name.rpartition(".")[0]].append(name)
+        children = _group_by_module(shapes)
         products = {}
         for module in self._matrices:
             target = self._find_target(module, children)
@@ -432,6 +427,15 @@ def _name_tensors(stored_names: Iterable[str], family: Family, directory: Path) 
     if any(name.startswith(layers) for name in names):
         return {family.prefix + name: stored_name for name, stored_name in names.items()}
     return names
+
+
+def _group_by_module(names: Iterable[str]) -> dict[str, list[str]]:
+    """Return the tensors of each module, in the order of `names`."""
+    children: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        module = name.rpartition(".")[0]
+        children[module].append(name)
+    return children
 
 
 def _strip_wrappers(module: str) -> str:
