@@ -3,15 +3,13 @@
 import random
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatron.checkpointer import Checkpointer
-from tests import ROOT
-from tests.support.processes import heed_interrupts
+from tests.support.interpreters import Interpreter
 
 # Every parameter has the number of finished steps as value. 16 MB per save, with momentum 32 MB.
 PROGRAM = """
@@ -24,14 +22,19 @@ model = torch.nn.Linear(2048, 2048, bias=False)
 optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=1e-30)
 torch.nn.init.zeros_(model.weight)
 
+def report(*words):
+    # One write: the threads of saves report, too.
+    sys.stdout.write(" ".join(map(str, words)) + "\\n")
+    sys.stdout.flush()
+
 def train(ckpt):
     for step in range(ckpt.load(), steps):
         model.weight.grad = -torch.ones_like(model.weight)
         optimizer.step()
-        print("begins", step + 1, flush=True)
+        report("begins", step + 1)
         if ckpt.step(step):
             break
-        print("began", step + 1, flush=True)
+        report("began", step + 1)
     if ending == "exception" or ending == "with":
         raise RuntimeError("the training loop fails")
     if ending == "sys.exit":
@@ -40,7 +43,7 @@ def train(ckpt):
 ckpt = Checkpointer(
     "run", model, optimizer, save_interval=1, keep_last=2,
     exit_signals=[signal.SIGTERM] if ending == "SIGTERM" else [],
-    on_saved=lambda report: print("saved", report.directory.name[5:], flush=True),
+    on_saved=lambda saved: report("saved", saved.directory.name[5:]),
 )
 if ending == "with":
     with ckpt:
@@ -50,17 +53,9 @@ else:
 """
 
 
-def start_program(directory: Path, ending: str, steps: int) -> subprocess.Popen[str]:
-    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, ending, str(steps)],
-        cwd=directory,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=heed_interrupts,
-    )
+def start_program(directory: Path, ending: str, steps: int) -> Interpreter:
+    environment = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+    return Interpreter(PROGRAM, ending, str(steps), directory=directory, environment=environment)
 
 
 def load_iteration(directory: Path) -> int:
@@ -94,7 +89,6 @@ def test_a_signal_at_any_point_loses_no_checkpoint(
     """SIGINT and SIGTERM keep saves that have begun, SIGKILL those that were reported."""
     generator = random.Random(seed)
     program = start_program(tmp_path, number.name, steps=10_000)
-    assert program.stdout is not None
     lines = []
     for line in program.stdout:
         lines.append(line.split())

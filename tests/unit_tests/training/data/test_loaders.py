@@ -5,7 +5,6 @@ batches.
 import itertools
 import os
 import signal
-import subprocess
 import sys
 import textwrap
 
@@ -23,6 +22,7 @@ from megatron.training.data.loaders import (
     compute_order_fingerprint,
 )
 from tests import ROOT
+from tests.support.interpreters import Interpreter
 from tests.support.processes import children_of, is_running, wait_until
 
 GOLDEN = ROOT / "tests" / "golden" / "megatron_lm"
@@ -221,13 +221,7 @@ SCRIPT = """
 )
 def test_no_worker_outlives_the_training_process(end, code, width):
     script = textwrap.dedent(SCRIPT).format(end=end, width=width)
-    process = subprocess.Popen(
-        [sys.executable, "-c", script],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
+    process = Interpreter(script, directory=ROOT, environment=os.environ)
     assert process.stdout.readline() == "0\n"
     if code == -9:
         workers = children_of(process.pid)
