@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import io
 import multiprocessing
 import os
 import pickle
@@ -190,6 +191,21 @@ def _encode(task: _Task) -> bytes:
     return pickle.dumps((sys.path, pickle.dumps(task)))
 
 
+class _Pickler(pickle.Pickler):
+    """Stores plain tensors as bytes: torch's own way takes 0.25 ms for each, this one 0.02."""
+
+    def reducer_override(self, value: Any) -> Any:
+        is_plain = type(value) is torch.Tensor and value.layout is torch.strided
+        if not is_plain or value.requires_grad or value.device.type != "cpu" or value.numel() == 0:
+            return NotImplemented
+        content = value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        return _make_tensor, (bytearray(content), value.dtype, value.shape)
+
+
+def _make_tensor(content: bytearray, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+    return torch.frombuffer(content, dtype=dtype).view(shape)
+
+
 def _decode(message: bytes) -> _Task:
     path, task = pickle.loads(message)
     sys.path[:] = path
@@ -287,7 +303,9 @@ def _answer(message: bytes) -> bytes:
         failed = ERROR
         result = task.function(rank, task.world_size, *task.args)
         dist.barrier()  # no rank closes a connection that another rank still reads from
-        return pickle.dumps((RESULT, result))
+        content = io.BytesIO()
+        _Pickler(content, pickle.HIGHEST_PROTOCOL).dump((RESULT, result))
+        return content.getvalue()
     except BaseException as error:
         text = f"rank {rank}: {traceback.format_exc()}"
         try:
