@@ -141,7 +141,12 @@ def _read_config(path: Path) -> tuple[dict[str, Any], str]:
     mixer = block.get("sequence_mixer", block.get("attention"))
     attention = _ATTENTION(mixer, f"{path}: the attention of a block")
     rope = attention["rope"]
-    parts = {"model": model, "attention": attention, "rope": rope, "feed_forward": feed_forward}
+    parts: dict[str, Mapping[str, Any]] = {
+        "model": model,
+        "attention": attention,
+        "rope": rope,
+        "feed_forward": feed_forward,
+    }
     for name, part in parts.items():
         _check_plain(part, _PLAIN[name], f"{path}: {name}")
     block_name = block["name"]
