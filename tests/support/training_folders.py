@@ -60,7 +60,9 @@ def assert_is_gathered(folder: Path, expected: dict, work: Path) -> None:
         for key, value in read_all(open_checkpoint(directory)).items():
             assert_same(tensors.pop(f"{prefix}{key}"), value, key)
     assert not tensors
-    for group in source.training.param_groups:
+    training = source.training
+    assert training is not None and training.param_groups is not None
+    for group in training.param_groups:
         assert (group["lr"], group["betas"], group["step"]) == (0.01, (0.9, 0.95), 2)
-    decays = [group["weight_decay"] for group in source.training.param_groups]
-    assert decays == [0.1, 0.0] and source.training.iteration == 2
+    decays = [group["weight_decay"] for group in training.param_groups]
+    assert decays == [0.1, 0.0] and training.iteration == 2

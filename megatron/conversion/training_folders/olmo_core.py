@@ -80,7 +80,7 @@ _CONFIG = schema.record(
     }
 )
 # Fields of the model, its attention and feed-forward layers -> the values that are read
-_PLAIN = {
+_PLAIN: dict[str, dict[str, tuple[Any, ...]]] = {
     "model": {
         "name": ("default",),
         "embedding_norm": (None,),
@@ -141,12 +141,7 @@ def _read_config(path: Path) -> tuple[dict[str, Any], str]:
     mixer = block.get("sequence_mixer", block.get("attention"))
     attention = _ATTENTION(mixer, f"{path}: the attention of a block")
     rope = attention["rope"]
-    parts: dict[str, Mapping[str, Any]] = {
-        "model": model,
-        "attention": attention,
-        "rope": rope,
-        "feed_forward": feed_forward,
-    }
+    parts = {"model": model, "attention": attention, "rope": rope, "feed_forward": feed_forward}
     for name, part in parts.items():
         _check_plain(part, _PLAIN[name], f"{path}: {name}")
     block_name = block["name"]

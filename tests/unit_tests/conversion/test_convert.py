@@ -189,7 +189,7 @@ def test_invalid_sources_are_refused(tmp_path):
     first_checkpoint(tmp_path / "run")
     with pytest.raises(ValueError, match="--ckpt-step 3: .* complete are: iter_0000007"):
         convert(tmp_path / "run", tmp_path / "out", "hf", step=3)
-    assert set(READABLE) - set(WRITERS) == {*TRAINING_FOLDERS, "deepspeed"}
+    assert set(READABLE) - set(WRITERS) == {*TRAINING_FOLDERS, "deepspeed", "gguf"}
 
 
 def test_checksums_of_earlier_releases_are_verified(tmp_path):

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatron.conversion.checkpoint_conversion import compare, convert
 from megatron.conversion.opening import open_checkpoint
@@ -14,6 +15,8 @@ from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.run_checkpoint.formats import NoCheckpointError
 from tests.support.training_folders import FOLDERS, assert_is_gathered
 from tests.support.unpacked import unpacked
+from tests.unit_tests.conversion.deepspeed.test_universal import adamw
+from tests.unit_tests.conversion.filled_model import chunk
 
 
 def copy_golden(name, tmp_path, tmp_path_factory):
@@ -35,6 +38,35 @@ def folder(tmp_path, tmp_path_factory):
 def test_weights_and_moments_are_those_of_the_gathered_state(name, tmp_path, tmp_path_factory):
     directory, expected = copy_golden(name, tmp_path, tmp_path_factory)
     assert_is_gathered(directory, expected, tmp_path)
+
+
+def test_training_continues_as_in_torch(tmp_path, tmp_path_factory):
+    """Covers weights, both moments, the step and the groups."""
+    directory, expected = copy_golden("accelerate_fsdp1", tmp_path, tmp_path_factory)
+    source = open_checkpoint(directory)
+    model = chunk(source, main=True)
+    optimizer = adamw(model, source)
+
+    # The model of transformers with the optimizer of torch
+    reference = LlamaForCausalLM(LlamaConfig.from_pretrained(directory))
+    reference.load_state_dict(expected["model"])
+    groups = [{"params": [], "weight_decay": 0.1}, {"params": [], "weight_decay": 0.0}]
+    for name, parameter in reference.named_parameters():
+        groups["norm" in name]["params"].append(parameter)
+    torch_optimizer = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95))
+    for name, parameter in reference.named_parameters():
+        torch_optimizer.state[parameter] = expected["optimizer"][name]
+
+    tokens = torch.arange(34).view(2, 17) % 29
+    positions = torch.arange(16).expand(2, -1)
+    for _ in range(3):
+        loss = model(tokens[:, :-1], positions, labels=tokens[:, 1:]).mean()
+        reference_loss = reference(input_ids=tokens, labels=tokens).loss
+        assert loss.item() == pytest.approx(reference_loss.item(), abs=1e-6)
+        for step_loss, step_optimizer in ((loss, optimizer), (reference_loss, torch_optimizer)):
+            step_optimizer.zero_grad()
+            step_loss.backward()
+            step_optimizer.step()
 
 
 def test_whole_state_of_accelerate_is_read(folder, tmp_path, tmp_path_factory):
@@ -115,8 +147,12 @@ def test_verl_decays_all_parameters_which_is_reported(actor, caplog):
 
 
 def test_verl_folder_without_a_rank_is_rejected(actor):
-    with pytest.raises(NoCheckpointError, match="has checkpoints of verl: .* e.g. .*/actor"):
-        open_checkpoint(actor.parents[1])
+    root = actor.parents[1]
+    for tracker in (None, root / "latest_checkpointed_iteration.txt"):  # verl writes one, too
+        if tracker is not None:
+            tracker.write_text("2")
+        with pytest.raises(NoCheckpointError, match="has checkpoints of verl: .* e.g. .*/actor"):
+            open_checkpoint(root)
     other_rank = actor / "model_world_size_2_rank_1.pt"
     shutil.copy(actor / "model_world_size_2_rank_0.pt", other_rank)
     with pytest.raises(CheckpointError, match="rank 0 has shape .* or some are missing"):
