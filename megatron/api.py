@@ -25,6 +25,13 @@ from megatron.core.object_path import path_of
 from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS
 from megatron.core.run_checkpoint.source import Source
 from megatron.core.wings import resolve
+from megatron.transfer.deltas import (
+    DeltaReport,
+    Patch,
+    apply_delta,
+    read_patches,
+    write_delta,
+)
 from megatron.transfer.engine_tensors import list_engine_tensors, view_engine_tensors
 from megatron.transfer.routing import plan_transfer
 from megatron.transfer.schedule import Schedule, Transfer
@@ -34,19 +41,24 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ConversionReport",
+    "DeltaReport",
     "EditOptions",
+    "Patch",
     "ReadOptions",
     "Schedule",
     "Source",
     "Transfer",
     "WriteOptions",
+    "apply_delta",
     "convert",
     "list_engine_tensors",
     "merge",
     "open_checkpoint",
     "plan",
     "plan_transfer",
+    "read_patches",
     "view_engine_tensors",
+    "write_delta",
 ]
 
 # Imported for `plan`: converters start faster without them
