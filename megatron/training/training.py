@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -342,14 +342,14 @@ def _profiling(run: Run) -> Iterator[Callable[[int], None]]:
         yield profiler.before
 
 
-@contextmanager
-def _watched(config: Config, ps: ParallelState) -> Iterator[Callable[[Run], None]]:
-    """Yield a function that lets the flags of operations observe a run; call it once."""
-    if not config.operations.is_enabled:
-        yield lambda run: None
-        return
-    with resolve(WATCHED)(config, ps) as watch:
-        yield watch
+def _watched(config: Config, ps: ParallelState) -> AbstractContextManager[Callable[[Run], None]]:
+    """Return a context with a function that lets flags of operations observe a run.
+
+    Call the function once. It also lets the first step set scales of fp8.
+    """
+    if config.operations.is_enabled or config.model.fp8:
+        return resolve(WATCHED)(config, ps)
+    return nullcontext(lambda run: None)
 
 
 @contextmanager

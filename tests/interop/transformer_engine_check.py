@@ -319,7 +319,8 @@ def check_functions(te: types.ModuleType) -> None:
             )
     for kind in (te.Linear, te.LayerNormLinear, te.GroupedLinear):  # how scales are restored
         inspect.signature(kind.init_fp8_meta_tensors).bind(kind, made)
-    inspect.signature(te.fp8_autocast).bind(enabled=True, fp8_recipe=made, fp8_group=None)
+    options = {"calibrating": False, "fp8_recipe": made, "fp8_group": None}
+    inspect.signature(te.fp8_autocast).bind(enabled=True, **options)
     assert any(
         p.kind is p.VAR_KEYWORD for p in inspect.signature(te.checkpoint).parameters.values()
     )

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 
 from megatron.core.parallel_state import ParallelState
+from megatron.core.wings import resolve
 from megatron.training.config.run_config import Config
 from megatron.training.operations.collectives import CollectiveRecorder, recorded
 from megatron.training.operations.hangs import HangMonitor
@@ -22,6 +23,8 @@ from megatron.training.operations.straggler import StragglerDetector
 from megatron.training.run import Batch, Run
 
 logger = logging.getLogger(__name__)
+
+_FIRST_SCALES = "megatron.training.operations.first_scales:set_first_scales"
 
 
 @contextmanager
@@ -47,6 +50,8 @@ def _observe(
     stack: ExitStack, monitor: HangMonitor | None, recorder: CollectiveRecorder | None, run: Run
 ) -> None:
     _observe_results(run)
+    if run.config.model.low_precision == "delayed":
+        resolve(_FIRST_SCALES)(run)
     detector = None
     if run.config.operations.log_straggler:
         assert recorder is not None

@@ -272,6 +272,10 @@ class TEGroupedLinear(GroupedLinear, EngineLinearMixin):
 
     def _multiply(self, x: Tensor, splits: list[int]) -> Tensor:
         """Return the products of `splits` rows with each matrix."""
+        if STEP.calibration is not None:
+            STEP.calibration.record_experts(self, x, splits)
+            with te.fp8_autocast(enabled=False):
+                return self.engine(self, x, splits)
         if self._padding is None:
             return self.engine(self, x, splits)
         # The fp8 kernels require multiples of 16 or 32 rows per expert.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -27,6 +27,8 @@ class _Step:
     """The current optimizer step: weights are quantized in its first micro-batch only."""
 
     index: int = 0
+    calibration: Any = None
+    """`Calibration` that records maxima; while it is set, layers in fp8 compute in bf16."""
 
     def start(self) -> None:
         self.index += 1
@@ -87,6 +89,8 @@ class Engine:
         if self.has_own_weights:
             x = _RunGradHooks.apply(x, owner.weight)
         output: Tensor = self.module(x, *inputs, is_first_microbatch=is_first_microbatch)
+        if STEP.calibration is not None:
+            STEP.calibration.record(owner, output)
         return output
 
 
@@ -139,14 +143,29 @@ class EngineLinearMixin(FP8StateMixin):
         # A matrix product has three tensors in the forward pass: input, weight and output.
         if len(state["scale_fwd"]) != 3 * num_weights:
             return False
-        fp8_recipe = make_recipe(config)
-        module.fp8_meta |= {"recipe": fp8_recipe, "num_gemms": num_weights}
-        module.init_fp8_meta_tensors(fp8_recipe)
+        meta = self.prepare_fp8_state(config)
         for direction in _DIRECTIONS:
             for name in _STATE_NAMES:
-                target = getattr(module.fp8_meta[f"scaling_{direction}"], name)
+                target = getattr(meta[f"scaling_{direction}"], name)
                 target.copy_(state[f"{name}_{direction}"])
         return True
+
+    def prepare_fp8_state(self, config: TransformerConfig) -> dict[str, Any]:
+        """Create scales and histories unless they exist, and return the module's `fp8_meta`."""
+        module = self.engine.module
+        fp8_recipe = make_recipe(config)
+        num_weights = len(_find_weight_names(module))
+        module.fp8_meta |= {"recipe": fp8_recipe, "num_gemms": num_weights}
+        module.init_fp8_meta_tensors(fp8_recipe)
+        meta: dict[str, Any] = module.fp8_meta
+        return meta
+
+    def has_fp8_scales(self) -> bool:
+        """Return whether a step, a checkpoint or a calibration has set scales of gradients."""
+        meta = self.engine.module.fp8_meta
+        if "scaling_bwd" not in meta:
+            return False
+        return bool((meta["scaling_bwd"].scale != 1).any())
 
 
 def _find_weight_names(module: nn.Module) -> list[str]:
@@ -301,16 +320,31 @@ class TEPrecision(Precision):
         if self._recipe is None:
             return nullcontext()
         # All layers compute in low precision, except for those that `layer` excludes.
+        calibrates = STEP.calibration is not None
         context: AbstractContextManager[None] = te.fp8_autocast(
-            enabled=True, fp8_recipe=self._recipe, fp8_group=self.group
+            enabled=not calibrates,
+            calibrating=calibrates,
+            fp8_recipe=self._recipe,
+            fp8_group=self.group,
         )
         return context
 
     def layer(self, layer_number: int) -> AbstractContextManager[None]:
         if self._recipe is None or self.config.quantizes(layer_number):
             return nullcontext()
-        context: AbstractContextManager[None] = te.fp8_autocast(enabled=False)
-        return context
+        return _compute_in_bf16()
+
+
+@contextmanager
+def _compute_in_bf16() -> Iterator[None]:
+    """Leave fp8, and calibration, inside."""
+    calibration = STEP.calibration
+    STEP.calibration = None
+    try:
+        with te.fp8_autocast(enabled=False):
+            yield
+    finally:
+        STEP.calibration = calibration
 
 
 def _get_overlap_options(config: TransformerConfig, name: str) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """The documented behavior of the Transformer Engine modules in use, in plain torch.
 
-fp8 supports delayed scaling: tensors are rounded to e4m3 with scales from the maxima of earlier
-calls. All ranks of the group agree on the scales of every module, used or not, when the outermost
-autocast ends. nvfp4 rounds to e2m1 with a scale in e4m3 for each 16 elements of a row, and has no
+fp8 supports delayed scaling: inputs and weights are rounded to e4m3, gradients of outputs to e5m2
+(or e4m3, by the recipe), with scales from the maxima of earlier calls. All ranks of the group agree
+on the scales of every module, used or not: forward scales when the outermost autocast ends,
+backward scales after the backward pass of the first module that it contained. nvfp4 rounds to e2m1 with a scale in e4m3 for each 16 elements of a row, and has no
 state. Weights are rounded in the first micro-batch.
 """
 
@@ -25,7 +26,10 @@ CALLS = []  # (module, what it was told) of every forward pass of a linear layer
 
 class _Fp8:
     recipe = group = model_recipe = None
+    calibrating = False
     depth = 0
+    has_first = False  # whether a module has computed in the outermost autocast
+    recomputes = False
     modules = {}  # that computed in fp8, and the group of the autocast that they did it in first
 
 
@@ -38,17 +42,21 @@ def forget():
 
 @contextlib.contextmanager
 def fp8_autocast(enabled=True, calibrating=False, fp8_recipe=None, fp8_group=None):
-    before = _Fp8.recipe, _Fp8.group
-    _Fp8.recipe, _Fp8.group = (fp8_recipe, fp8_group) if enabled else (None, None)
+    before = _Fp8.recipe, _Fp8.group, _Fp8.calibrating
+    in_use = enabled or calibrating
+    _Fp8.recipe, _Fp8.group = (fp8_recipe, fp8_group) if in_use else (None, None)
+    _Fp8.calibrating = calibrating and not enabled
+    if _Fp8.depth == 0:
+        _Fp8.has_first = False
     _Fp8.depth += 1
     try:
         yield
     finally:
         _Fp8.depth -= 1
-        _Fp8.recipe, _Fp8.group = before
+        _Fp8.recipe, _Fp8.group, _Fp8.calibrating = before
         if enabled and _Fp8.depth == 0 and torch.is_grad_enabled():
             for module, group in _Fp8.modules.items():
-                module.update_scales(group)
+                module.update_scales("scaling_fwd", group)
 
 
 @contextlib.contextmanager
@@ -111,11 +119,19 @@ class _Gather(torch.autograd.Function):
 
 
 def checkpoint(function, *args, use_reentrant=True, **kwargs):
-    recipe = _Fp8.recipe
+    recipe = None if _Fp8.calibrating else _Fp8.recipe
+
+    @contextlib.contextmanager
+    def recomputing():
+        _Fp8.recomputes = True
+        try:
+            with fp8_autocast(recipe is not None, fp8_recipe=recipe):
+                yield
+        finally:
+            _Fp8.recomputes = False
 
     def contexts():
-        again = fp8_autocast(recipe is not None, fp8_recipe=recipe)
-        return contextlib.nullcontext(), again
+        return contextlib.nullcontext(), recomputing()
 
     return torch_checkpoint(
         function, *args, use_reentrant=use_reentrant, context_fn=contexts, **kwargs
@@ -152,10 +168,14 @@ class _Module(nn.Module):
             }
 
     def start(self):
-        self.fp8 = _Fp8.recipe is not None
+        self.calibrates = _Fp8.calibrating
+        self.fp8 = _Fp8.recipe is not None and not self.calibrates
         if self.fp8:
             _Fp8.modules.setdefault(self, _Fp8.group)
-        if self.fp8 and "scaling_fwd" not in self.fp8_meta:
+            if not _Fp8.recomputes:
+                self.is_first = not _Fp8.has_first
+                _Fp8.has_first = True
+        if (self.fp8 or self.calibrates) and "scaling_fwd" not in self.fp8_meta:
             self.fp8_meta |= {"recipe": _Fp8.recipe, "num_gemms": 1}
             self.init_fp8_meta_tensors(_Fp8.recipe)
 
@@ -179,15 +199,34 @@ class _Module(nn.Module):
         ).float() / meta.scale[slot]
         return x + (y.to(x.dtype) - x).detach()
 
-    def update_scales(self, group):
+    def calibrate(self, x, slot):
+        if self.fp8_meta["recipe"].delayed():
+            meta = self.fp8_meta["scaling_fwd"]
+            meta.amax_history[0, slot] = x.detach().abs().amax().float()
+
+    def rounded_gradient(self, dy):
+        """Return the gradient of an output, rounded with the scale of the first product."""
+        if not self.fp8 or not self.fp8_meta["recipe"].delayed():
+            return dy
+        meta = self.fp8_meta["scaling_bwd"]
+        amax = dy.abs().amax().float()
+        meta.amax_history[0, 0] = torch.maximum(meta.amax_history[0, 0], amax)
+        fp8_max = _format_maximum(self, "scaling_bwd")
+        dtype = torch.float8_e4m3fn if fp8_max == 448 else torch.float8_e5m2
+        scaled = (dy.float() * meta.scale[0]).clamp(-fp8_max, fp8_max)
+        return (scaled.to(dtype).float() / meta.scale[0]).to(dy.dtype)
+
+    def update_scales(self, direction, group):
         if not self.fp8_meta["recipe"].delayed():
             return
-        meta = self.fp8_meta["scaling_fwd"]
+        meta = self.fp8_meta[direction]
         if dist.is_initialized():
             dist.all_reduce(meta.amax_history[0], dist.ReduceOp.MAX, group=group)
         amax = meta.amax_history.amax(0)
         meta.scale = torch.where(
-            amax > 0, 448.0 / amax.clamp(min=1e-12) / 2 ** _margin(self), meta.scale
+            amax > 0,
+            _format_maximum(self, direction) / amax.clamp(min=1e-30) / 2 ** _margin(self),
+            meta.scale,
         )
         meta.amax_history = meta.amax_history.roll(-1, 0)
         meta.amax_history[0].zero_()
@@ -218,12 +257,17 @@ def _margin(module):
     return module.fp8_meta["recipe"].margin
 
 
+def _format_maximum(module, direction):
+    return module.fp8_meta["recipe"].fp8_format.value[direction == "scaling_bwd"]
+
+
 class _Product(torch.autograd.Function):
     """y = x W^T; the gradient of W is added to `main_grad` if accumulation is fused."""
 
     @staticmethod
-    def forward(ctx, x, weight, parameter, fused, overwrite):
+    def forward(ctx, x, weight, parameter, fused, overwrite, module):
         ctx.save_for_backward(x, weight)
+        ctx.module = module
         ctx.parameter = parameter
         ctx.fused = fused
         ctx.overwrite = overwrite
@@ -232,12 +276,18 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
+        module = ctx.module
+        if module is not None:
+            dy = module.rounded_gradient(dy)
         dw = dy.flatten(0, -2).t() @ x.flatten(0, -2)
-        if not ctx.fused:
-            return dy @ weight, dw, None, None, None
-        main_grad = ctx.parameter.main_grad
-        main_grad.copy_(dw) if ctx.overwrite else main_grad.add_(dw)
-        return dy @ weight, None, None, None, None
+        if ctx.fused:
+            main_grad = ctx.parameter.main_grad
+            main_grad.copy_(dw) if ctx.overwrite else main_grad.add_(dw)
+            dw = None
+        if module is not None and module.fp8 and module.is_first:
+            for other, group in _Fp8.modules.items():
+                other.update_scales("scaling_bwd", group)
+        return dy @ weight, dw, None, None, None, None
 
 
 class _Sum(torch.autograd.Function):
@@ -308,10 +358,13 @@ class Linear(_Module):
         )
         if self.mode == "column" and self.tp_size > 1:
             inp = _Sum.apply(inp, self.tp_group, False, self.sequence_parallel)
+        if self.calibrates:
+            self.calibrate(inp, 0)
+            self.calibrate(self.weight, 1)
         inp = self.rounded(inp, 0) if self.fp8 else inp
         weight = self.weight_for(self.weight, is_first_microbatch)
         first = is_first_microbatch is True
-        out = _Product.apply(inp, weight, self.weight, self.fuse_wgrad_accumulation, first)
+        out = _Product.apply(inp, weight, self.weight, self.fuse_wgrad_accumulation, first, self)
         if self.mode == "row" and self.tp_size > 1:
             out = _Sum.apply(out, self.tp_group, True, self.sequence_parallel)
         return out if self.bias is None else out + self.bias
@@ -403,7 +456,7 @@ class GroupedLinear(_Module):
         return torch.cat(
             [
                 _Product.apply(
-                    x, w.dequantize() if isinstance(w, Fp8Tensor) else w, w, fused, first
+                    x, w.dequantize() if isinstance(w, Fp8Tensor) else w, w, fused, first, None
                 )
                 for x, w in zip(inp.split(m_splits), weights, strict=True)
             ]
