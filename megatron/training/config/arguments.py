@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import difflib
+import functools
 import sys
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -158,6 +159,7 @@ class Spelling:
             raise ValueError(f"{name}: {word!r} is not {expected_type}") from None
 
 
+@functools.cache
 def _make_spellings(field: FlagField, section: type) -> dict[str, Spelling]:
     """Return every spelling of a field: `--name VALUE`, or both switches of a bool."""
     hint = flag_type(field, section)
