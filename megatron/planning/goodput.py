@@ -59,9 +59,9 @@ class SpentTime:
         return self.training / total
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Save:
-    """A save of a simulated run."""
+    """A save of a simulated run; a million of them are compared, by identity, with each other."""
 
     tier: SaveTier
     iteration: int
