@@ -64,15 +64,20 @@ CASES = [
 def test_every_form_has_the_same_state(tmp_path, args, layout):
     """torch_dist to legacy files of a layout, and back, with the optimizer."""
     source = random_source(args)
+    expected = read_all(source)
     write_torch_dist(source, tmp_path / "sharded")
     sharded = open_checkpoint(tmp_path / "sharded")
-    assert_same(read_all(sharded), read_all(source))
+    assert_same(read_all(sharded), expected)
+
     write_legacy(sharded, tmp_path / "legacy", layout)
     legacy = open_checkpoint(tmp_path / "legacy")
-    assert legacy.unused == [] and legacy.args["mtp_num_layers"] == 2
+    assert legacy.unused == []
+    assert legacy.args["mtp_num_layers"] == 2
     assert legacy.tensors.keys() == source.tensors.keys()
+
     write_torch_dist(legacy, tmp_path / "again")
-    assert_same(read_all(open_checkpoint(tmp_path / "again")), read_all(source))
+    again = open_checkpoint(tmp_path / "again")
+    assert_same(read_all(again), expected)
 
 
 def test_legacy_files_of_later_versions_have_another_name(tmp_path):
@@ -83,10 +88,12 @@ def test_legacy_files_of_later_versions_have_another_name(tmp_path):
     content = torch.load(path, weights_only=False)
     model = content["model"]
     for name in list(model):
-        model[name.replace(".transformer_layer.", ".mtp_model_layer.")] = model.pop(name)
+        new_name = name.replace(".transformer_layer.", ".mtp_model_layer.")
+        model[new_name] = model.pop(name)
     assert any("mtp.layers.1.mtp_model_layer.mlp" in name for name in model)
     torch.save(content, path)
-    assert_same(read_all(open_checkpoint(tmp_path / "legacy")), read_all(source))
+    renamed = open_checkpoint(tmp_path / "legacy")
+    assert_same(read_all(renamed), read_all(source))
 
 
 def test_legacy_files_of_the_last_stage_have_a_copy_of_the_embedding(tmp_path):
@@ -126,10 +133,15 @@ def test_other_forms_are_refused(tmp_path):
 
 def test_layers_can_be_left_out(tmp_path):
     write_torch_dist(random_source(ARGS), tmp_path / "run")
-    words = ("--load-dir", tmp_path / "run", "--save-dir", tmp_path / "hf", "--saver", "hf")
+    target = tmp_path / "hf"
+    words = ("--load-dir", tmp_path / "run", "--save-dir", target, "--saver", "hf")
     refused = run_convert(*words)
-    assert refused.returncode == 1 and "mtp_num_layers = None instead of 2" in refused.stderr
+    assert refused.returncode == 1
+    assert "mtp_num_layers = None instead of 2" in refused.stderr
+
     written = run_convert(*words, "--mtp-num-layers", "0", "--save-optim-sidecar")
-    assert written.returncode == 0 and "multi-token prediction: left out" in written.stdout
-    tensors = open_checkpoint(tmp_path / "hf").tensors
-    assert len(tensors) > 100 and not any("mtp." in key for key in tensors)
+    assert written.returncode == 0
+    assert "multi-token prediction: left out" in written.stdout
+    keys = list(open_checkpoint(target).tensors)
+    assert len(keys) > 100
+    assert not any("mtp." in key for key in keys)

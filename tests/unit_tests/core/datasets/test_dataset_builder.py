@@ -119,16 +119,19 @@ def test_blend_shares_hold_at_any_length(data):
 
 def test_blend_without_weights_is_read_once(data):
     train, _, _ = build((None, 0, 0), data_path=["a", "b", "c"], split="1")
+    size = len(train)
     lengths = [len(member) for member in train.members]
-    assert len(train) == sum(lengths) and source_counts(train, len(train)) == lengths
-    drawn = set(zip(train.dataset_index.tolist(), train.dataset_sample_index.tolist(), strict=True))
-    assert len(drawn) == len(train)
-    everything = build((len(train), 0, 0), data_path=["a", "b", "c"], split="1")[0]
+    assert size == sum(lengths)
+    assert source_counts(train, size) == lengths
+    members = train.dataset_index.tolist()
+    samples = train.dataset_sample_index.tolist()
+    drawn = set(zip(members, samples, strict=True))
+    assert len(drawn) == size
+
+    everything, _, _ = build((size, 0, 0), data_path=["a", "b", "c"], split="1")
     np.testing.assert_array_equal(everything.dataset_index, train.dataset_index)
-    with pytest.raises(
-        ValueError,
-        match=r"201 samples are requested of a blend without weights, .* holds 197 \(124 \+",
-    ):
+    message = r"201 samples are requested of a blend without weights, .* holds 197 \(124 \+"
+    with pytest.raises(ValueError, match=message):
         build((201, 0, 0), data_path=["a", "b", "c"], split="1")
 
 
@@ -172,10 +175,13 @@ def test_token_digest_of_a_blend_reads_at_most_as_many_blocks_as_requested(data,
 
 def test_longer_blend_begins_with_the_same_samples(data):
     path = ["1", "a", "1", "b"]
-    short, long = (build((size, 0, 0), data_path=path, split="1")[0] for size in (50, 60))
-    assert len(short) < len(long) and short.fingerprint == long.fingerprint
-    for i in range(len(short)):
-        np.testing.assert_array_equal(short[i]["tokens"], long[i]["tokens"])
+    short, _, _ = build((50, 0, 0), data_path=path, split="1")
+    long, _, _ = build((60, 0, 0), data_path=path, split="1")
+    assert len(short) < len(long)
+    assert short.fingerprint == long.fingerprint
+    for index in range(len(short)):
+        tokens = short[index]["tokens"]
+        np.testing.assert_array_equal(tokens, long[index]["tokens"])
 
 
 def test_member_too_small_for_its_weight_is_an_error(data):

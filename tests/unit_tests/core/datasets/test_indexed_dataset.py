@@ -30,10 +30,15 @@ def edit(path: Path, offset: int, data: bytes) -> None:
 @pytest.mark.parametrize("use_mmap", [True, False])
 def test_round_trip(tmp_path, dtype, use_mmap):
     sequences = [[1, 2, 3], [127], [5] * 100, [0, 9]]
-    dataset = IndexedDataset(write(tmp_path / "d", sequences, dtype), use_mmap)
-    assert dataset.dtype == np.dtype(dtype) and len(dataset) == 4
-    for i, sequence in enumerate(sequences):
-        assert dataset[i].dtype == np.dtype(dtype) and dataset[i].tolist() == sequence
+    dtype = np.dtype(dtype)
+    prefix = write(tmp_path / "d", sequences, dtype)
+    dataset = IndexedDataset(prefix, use_mmap)
+    assert dataset.dtype == dtype
+    assert len(dataset) == 4
+    for index, sequence in enumerate(sequences):
+        tokens = dataset[index]
+        assert tokens.dtype == dtype
+        assert tokens.tolist() == sequence
     assert dataset.read(2, 3, 4).tolist() == [5] * 4
     assert dataset.read(0, 1).tolist() == [2, 3]
     assert dataset.read(0, 3).tolist() == []
@@ -46,9 +51,12 @@ def test_documents_of_several_sequences(tmp_path):
     with IndexedDatasetBuilder(tmp_path / "d", np.int32) as builder:
         builder.add([1, 2, 3], [1, 2])
         builder.add([4, 5, 6, 7], [2, 1, 1], [1, 2])
-        assert (builder.num_documents, builder.num_sequences, builder.num_tokens) == (3, 5, 7)
+        assert builder.num_documents == 3
+        assert builder.num_sequences == 5
+        assert builder.num_tokens == 7
     dataset = IndexedDataset(tmp_path / "d")
-    assert [s.tolist() for s in map(dataset.read, range(5))] == [[1], [2, 3], [4, 5], [6], [7]]
+    sequences = [dataset.read(index).tolist() for index in range(5)]
+    assert sequences == [[1], [2, 3], [4, 5], [6], [7]]
     assert dataset.documents.tolist() == [0, 2, 3, 5]
 
 
@@ -65,10 +73,11 @@ def test_files_equal_megatron_lms(tmp_path, name):
     golden = IndexedDataset(GOLDEN / name)
     assert golden.dtype == np.uint16
     with IndexedDatasetBuilder(tmp_path / name, golden.dtype) as builder:
-        for i in range(len(golden)):
-            builder.add(golden[i])
-    for suffix in (".bin", ".idx"):
-        assert (tmp_path / (name + suffix)).read_bytes() == (GOLDEN / (name + suffix)).read_bytes()
+        for index in range(len(golden)):
+            builder.add(golden[index])
+    for file in (f"{name}.bin", f"{name}.idx"):
+        content = (tmp_path / file).read_bytes()
+        assert content == (GOLDEN / file).read_bytes()
 
 
 def test_token_dtype():
@@ -157,8 +166,10 @@ BIN_DAMAGE = {
 @pytest.mark.parametrize("damage", BIN_DAMAGE)
 def test_damaged_tokens_file_is_rejected(tmp_path, damage):
     change, message = BIN_DAMAGE[damage]
-    path = write(tmp_path / "d", [[1, 2], [3, 4, 5, 6]]).with_suffix(".bin")
-    path.write_bytes(change(path.read_bytes()))
+    prefix = write(tmp_path / "d", [[1, 2], [3, 4, 5, 6]])
+    path = prefix.with_suffix(".bin")
+    content = path.read_bytes()
+    path.write_bytes(change(content))
     with pytest.raises(ValueError, match=message):
         IndexedDataset(tmp_path / "d")
 

@@ -18,7 +18,6 @@ from megatron.core.optimizer.update_rules import UPDATE_RULES
 from megatron.core.parallel_config import ParallelConfig
 from megatron.core.parallel_state import ParallelState
 from megatron.core.sharding import Sharding
-from tests.support.compare import assert_same
 from tests.support.tiny_ddp_model import HIDDEN, LAYERS, assemble, build, train
 
 ONE = ParallelState.for_rank(ParallelConfig())
@@ -36,20 +35,32 @@ def step_on_noise(config, steps=8, bad_step=None):
     """Return initial parameters, random gradients, final parameters, and the optimizer."""
     chunk, optimizer = build(ONE, DistributedDataParallelConfig(), OptimizerConfig(**config))
     generator = torch.Generator().manual_seed(0)
-    names = [name for name, _ in chunk.module.named_parameters()]
     params = dict(chunk.module.named_parameters())
-    start = {name: p.detach().clone() for name, p in params.items()}
+    first_param = next(iter(params.values()))
+    start = {name: param.detach().clone() for name, param in params.items()}
     gradients = []
     for step in range(steps):
-        gradients.append(
-            {name: torch.randn(p.shape, generator=generator) for name, p in params.items()}
-        )
-        for name in names:
-            params[name].main_grad.copy_(gradients[-1][name])
+        step_gradients = {}
+        for name, param in params.items():
+            gradient = torch.randn(param.shape, generator=generator)
+            param.main_grad.copy_(gradient)
+            step_gradients[name] = gradient
+        gradients.append(step_gradients)
         if step == bad_step:
-            params[names[0]].main_grad.view(-1)[0] = math.inf
+            first_param.main_grad.view(-1)[0] = math.inf
         optimizer.step()
-    return start, gradients, {name: p.detach() for name, p in params.items()}, optimizer
+    end = {name: param.detach() for name, param in params.items()}
+    return start, gradients, end, optimizer
+
+
+def list_gradients(gradients, name):
+    """Return the gradients of a parameter in all steps, in double precision."""
+    return [step_gradients[name].double() for step_gradients in gradients]
+
+
+def assert_end(end, name, expected, atol=1e-6):
+    """Compare a parameter after the last step with one in double precision."""
+    torch.testing.assert_close(end[name].double(), expected, rtol=1e-4, atol=atol)
 
 
 def has_weight_decay(name):
@@ -69,11 +80,12 @@ def test_lion_matches_the_paper():
         num_matrices += 1
         mean = torch.zeros_like(param, dtype=torch.float64)
         param = param.double()
-        for gradient in (g[name].double() for g in gradients):
+        for gradient in list_gradients(gradients, name):
             direction = torch.sign(0.9 * mean + 0.1 * gradient)
             mean = 0.999 * mean + 0.001 * gradient
-            param = param - 0.01 * (direction + 0.1 * param)
-        torch.testing.assert_close(end[name].double(), param, rtol=1e-4, atol=1e-6)
+            decayed = direction + 0.1 * param
+            param = param - 0.01 * decayed
+        assert_end(end, name, param)
     assert num_matrices > 1
 
 
@@ -81,73 +93,114 @@ def test_ademamix_matches_the_paper():
     start, gradients, end, _ = step_on_noise(ADEMAMIX)
     for name, param in start.items():
         fast = slow = square = torch.zeros_like(param, dtype=torch.float64)
+        weight_decay = 0.1 if has_weight_decay(name) else 0.0
         param = param.double()
-        for t, gradient in enumerate((g[name].double() for g in gradients), start=1):
-            alpha = min(4.0, 4.0 * t / 4)
-            log1 = math.log(0.9)
-            log3 = math.log(0.99)
-            done = min(1.0, t / 6)
-            beta3 = min(0.99, math.exp(log1 * log3 / ((1 - done) * log3 + done * log1)))
+        for t, gradient in enumerate(list_gradients(gradients, name), start=1):
+            # Means
+            beta3 = interpolate_beta3(t)
             fast = 0.9 * fast + 0.1 * gradient
             slow = beta3 * slow + (1 - beta3) * gradient
             square = 0.999 * square + 0.001 * gradient**2
-            direction = (fast / (1 - 0.9**t) + alpha * slow) / (
-                (square / (1 - 0.999**t)).sqrt() + 1e-8
-            )
-            param = param - 0.01 * (direction + (0.1 if has_weight_decay(name) else 0.0) * param)
-        torch.testing.assert_close(end[name].double(), param, rtol=1e-4, atol=1e-6)
+
+            # Step
+            alpha = min(4.0, 4.0 * t / 4)
+            corrected_fast = fast / (1 - 0.9**t)
+            corrected_square = square / (1 - 0.999**t)
+            denominator = corrected_square.sqrt() + 1e-8
+            direction = (corrected_fast + alpha * slow) / denominator
+            param = param - 0.01 * (direction + weight_decay * param)
+        assert_end(end, name, param)
+
+
+def interpolate_beta3(t):
+    """Return the coefficient of the slow mean, which grows from 0.9 to 0.99 in 6 steps."""
+    log1 = math.log(0.9)
+    log3 = math.log(0.99)
+    done = min(1.0, t / 6)
+    denominator = (1 - done) * log3 + done * log1
+    beta3 = math.exp(log1 * log3 / denominator)
+    return min(0.99, beta3)
 
 
 def test_ademamix_warmup_of_the_slow_mean():
     steps = torch.tensor([0.0, 50.0, 100.0, 1000.0])
     betas = compute_slow_beta(steps, 0.9, 0.9999, 100)
-    assert betas[0] == pytest.approx(0.9) and betas.diff().ge(0).all()
-    assert betas[2] == betas[3] == pytest.approx(0.9999)
-    half_lives = math.log(0.5) / betas.double().log()
-    middle = (math.log(0.5) / math.log(0.9) + math.log(0.5) / math.log(0.9999)) / 2
-    assert half_lives[1] == pytest.approx(middle, rel=1e-2)  # grows linearly
-    assert compute_slow_weight(steps, 8.0, 100).tolist() == pytest.approx([0.0, 4.0, 8.0, 8.0])
-    assert compute_slow_weight(steps, 8.0, None).tolist() == [8.0] * 4
+    assert betas[0] == pytest.approx(0.9)
+    assert betas.diff().ge(0).all()
+    assert betas[2] == pytest.approx(0.9999)
+    assert betas[2] == betas[3]
+
+    # The half-life grows linearly.
+    log_half = math.log(0.5)
+    half_lives = log_half / betas.double().log()
+    first = log_half / math.log(0.9)
+    last = log_half / math.log(0.9999)
+    assert half_lives[1] == pytest.approx((first + last) / 2, rel=1e-2)
+
+    weights = compute_slow_weight(steps, 8.0, 100)
+    assert weights.tolist() == pytest.approx([0.0, 4.0, 8.0, 8.0])
+    constant_weights = compute_slow_weight(steps, 8.0, None)
+    assert constant_weights.tolist() == [8.0] * 4
 
 
 @pytest.mark.parametrize("shape", [(16, 16), (24, 8), (8, 40)])
 @pytest.mark.parametrize("kind", ["simple", "quintic"])
 def test_orthogonalize_keeps_singular_vectors(shape, kind):
-    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    generator = torch.Generator().manual_seed(1)
+    matrix = torch.randn(shape, generator=generator, dtype=torch.float64)
     u, _, v = torch.linalg.svd(matrix, full_matrices=False)
     result = orthogonalize(matrix, kind)
     values = u.mT @ result @ v.mT
-    torch.testing.assert_close(values, values.diagonal().diag(), rtol=0, atol=1e-9)
-    assert values.diagonal().min() > 0.3 and values.diagonal().max() < 1.35
+    diagonal = values.diagonal()
+    torch.testing.assert_close(values, diagonal.diag(), rtol=0, atol=1e-9)
+    assert diagonal.min() > 0.3
+    assert diagonal.max() < 1.35
 
 
 def test_compute_scale():
-    assert compute_scale(9, 4, "spectral") == compute_scale(4, 9, "spectral") == 3.0
-    assert compute_scale(16, 4, "unit_rms_norm") == compute_scale(16, 4, "shape_scaling") == 2.0
-    assert (
-        compute_scale(4, 16, "unit_rms_norm") == 0.5
-        and compute_scale(4, 16, "shape_scaling") == 1.0
-    )
+    scales = {
+        (9, 4, "spectral"): 3.0,
+        (4, 9, "spectral"): 3.0,
+        (16, 4, "unit_rms_norm"): 2.0,
+        (16, 4, "shape_scaling"): 2.0,
+        (4, 16, "unit_rms_norm"): 0.5,
+        (4, 16, "shape_scaling"): 1.0,
+    }
+    for arguments, expected in scales.items():
+        assert compute_scale(*arguments) == expected
 
 
 def test_muon_updates_matrices_and_adam_other_parameters():
     start, gradients, end, optimizer = step_on_noise(MUON)
     matrices = [name for name in start if name.endswith("linear.weight")]
-    assert len(matrices) == LAYERS and start[matrices[0]].shape == (HIDDEN, HIDDEN)
+    assert len(matrices) == LAYERS
+    scale = HIDDEN**0.5 * 0.2
     for name in matrices:
         param = start[name].double()
-        mean = torch.zeros(HIDDEN, HIDDEN, dtype=torch.float64)
-        for gradient in (g[name].double() for g in gradients):
+        assert param.shape == (HIDDEN, HIDDEN)
+        mean = torch.zeros_like(param)
+        for gradient in list_gradients(gradients, name):
             mean = 0.9 * mean + 0.1 * gradient
-            update = orthogonalize(0.1 * gradient + 0.9 * mean) * HIDDEN**0.5 * 0.2
+            nesterov = 0.1 * gradient + 0.9 * mean
+            update = orthogonalize(nesterov) * scale
             param = param - 0.01 * (update + 0.1 * param)
-        torch.testing.assert_close(end[name].double(), param, rtol=1e-4, atol=1e-5)
+        assert_end(end, name, param, atol=1e-5)
+
     _, _, adam, _ = step_on_noise({**MUON, "optimizer": "adam"})
-    others = set(start) - set(matrices)
-    assert_same({name: end[name] for name in others}, {name: adam[name] for name in others})
-    assert not torch.equal(end[matrices[0]], adam[matrices[0]])
-    kept = [set(shard.state) for shard in optimizer.shards]
-    assert {"momentum_buffer"} in kept and {"exp_avg", "exp_avg_sq"} in kept
+    for name in start:
+        is_same = torch.equal(end[name], adam[name])
+        assert is_same == (name not in matrices)
+    state_names = [set(shard.state) for shard in optimizer.shards]
+    assert {"momentum_buffer"} in state_names
+    assert {"exp_avg", "exp_avg_sq"} in state_names
+
+
+def list_tensors(optimizer):
+    """Return the parameters and the state of an optimizer."""
+    tensors = []
+    for shard in optimizer.shards:
+        tensors += shard.tensors.values()
+    return tensors
 
 
 @pytest.mark.parametrize("config", [ADEMAMIX, MUON], ids=lambda c: c["optimizer"])
@@ -156,35 +209,39 @@ def test_nonfinite_gradient_changes_nothing(config, bad_step):
     chunk, optimizer = build(ONE, DistributedDataParallelConfig(), OptimizerConfig(**config))
     params = dict(chunk.module.named_parameters())
     for step in range(5):
-        before = [t.clone() for shard in optimizer.shards for t in shard.tensors.values()]
+        before = [tensor.clone() for tensor in list_tensors(optimizer)]
+        gradient = math.nan if step == bad_step else 0.1 * (step + 1)
         for param in params.values():
-            param.main_grad.fill_(math.nan if step == bad_step else 0.1 * (step + 1))
+            param.main_grad.fill_(gradient)
         optimizer.step()
-        after = [t for shard in optimizer.shards for t in shard.tensors.values()]
-        same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-        assert same == (step == bad_step)
-        assert all(t.isfinite().all() for t in after)
+        after = list_tensors(optimizer)
+        is_same = all(map(torch.equal, before, after))
+        assert is_same == (step == bad_step)
+        for tensor in after:
+            assert tensor.isfinite().all()
 
 
 @pytest.mark.parametrize("config", [ADEMAMIX, MUON], ids=lambda c: c["optimizer"])
 def test_distributed_optimizer_matches_one_process(pool, config):
     alone = train(0, 1, {}, config, 6, 1)
+    expected_params = alone["params"]
+    expected_state = assemble([alone["state"]])
     sharded = {
         "use_distributed_optimizer": True,
         "overlap_grad_reduce": True,
         "ddp_bucket_size": 500,
     }
-    for ddp, count in (({}, 1), (sharded, 1)):
-        runs = pool.run(train, 2, ddp, config, 6, count)
+    for ddp in ({}, sharded):
+        runs = pool.run(train, 2, ddp, config, 6, 1)
         for run in runs:
             for name, value in run["params"].items():
-                torch.testing.assert_close(
-                    value, alone["params"][name], rtol=2e-4, atol=2e-5, msg=name
-                )
-        state, expected = (assemble([run["state"] for run in group]) for group in (runs, [alone]))
-        assert state.keys() == expected.keys()
+                expected = expected_params[name]
+                torch.testing.assert_close(value, expected, rtol=2e-4, atol=2e-5, msg=name)
+        state = assemble([run["state"] for run in runs])
+        assert state.keys() == expected_state.keys()
         for key, value in state.items():
-            torch.testing.assert_close(value, expected[key], rtol=1e-3, atol=1e-5, msg=key)
+            expected = expected_state[key]
+            torch.testing.assert_close(value, expected, rtol=1e-3, atol=1e-5, msg=key)
 
 
 def orthogonalize_part(rank, world_size, whole, dim, blocks):
@@ -202,14 +259,13 @@ def test_matrix_split_over_tp_is_orthogonalized_as_a_whole(pool, dim, blocks):
     parts = pool.run(orthogonalize_part, 2, whole, dim, blocks)
     expected = orthogonalize(whole) * (32 / 12) ** 0.5
     if blocks:  # queries, keys and values of 4 groups
-        expected = torch.empty(4, 8, 12)
-        for start, stop in ((0, 4), (4, 6), (6, 8)):
-            rows = whole.view(4, 8, 12)[:, start:stop]
+        groups = []
+        for rows in whole.view(4, 8, 12).split(blocks, dim=1):
             matrix = rows.reshape(-1, 12)
-            expected[:, start:stop] = (orthogonalize(matrix) * (len(matrix) / 12) ** 0.5).view(
-                rows.shape
-            )
-        expected = expected.view(32, 12)
+            scale = (len(matrix) / 12) ** 0.5
+            result = orthogonalize(matrix) * scale
+            groups.append(result.view(rows.shape))
+        expected = torch.cat(groups, 1).view(32, 12)
     torch.testing.assert_close(torch.cat(parts, dim), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -217,12 +273,12 @@ def test_matrix_split_over_tp_is_orthogonalized_as_a_whole(pool, dim, blocks):
 def test_each_expert_is_orthogonalized_separately(pool, dim):
     experts = torch.randn(3, 32, 12, generator=torch.Generator().manual_seed(3))
     parts = pool.run(orthogonalize_part, 2, experts, dim, ())
-    expected = torch.stack([orthogonalize(matrix) for matrix in experts]) * (32 / 12) ** 0.5
+    scale = (32 / 12) ** 0.5
+    expected = torch.stack([orthogonalize(matrix) * scale for matrix in experts])
     torch.testing.assert_close(torch.cat(parts, dim - 2), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_registry_lists_the_choices_of_the_flag():
-    (optimizer,) = [
-        field for field in dataclasses.fields(OptimizerConfig) if field.name == "optimizer"
-    ]
-    assert optimizer.metadata["choices"] == tuple(UPDATE_RULES)
+    fields = {field.name: field for field in dataclasses.fields(OptimizerConfig)}
+    choices = fields["optimizer"].metadata["choices"]
+    assert choices == tuple(UPDATE_RULES)

@@ -196,12 +196,14 @@ def compare(
 
 @pytest.mark.parametrize("layout", [(4, 2), (4, 2, 2), (5, 4, 1, 2)], ids=str)
 def test_forward_only_computes_losses_without_gradients(pool, layout):
-    [(losses, _)] = pool.run(run_serial, 1, layout[0], 6, torch.float32)
-    results = pool.run(
-        partial(run_pipeline, forward_only=True), layout[1], layout, 6, torch.float32
-    )
-    assert torch.equal(results[-1][0], losses)
-    assert all(grad is None for _, grads in results for grad in grads.values())
+    num_layers, world_size = layout[:2]
+    [(expected, _)] = pool.run(run_serial, 1, num_layers, 6, torch.float32)
+    run_forward = partial(run_pipeline, forward_only=True)
+    results = pool.run(run_forward, world_size, layout, 6, torch.float32)
+    losses, _ = results[-1]
+    assert torch.equal(losses, expected)
+    for _, gradients in results:
+        assert all(gradient is None for gradient in gradients.values())
 
 
 def count_gradients_after_callback(

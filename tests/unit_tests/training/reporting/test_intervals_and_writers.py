@@ -33,8 +33,11 @@ def closed_interval(rank, world_size, tp=1, pp=1):
     times = iter([10.0, 11.0, 15.0, 17.0])  # the start, the pause, the end
     log = TrainingLog(ps, CPU, flops_per_token=1e6, seq_length=16, clock=lambda: next(times))
     for iteration in (1, 2):
-        value = float(iteration + ps.dp.rank) if ps.pp.is_last else 0.0
-        log.record(*pending(iteration, torch.tensor([2 * value, 2.0 if ps.pp.is_last else 0.0])))
+        loss_and_count = torch.zeros(2)
+        if ps.pp.is_last:
+            loss = float(iteration + ps.dp.rank)
+            loss_and_count = torch.tensor([2 * loss, 2.0])
+        log.record(*pending(iteration, loss_and_count))
     with log.paused():
         pass
     return log.close_interval()
@@ -45,9 +48,12 @@ def closed_interval(rank, world_size, tp=1, pp=1):
 )
 def test_losses_are_means_over_replicas_known_to_every_rank(pool, tp, pp, losses):
     for interval in pool.run(closed_interval, 2, tp, pp):
-        assert [it.lm_loss for it in interval.iterations] == losses
-        assert [it.grad_norm for it in interval.iterations] == [1.0, 2.0]
-        assert interval.tokens == 2 * 8 * 16 and interval.flops == 2 * 8 * 16 * 1e6
+        actual_losses = [iteration.lm_loss for iteration in interval.iterations]
+        assert actual_losses == losses
+        grad_norms = [iteration.grad_norm for iteration in interval.iterations]
+        assert grad_norms == [1.0, 2.0]
+        assert interval.tokens == 256  # 2 iterations of 8 samples of 16 tokens
+        assert interval.flops == 256e6
         assert interval.seconds == 3.0  # without the pause
 
 
@@ -213,11 +219,12 @@ def test_tensorboard_shows_repeated_iterations_once(pool, tmp_path):
         writer.interval(*pool.run(interval_of, 1, iterations))
         writer.close()
     expected = [(iteration, values[iteration]) for iteration in (1, 2, 3)]
-    events = EventAccumulator(str(tmp_path)).Reload().Scalars("lm loss")
-    assert [(event.step, event.value) for event in events] == expected
-    sample_events = EventAccumulator(str(tmp_path / "samples")).Reload()
-    events = sample_events.Scalars("lm loss vs samples")
-    assert [(event.step / 8, event.value) for event in events] == expected
+    events = EventAccumulator(str(tmp_path)).Reload()
+    curve = [(event.step, event.value) for event in events.Scalars("lm loss")]
+    assert curve == expected
+    events = EventAccumulator(str(tmp_path / "samples")).Reload()
+    curve = [(event.step / 8, event.value) for event in events.Scalars("lm loss vs samples")]
+    assert curve == expected
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -82,36 +82,43 @@ def test_tables_are_read_as_json_lines_are(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import ipc, parquet
 
-    table = pyarrow.Table.from_pylist([json.loads(line) for line in LINES.splitlines()])
+    rows = [json.loads(line) for line in LINES.splitlines()]
+    table = pyarrow.Table.from_pylist(rows)
     parquet.write_table(table, tmp_path / "a.parquet", row_group_size=5)
     with ipc.new_stream(str(tmp_path / "b.arrow"), table.schema) as writer:
         writer.write_table(table, max_chunksize=5)
     (tmp_path / "c.jsonl").write_bytes(LINES)
     expected, _ = read_records(tmp_path / "c.jsonl")
+    row_numbers = list(range(1, 13))
     for name in ("a.parquet", "b.arrow"):
-        assert read_records(tmp_path / name) == (expected, list(range(1, 13)))
-    (tmp_path / "d.parquet").write_bytes(b"no table")
+        records = read_records(tmp_path / name)
+        assert records == (expected, row_numbers)
+    damaged = tmp_path / "d.parquet"
+    damaged.write_bytes(b"no table")
     with pytest.raises(ValueError, match=r"d\.parquet: cannot be read"):
-        read_records(tmp_path / "d.parquet")
+        read_records(damaged)
 
 
 def test_folders_and_patterns(tmp_path):
     names = ("data/test-0.parquet", "data/train-0.jsonl", "data/train-1.jsonl.gz", "info.json")
-    for name in names:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
-    train = [str(tmp_path / name) for name in names[1:3]]
-    assert find_data_files(str(tmp_path)) == train
-    assert find_data_files(str(tmp_path / "data/train-*")) == train
-    assert find_data_files(str(tmp_path / names[0])) == [str(tmp_path / names[0])]
-    with pytest.raises(ValueError, match=r"absent: no such file or folder"):
-        find_data_files(str(tmp_path / "absent"))
-    (tmp_path / "notes.txt").touch()
-    with pytest.raises(ValueError, match=r"notes\.txt: its name does not end with \.jsonl"):
-        find_data_files(str(tmp_path / "notes.txt"))
+    for name in (*names, "notes.txt"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    test_file, *train_files = [str(tmp_path / name) for name in names[:3]]
+    assert find_data_files(str(tmp_path)) == train_files
+    assert find_data_files(str(tmp_path / "data/train-*")) == train_files
+    assert find_data_files(test_file) == [test_file]
+
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"empty: the folder has no \.jsonl"):
-        find_data_files(str(tmp_path / "empty"))
+    problems = {
+        "absent": r"absent: no such file or folder",
+        "notes.txt": r"notes\.txt: its name does not end with \.jsonl",
+        "empty": r"empty: the folder has no \.jsonl",
+    }
+    for name, message in problems.items():
+        with pytest.raises(ValueError, match=message):
+            find_data_files(str(tmp_path / name))
 
 
 def test_damaged_files_are_errors(tmp_path):
