@@ -18,6 +18,7 @@ from megatron.conversion.huggingface.directory_writer import write_huggingface
 from megatron.conversion.options import WriteOptions
 from megatron.core.run_checkpoint.formats import is_huggingface
 from tests import ROOT
+from tests.support.boxes import index_box
 from tests.support.compare import assert_same, read_whole
 from tests.support.distributed import DistributedPool
 from tests.unit_tests.conversion.filled_model import model_logits, tensor_parallel_logits
@@ -239,7 +240,7 @@ def test_boxes_equal_slices_of_the_tensor(name: str, matrix: dict[str, Path]) ->
                 int(random.integers(extent - at)) + 1
                 for at, extent in zip(start, info.shape, strict=True)
             )
-            box = tuple(slice(at, at + extent) for at, extent in zip(start, shape, strict=True))
+            box = index_box(start, shape)
             assert torch.equal(source.tensors[key].read(tuple(start), shape), whole[box]), (
                 key,
                 start,

@@ -25,6 +25,7 @@ from megatron.core.dist_checkpointing import (
 )
 from megatron.core.safe_files import safe_load
 from tests import ROOT
+from tests.support.boxes import index_box
 from tests.support.compare import assert_same, read_all, read_whole
 from tests.support.memory_source import LLAMA_ARGS, random_source
 
@@ -182,7 +183,7 @@ def test_read_box_across_pieces():
         ((47, 0), (2, 16)),
         ((95, 15), (1, 1)),
     ]:
-        place = tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
+        place = index_box(offset, shape)
         assert torch.equal(source.tensors[key].read(offset, shape), whole[place])
 
 

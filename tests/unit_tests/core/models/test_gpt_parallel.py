@@ -13,6 +13,7 @@ from megatron.core.parallel_config import ParallelConfig
 from megatron.core.parallel_state import ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.core.transformer.transformer_config import TransformerConfig
+from tests.support.boxes import index_box
 
 SEQ = 16
 BATCH = 2
@@ -195,7 +196,7 @@ def batch():
 
 
 def get_slices(box):
-    return tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))
+    return index_box(box.offset, box.shape)
 
 
 def list_boxes(model, of_gradients=False):

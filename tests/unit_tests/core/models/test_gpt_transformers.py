@@ -8,6 +8,7 @@ import transformers
 
 from megatron.core.models import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
+from tests.support.boxes import index_box
 
 VOCAB = 67
 SEQ = 24
@@ -288,7 +289,7 @@ def test_logits_and_gradients_equal_transformers(name):
     for key, entry in state.items():
         assert entry.global_shape == tuple(weights[key].shape), key
         for box in entry.boxes:
-            place = tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))
+            place = index_box(box.offset, box.shape)
             box.tensor.copy_(weights[key][place])
 
     tokens = torch.randint(VOCAB, (BATCH, SEQ + 1))
