@@ -16,7 +16,7 @@ from torch import Tensor
 Decoder = Callable[[Tensor], Tensor]
 
 
-class Encoding(NamedTuple):
+class BlockEncoding(NamedTuple):
     """The blocks of an encoding."""
 
     name: str  # in the names of files
@@ -264,20 +264,20 @@ def _decode_mxfp4(blocks: Tensor) -> Tensor:
 
 # Number of the type in files -> encoding.
 ENCODINGS = {
-    0: Encoding("F32", 1, 4, dtype=torch.float32),
-    1: Encoding("F16", 1, 2, dtype=torch.float16),
-    30: Encoding("BF16", 1, 2, dtype=torch.bfloat16),
-    2: Encoding("Q4_0", 32, 18, decode=_decode_q4_0),
-    3: Encoding("Q4_1", 32, 20, decode=_decode_q4_1),
-    6: Encoding("Q5_0", 32, 22, decode=_decode_q5_0),
-    7: Encoding("Q5_1", 32, 24, decode=_decode_q5_1),
-    8: Encoding("Q8_0", 32, 34, decode=_decode_q8_0),
-    10: Encoding("Q2_K", 256, 84, decode=_decode_q2_k),
-    11: Encoding("Q3_K", 256, 110, decode=_decode_q3_k),
-    12: Encoding("Q4_K", 256, 144, decode=_decode_q4_k),
-    13: Encoding("Q5_K", 256, 176, decode=_decode_q5_k),
-    14: Encoding("Q6_K", 256, 210, decode=_decode_q6_k),
-    20: Encoding("IQ4_NL", 32, 18, decode=_decode_iq4_nl),
-    23: Encoding("IQ4_XS", 256, 136, decode=_decode_iq4_xs),
-    39: Encoding("MXFP4", 32, 17, decode=_decode_mxfp4),
+    0: BlockEncoding("F32", 1, 4, dtype=torch.float32),
+    1: BlockEncoding("F16", 1, 2, dtype=torch.float16),
+    30: BlockEncoding("BF16", 1, 2, dtype=torch.bfloat16),
+    2: BlockEncoding("Q4_0", 32, 18, decode=_decode_q4_0),
+    3: BlockEncoding("Q4_1", 32, 20, decode=_decode_q4_1),
+    6: BlockEncoding("Q5_0", 32, 22, decode=_decode_q5_0),
+    7: BlockEncoding("Q5_1", 32, 24, decode=_decode_q5_1),
+    8: BlockEncoding("Q8_0", 32, 34, decode=_decode_q8_0),
+    10: BlockEncoding("Q2_K", 256, 84, decode=_decode_q2_k),
+    11: BlockEncoding("Q3_K", 256, 110, decode=_decode_q3_k),
+    12: BlockEncoding("Q4_K", 256, 144, decode=_decode_q4_k),
+    13: BlockEncoding("Q5_K", 256, 176, decode=_decode_q5_k),
+    14: BlockEncoding("Q6_K", 256, 210, decode=_decode_q6_k),
+    20: BlockEncoding("IQ4_NL", 32, 18, decode=_decode_iq4_nl),
+    23: BlockEncoding("IQ4_XS", 256, 136, decode=_decode_iq4_xs),
+    39: BlockEncoding("MXFP4", 32, 17, decode=_decode_mxfp4),
 }

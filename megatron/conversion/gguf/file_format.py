@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron.conversion.gguf.blocks import ENCODINGS, Encoding
+from megatron.conversion.gguf.blocks import ENCODINGS, BlockEncoding
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.dist_checkpointing.mapping import Shape
 from megatron.core.safe_files import schema
@@ -45,12 +45,12 @@ _ARRAY = 9
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
-class StoredTensor(NamedTuple):
+class GGUFTensor(NamedTuple):
     """Position and encoding of a tensor in a file."""
 
     path: Path
     position: int  # first byte in the file
-    encoding: Encoding
+    encoding: BlockEncoding
     shape: Shape  # [..., rows, columns]
 
 
@@ -58,7 +58,7 @@ class GGUFModel(NamedTuple):
     """The metadata and the tensors of a model in one or several files."""
 
     metadata: dict[str, Any]  # None for arrays that are not kept
-    tensors: dict[str, StoredTensor]
+    tensors: dict[str, GGUFTensor]
 
 
 def open_model(path: Path) -> GGUFModel:
@@ -105,7 +105,7 @@ def _list_shards(path: Path) -> list[Path]:
     return shards
 
 
-class _Header:
+class _GGUFHeader:
     """The bytes of a file from its beginning, read as they are needed."""
 
     def __init__(self, file: OpenFile, path: Path) -> None:
@@ -214,7 +214,7 @@ def _to_number(value: np.generic) -> bool | int | float:
 def _open_file(path: Path) -> GGUFModel:
     """Return the metadata and the tensors of one file."""
     with open_file(path) as file:
-        header = _Header(file, path)
+        header = _GGUFHeader(file, path)
         _check_version(header)
         num_tensors = header.read_count("tensors", _MIN_TENSOR)
         num_entries = header.read_count("metadata entries", _MIN_ENTRY)
@@ -235,7 +235,7 @@ def _open_file(path: Path) -> GGUFModel:
     return GGUFModel(metadata, tensors)
 
 
-def _check_version(header: _Header) -> None:
+def _check_version(header: _GGUFHeader) -> None:
     """Raise CheckpointError for a file of another format or version."""
     if header.read(len(_MAGIC)) != _MAGIC:
         raise header.fail("it does not begin with GGUF")
@@ -255,11 +255,11 @@ class _Description(NamedTuple):
 
     name: str
     shape: Shape
-    encoding: Encoding
+    encoding: BlockEncoding
     offset: int
 
 
-def _read_description(header: _Header) -> _Description:
+def _read_description(header: _GGUFHeader) -> _Description:
     """Return the description of one tensor. Raises CheckpointError for an unknown encoding."""
     name = header.read_name()
     label = escape_control_chars(name)
@@ -288,15 +288,15 @@ def _read_description(header: _Header) -> _Description:
 
 
 def _locate_tensors(
-    header: _Header,
+    header: _GGUFHeader,
     path: Path,
     descriptions: list[_Description],
     data_start: int,
     alignment: int,
     file_size: int,
-) -> dict[str, StoredTensor]:
+) -> dict[str, GGUFTensor]:
     """Return the tensors of a file. Raises CheckpointError if they overlap or are outside of it."""
-    tensors: dict[str, StoredTensor] = {}
+    tensors: dict[str, GGUFTensor] = {}
     end = 0
     for description in sorted(descriptions, key=attrgetter("offset")):
         label = escape_control_chars(description.name)
@@ -316,7 +316,7 @@ def _locate_tensors(
                 f"{label} is at bytes {position} to {data_start + end}, but the file has "
                 f"{file_size}"
             )
-        tensors[description.name] = StoredTensor(
+        tensors[description.name] = GGUFTensor(
             path, position, description.encoding, description.shape
         )
     return tensors

@@ -24,8 +24,8 @@ from megatron.conversion.gguf.architectures import (
     make_metadata,
     read_config,
 )
-from megatron.conversion.gguf.blocks import ENCODINGS, Encoding, encode_q8_0
-from megatron.conversion.gguf.reader import add, map_halves
+from megatron.conversion.gguf.blocks import ENCODINGS, BlockEncoding, encode_q8_0
+from megatron.conversion.gguf.gguf_reader import add, map_halves
 from megatron.conversion.huggingface.directory_writer import collect_model
 from megatron.conversion.huggingface.families import find_family
 from megatron.conversion.model_space.lazy_tensors import (
@@ -177,7 +177,7 @@ def _convert_tensor(
     return tensor
 
 
-def _choose_encoding(name: str, tensor: LazyTensor, encoding: Encoding) -> Encoding:
+def _choose_encoding(name: str, tensor: LazyTensor, encoding: BlockEncoding) -> BlockEncoding:
     """Return `encoding` for a matrix, fp32 for other tensors, fp16 for rows without blocks."""
     module = name.split(".")[-2]
     if len(tensor.shape) == 1 or module in _ROUTERS:
@@ -187,7 +187,7 @@ def _choose_encoding(name: str, tensor: LazyTensor, encoding: Encoding) -> Encod
     return encoding
 
 
-def _encode(tensor: LazyTensor, encoding: Encoding) -> LazyTensor:
+def _encode(tensor: LazyTensor, encoding: BlockEncoding) -> LazyTensor:
     """Return the elements, or the bytes of their blocks: [..., rows, bytes]."""
     if encoding.dtype is not None:
         return cast(tensor, encoding.dtype)
@@ -211,7 +211,7 @@ def _write_file(
     path: Path,
     metadata: Mapping[str, Any],
     tensors: Mapping[str, LazyTensor],
-    encodings: Mapping[str, Encoding],
+    encodings: Mapping[str, BlockEncoding],
     options: WriteOptions,
     progress: Progress,
 ) -> None:
@@ -261,7 +261,7 @@ def _align(size: int) -> int:
 def _encode_header(
     metadata: Mapping[str, Any],
     tensors: Mapping[str, LazyTensor],
-    encodings: Mapping[str, Encoding],
+    encodings: Mapping[str, BlockEncoding],
     offsets: Mapping[str, int],
 ) -> bytes:
     """Return the bytes before the data (see `file_format`)."""
@@ -301,8 +301,8 @@ def _encode_value(value: str | bool | int | float) -> bytes:
 def _list_notes(
     source: Source,
     tensors: Mapping[str, LazyTensor],
-    encodings: Mapping[str, Encoding],
-    encoding: Encoding,
+    encodings: Mapping[str, BlockEncoding],
+    encoding: BlockEncoding,
 ) -> list[str]:
     """Return notes about the parts that the file does not have."""
     notes = [

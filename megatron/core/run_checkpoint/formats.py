@@ -161,7 +161,7 @@ FORMATS = {
         "megatron.conversion.deepspeed.engine:open_engine_checkpoint",
         "megatron.conversion.deepspeed.engine_files:list_engine_damage",
     ),
-    "gguf": Format(_is_gguf, "megatron.conversion.gguf.reader:open_gguf"),
+    "gguf": Format(_is_gguf, "megatron.conversion.gguf.gguf_reader:open_gguf"),
 }
 
 _REQUIRE_CHECKSUMS = "megatron.conversion.opening:require_checksums"

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from megatron.conversion.gguf.reader import open_gguf
+from megatron.conversion.gguf.gguf_reader import open_gguf
 from tests import ROOT
 from tests.support.compare import read_all
 from tests.support.gguf import check_blocks, check_model

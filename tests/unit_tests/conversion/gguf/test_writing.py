@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 from megatron.conversion.checkpoint_conversion import convert
 from megatron.conversion.gguf.architectures import ROPE_FACTORS
 from megatron.conversion.gguf.blocks import ENCODINGS, encode_q8_0
-from megatron.conversion.gguf.file_format import StoredTensor, open_model
-from megatron.conversion.gguf.reader import open_gguf
+from megatron.conversion.gguf.file_format import GGUFTensor, open_model
+from megatron.conversion.gguf.gguf_reader import open_gguf
 from megatron.conversion.gguf.writer import write_gguf
 from megatron.conversion.options import WriteOptions
 from megatron.core.dist_checkpointing.saving.commit import no_progress
@@ -24,7 +24,7 @@ MODELS = sorted(path.parent.name for path in GOLDEN.glob("*/expected.json"))
 Q8_0 = next(encoding for encoding in ENCODINGS.values() if encoding.name == "Q8_0")
 
 
-def read_bytes(tensor: StoredTensor) -> bytes:
+def read_bytes(tensor: GGUFTensor) -> bytes:
     with tensor.path.open("rb") as file:
         file.seek(tensor.position)
         num_blocks = torch.Size(tensor.shape).numel() // tensor.encoding.block_size

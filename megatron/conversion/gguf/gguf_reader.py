@@ -18,8 +18,8 @@ from megatron.conversion.gguf.architectures import (
     find_architecture,
     read_config,
 )
-from megatron.conversion.gguf.blocks import Encoding
-from megatron.conversion.gguf.file_format import GGUFModel, StoredTensor, open_model
+from megatron.conversion.gguf.blocks import BlockEncoding
+from megatron.conversion.gguf.file_format import GGUFModel, GGUFTensor, open_model
 from megatron.conversion.huggingface.directory import HuggingFaceSource
 from megatron.conversion.model_space.lazy_tensors import (
     cast,
@@ -101,7 +101,7 @@ def _read_model(model: GGUFModel, path: Path) -> tuple[dict[str, Any], dict[str,
     return config, weights
 
 
-def _choose_dtype(stored: Mapping[str, StoredTensor]) -> torch.dtype:
+def _choose_dtype(stored: Mapping[str, GGUFTensor]) -> torch.dtype:
     """Return fp32, which has the values of quantized matrices, or the dtype of 16-bit files.
 
     Such files have routers in fp32, as norms and biases.
@@ -117,7 +117,7 @@ def _choose_dtype(stored: Mapping[str, StoredTensor]) -> torch.dtype:
 
 def _convert_tensor(
     name: str,
-    tensor: StoredTensor,
+    tensor: GGUFTensor,
     architecture: Architecture,
     config: Mapping[str, Any],
     dtype: torch.dtype,
@@ -181,7 +181,7 @@ def _read_sum(tensor: LazyTensor, summand: int, offset: Shape, shape: Shape) -> 
 # ---- Decoding ----
 
 
-def _read_elements(tensor: StoredTensor) -> LazyTensor:
+def _read_elements(tensor: GGUFTensor) -> LazyTensor:
     """Return a tensor that is not quantized."""
     if tensor.encoding.dtype is None:
         raise ValueError(f"it must not be quantized, but is {tensor.encoding.name}")
@@ -191,7 +191,7 @@ def _read_elements(tensor: StoredTensor) -> LazyTensor:
 
 
 def _decode(
-    name: str, tensor: StoredTensor, dtype: torch.dtype, row_map: RowMap | None = None
+    name: str, tensor: GGUFTensor, dtype: torch.dtype, row_map: RowMap | None = None
 ) -> LazyTensor:
     """Return a tensor in `dtype`, with its rows in the order of `row_map`."""
     encoding = tensor.encoding
@@ -215,7 +215,7 @@ def _decode(
 
 
 def _decode_rows(
-    matrix: EncodedMatrix, encoding: Encoding, lead: Shape, first: int, count: int
+    matrix: EncodedMatrix, encoding: BlockEncoding, lead: Shape, first: int, count: int
 ) -> torch.Tensor:
     """Decode rows: [count, columns]."""
     assert encoding.decode is not None
