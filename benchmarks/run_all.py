@@ -39,6 +39,7 @@ COMMANDS = {
     "huggingface": "benchmarks/huggingface.py --turns 3",
     "merge": "benchmarks/merge.py",
     "tiers": "benchmarks/tiers.py",
+    "transfer": "benchmarks/transfer.py --layers 16",
 }
 
 
