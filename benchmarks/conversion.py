@@ -6,6 +6,9 @@ fsync of the output. Both read from the page cache or, with --cold, from disk. T
 one warm-up turn, because the first touch of memory on a virtual machine can cost more than the
 copy; the best of each counts.
 
+A checkpoint of DeepSpeed's engine with ZeRO-3 of the same model on 8 ranks follows: the peak memory
+of its conversions must stay below twice the file of one rank.
+
     python benchmarks/conversion.py                          # 5.2 GB: a Llama of 373M parameters,
                                                              # bf16
     python benchmarks/conversion.py --layers 2 --hidden 256  # small, to try it out
@@ -49,6 +52,7 @@ PAIRS = (
     ("torch_dist", "gguf q8_0"),
     ("gguf q8_0", "torch_dist"),
 )
+ZERO3_RANKS = 8
 
 
 def train_one_step(directory: Path, args: argparse.Namespace) -> None:
@@ -282,6 +286,25 @@ def print_turns(name: str, turns: Turns, nbytes: int, start_up: float) -> None:
     )
 
 
+def measure_zero3(root: Path, args: argparse.Namespace) -> None:
+    """Print the peak memory of conversions from ZeRO-3, relative to the file of one rank."""
+    source = root / "zero3"
+    sizes = (ZERO3_RANKS, args.layers, args.hidden, args.vocab)
+    # A process of its own: the peak of a new process includes that of its parent.
+    module = [sys.executable, "-m", "tests.support.zero3_files"]
+    run([*module, str(source), *map(str, sizes)])
+    shard = max(path.stat().st_size for path in list_files(source))
+    for result in SAVERS:
+        target = root / f"zero3_to_{result}"
+        seconds, resident, _ = run(make_command(source, target, result, args))
+        shutil.rmtree(target)
+        print(
+            f"{f'zero3 -> {result}':28}{seconds:6.2f} s   peak {resident / 1e6:6.0f} MB, "
+            f"{resident / shard:.2f}x the {shard / 1e6:.0f} MB of a rank (at most 2.0)",
+            flush=True,
+        )
+
+
 def measure_start_up() -> float:
     """Return the seconds of a process that only imports torch, which every conversion does."""
     command = [sys.executable, "-c", "import torch"]
@@ -325,6 +348,7 @@ def main() -> None:
         warm_up(root, args)
         for source, result in PAIRS:
             convert(root, source, result, args, start_up)
+        measure_zero3(root, args)
 
 
 if __name__ == "__main__":
