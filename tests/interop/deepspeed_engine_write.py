@@ -138,6 +138,22 @@ def read_digests(
     return states
 
 
+def write_oracle(
+    directory: Path, states: dict[str, dict[str, str]], batches: torch.Tensor, losses: list[float]
+) -> None:
+    """Write the digests of all states and of zero_to_fp32, and the next batches and losses."""
+    for script in ("zero_to_fp32.py", "zero_to_torch.py"):
+        (directory / script).unlink(missing_ok=True)
+    merged = get_fp32_state_dict_from_zero_checkpoint(str(directory))
+    oracle = {
+        "states": states,
+        "zero_to_fp32": {name: digest(tensor) for name, tensor in merged.items()},
+        "batches": batches.tolist(),
+        "losses": losses,
+    }
+    (directory / "oracle.json").write_text(json.dumps(oracle, indent=1))
+
+
 def main() -> None:
     case = CASES[sys.argv[2]]
     directory = Path(sys.argv[1]) / sys.argv[2]
@@ -152,16 +168,7 @@ def main() -> None:
     losses = [step(engine, batch) for batch in batches[STEPS_BEFORE:]]
     if dist.get_rank() == 0:
         make_config(case).save_pretrained(directory)
-        for script in ("zero_to_fp32.py", "zero_to_torch.py"):
-            (directory / script).unlink(missing_ok=True)
-        merged = get_fp32_state_dict_from_zero_checkpoint(str(directory))
-        oracle = {
-            "states": digests,
-            "zero_to_fp32": {name: digest(tensor) for name, tensor in merged.items()},
-            "batches": batches[STEPS_BEFORE:].tolist(),
-            "losses": losses,
-        }
-        (directory / "oracle.json").write_text(json.dumps(oracle, indent=1))
+        write_oracle(directory, digests, batches[STEPS_BEFORE:], losses)
     dist.barrier()
 
 

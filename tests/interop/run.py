@@ -461,7 +461,14 @@ TRAINER = (
 )  # what it imports beside megatron-core
 PEERS = {
     "deepspeed": Peer(
-        ("torch==2.13.0", "numpy", "transformers==5.23.0", "deepspeed==0.19.8"), check_deepspeed
+        (
+            "torch==2.13.0",
+            "numpy",
+            "transformers==5.23.0",
+            "accelerate==1.15.0",
+            "deepspeed==0.19.8",
+        ),
+        check_deepspeed,
     ),
     "megatron-core-0.16": Peer(
         ("torch==2.13.0", "numpy", "megatron-core==0.16.1"), check_megatron_core
