@@ -23,7 +23,7 @@ from megatron.conversion.model_space.foreign import check_stored_tensor
 from megatron.conversion.model_space.lazy_tensors import view_stored
 from megatron.conversion.options import ReadOptions
 from megatron.conversion.training_folders.dcp_files import read_optimizer, read_tensors
-from megatron.conversion.training_folders.source import (
+from megatron.conversion.training_folders.folder_source import (
     FolderContents,
     FolderSource,
     OptimizerContents,

@@ -24,7 +24,7 @@ from megatron.conversion.huggingface.safetensors_files import open_safetensors, 
 from megatron.conversion.model_space.lazy_tensors import join_boxes
 from megatron.conversion.options import ReadOptions
 from megatron.conversion.training_folders.dcp_files import read_optimizer, read_tensors
-from megatron.conversion.training_folders.source import FolderContents, FolderSource
+from megatron.conversion.training_folders.folder_source import FolderContents, FolderSource
 from megatron.core.dist_checkpointing import CheckpointError, Reader
 from megatron.core.dist_checkpointing.files import METADATA
 from megatron.core.dist_checkpointing.mapping import LazyTensor, Shape, to_absolute

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron.conversion.training_folders.source import (
+from megatron.conversion.training_folders.folder_source import (
     DROP_OPTIMIZER,
     OptimizerContents,
     check_group_list,

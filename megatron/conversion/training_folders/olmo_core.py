@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron.conversion.options import ReadOptions
 from megatron.conversion.training_folders.dcp_files import read_optimizer, read_tensors
-from megatron.conversion.training_folders.source import FolderContents, FolderSource
+from megatron.conversion.training_folders.folder_source import FolderContents, FolderSource
 from megatron.core.dist_checkpointing import CheckpointError, Reader
 from megatron.core.safe_files import safe_load, schema
 from megatron.core.safe_files.reading import read_json

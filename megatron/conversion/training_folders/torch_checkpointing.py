@@ -18,7 +18,7 @@ from typing import Any
 from megatron.conversion.huggingface.directory import find_config
 from megatron.conversion.options import ReadOptions
 from megatron.conversion.training_folders.dtensor_files import join_named
-from megatron.conversion.training_folders.source import (
+from megatron.conversion.training_folders.folder_source import (
     FolderContents,
     FolderSource,
     OptimizerContents,

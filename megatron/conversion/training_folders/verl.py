@@ -32,7 +32,7 @@ from megatron.conversion.training_folders.dtensor_files import (
     join_named,
     read_named,
 )
-from megatron.conversion.training_folders.source import (
+from megatron.conversion.training_folders.folder_source import (
     DROP_OPTIMIZER,
     FolderContents,
     FolderSource,
