@@ -58,11 +58,7 @@ class ModelOptions(ExpertOptions, ComputeOptions):
     --num-query-groups.
     """
     num_query_groups: int | None = flag(
-        None,
-        decides="shapes",
-        when=_NOT_LATENT,
-        divides="num_attention_heads",
-        meaning="query_groups",
+        None, decides="shapes", when=_NOT_LATENT, divides="num_attention_heads"
     )
     """Number of key/value heads with --group-query-attention. Default: 1. Without that flag every
     query head has its own.

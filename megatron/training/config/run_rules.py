@@ -43,7 +43,7 @@ RULES = (
         excludes={"global_batch_size": CHANGED, "rampup_batch_size": CHANGED},
     ),
     # Sizes that parallelism splits, if the model has them
-    FlagRule({"group_query_attention": True}, divides={_TP: "query_groups"}),
+    FlagRule({"group_query_attention": True}, divides={_TP: "num_query_groups"}),
     FlagRule({"has_dense_layers": True}, divides={_TP: "ffn_hidden_size"}),
     FlagRule({"sequence_parallel": True}, divides={_TP: "seq_length"}),
     FlagRule({"experts": True}, divides={"expert_model_parallel_size": "num_experts"}),
