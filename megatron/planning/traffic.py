@@ -55,7 +55,7 @@ def plan_traffic(
     # Every message between stages is one tensor of the residual stream, or its gradient.
     num_sends = count_sends(ps.pp.rank, ps.pp.size, len(chunks), num_microbatches)
     traffic = {
-        "tp": Traffic(ps.tp.size, all_reduce=_count_partial_gradients(chunks)),
+        "tp": Traffic(ps.tp.size, all_reduce=_count_partial_gradients(chunks, ps.tp.size)),
         "cp": Traffic(ps.cp.size),
         "pp": Traffic(ps.pp.size, send=num_sends * costs.message_bytes),
         "dp": _count_data_parallel(config, chunks, ps.dp_cp.size, is_expert=False),
@@ -72,11 +72,14 @@ def plan_traffic(
     return traffic
 
 
-def _count_partial_gradients(chunks: list[MetaChunk]) -> int:
-    """Count the fp32 gradients that are summed over TP, since its ranks have parts of a sequence.
+def _count_partial_gradients(chunks: list[MetaChunk], tp_size: int) -> int:
+    """Count the bytes of fp32 gradients that are summed over TP.
 
-    They are those of norms, and of matrices of adapters that TP does not split.
+    They are those of parameters that all ranks have, but use for a part of a sequence or of the
+    heads: norms, learned positions, and matrices of adapters that TP does not split.
     """
+    if tp_size == 1:
+        return 0
     numel = 0
     for chunk in chunks:
         for buffer in chunk.buffers:

@@ -83,6 +83,7 @@ NOT_REMOVED = {
     "megatron/core/dist_checkpointing/saving/save_barrier.py": "another thread, the store",
     "megatron/core/dist_checkpointing/saving/save_cost.py": "the device, to measure time",
     "megatron/core/dist_checkpointing/saving/save_thread.py": "another thread, a timer of the device",
+    "megatron/transfer/schedule.py": "messages of gloo",
     "megatron/training/operations/collectives.py": "passes on the waits of the product",
     "megatron/training/adapters/adapted_layers.py": "adapters are not trained on the fake runtime",
     "megatron/training/operations/hangs.py": "another thread",

@@ -14,6 +14,7 @@ from tests import ROOT
 OPTIONAL = {
     "megatron.core.triton_": "triton",
     "megatron.core.transformer.transformer_engine.": "transformer_engine",
+    "megatron.training.operations.first_scales": "transformer_engine",
     "megatron.training.evaluation.tasks": "lm_eval",
 }
 ENTRY = re.compile(r"megatron(\.\w+)+:\w+")

@@ -155,8 +155,10 @@ def test_sequence_parallel_traffic(sequence_parallel):
     again = (2 * 8 + 1) * sequence_parallel
     # Three numbers per token of the loss are reduced, too.
     statistics = 2 * 2 * 3 * 32 * 4 / 2
+    # The gradients of 17 norms (weight and bias) and of the positions are parts, in fp32.
+    partial_gradients = (2 * (2 * 8 + 1) + 32) * 64 * 4 * sequence_parallel
     expected = 2 * RESIDUAL * (2 * (4 * 8 + 2) + again) / 2
-    assert tp.wire == pytest.approx(expected + statistics)
+    assert tp.wire == pytest.approx(expected + statistics + partial_gradients)
 
 
 @pytest.mark.parametrize(
