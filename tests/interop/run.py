@@ -310,6 +310,14 @@ def check_checkpointer(python: Path, work: Path) -> None:
     print("megatron_checkpoint: losses of two ranks, then one, are those of one: same bits: ok")
 
 
+def check_checkpointable_tensors(python: Path, work: Path) -> None:
+    """Save with DCP and load with our engine, and back, through torch's protocol."""
+    install = ("-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation")
+    run(python, *install, REPOSITORY / "checkpointing", quiet=True)
+    run(python, *torchrun(2), HERE / "checkpointable_tensors.py", work, quiet=True)
+    print("CheckpointableTensor: DCP to our engine and back, at other layouts: same bits: ok")
+
+
 def check_torchtitan(python: Path, work: Path) -> None:
     """Train with torchtitan's parts and our checkpoint manager; continue a run of its own one."""
     install = ("-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation")
@@ -485,6 +493,10 @@ PEERS = {
     "checkpointer": Peer(
         ("torch==2.13.0", "numpy", "xxhash", "setuptools", "megatron-core==0.16.1"),
         check_checkpointer,
+    ),
+    "torch-protocol": Peer(
+        ("torch==2.14.1", "numpy", "xxhash", "setuptools", "pybind11"),
+        check_checkpointable_tensors,
     ),
     "torchtitan": Peer(
         ("torch==2.13.0", "numpy", "xxhash", "setuptools", "torchtitan==0.3.0"),
