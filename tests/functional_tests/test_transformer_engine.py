@@ -20,6 +20,7 @@ from megatron.core.transformer.placement import Placement
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.parsing import parse_args
+from megatron.training.operations.straggler import StragglerDetector
 from pretrain_gpt import forward_step
 from tests import ROOT
 from tests.support import lora_runs
@@ -249,6 +250,21 @@ def test_first_fp8_scales_are_those_of_the_first_batch(pool, layout):
         key = f"optimizer.state.exp_avg.decoder.layers.{layer}.weight"
         expected, gradient = (tensors[key] for tensors in gradients)
         assert (gradient - expected).norm() < 0.15 * expected.norm(), key
+
+
+def count_measured_iterations(rank, world_size, flags):
+    """Train, and return how many iterations the detector of slow ranks measured from their start."""
+    original = StragglerDetector.before_iteration
+    with unittest.mock.patch.object(
+        StragglerDetector, "before_iteration", autospec=True, side_effect=original
+    ) as before_iteration:
+        train_with_stand_in(rank, world_size, flags)
+    return before_iteration.call_count
+
+
+def test_all_iterations_are_observed_after_the_first_scales(pool):
+    flags = f"--mock-data --train-iters 3 {MODELS['llama']} {FP8} --log-straggler"
+    assert pool.run(count_measured_iterations, 1, flags) == [3]
 
 
 def test_prediction_layers_stay_in_bf16_next_to_fp4(pool, tmp_path):

@@ -13,7 +13,12 @@ from torch import Tensor
 from megatron.core.transformer.transformer_engine.calibration import calibrating
 from megatron.core.transformer.transformer_engine.modules import EngineLinearMixin, TEPrecision
 from megatron.training.checkpoint.contents import set_rng_state
-from megatron.training.operations.reexecution import execute, is_true_anywhere, record_step
+from megatron.training.operations.reexecution import (
+    Step,
+    execute,
+    is_true_anywhere,
+    record_step,
+)
 from megatron.training.run import Batch, ComputeGradients, Run
 
 
@@ -27,26 +32,32 @@ def set_first_scales(run: Run) -> None:
 
 
 class _FirstStep:
-    """Computes the gradients of the first step, after setting the scales."""
+    """Sets the scales before the gradients of the first step."""
 
     def __init__(self, compute_gradients: ComputeGradients) -> None:
         self._compute_gradients = compute_gradients
+        self._is_first = True
 
     def __call__(self, run: Run, batches: Iterator[Batch] | None, num_microbatches: int) -> Tensor:
-        run.compute_gradients = self._compute_gradients
-        has_scales = any(layer.has_fp8_scales() for layer in _iterate_layers(run))
-        if is_true_anywhere(run, has_scales):
-            return self._compute_gradients(run, batches, num_microbatches)
+        if self._is_first:
+            self._is_first = False
+            has_scales = any(layer.has_fp8_scales() for layer in _iterate_layers(run))
+            if not is_true_anywhere(run, has_scales):
+                step = record_step(run, batches, num_microbatches)
+                _calibrate(run, step)
+                batches = iter(step.microbatches)
+        return self._compute_gradients(run, batches, num_microbatches)
 
-        step = record_step(run, batches, num_microbatches)
-        with calibrating() as calibration:
-            execute(run, step)
-        for chunk in run.chunks:
-            chunk.finish_grad_sync()
-            chunk.zero_grad_buffer()
-        calibration.set_scales(run.config.model, _find_precision(run).group)
-        set_rng_state(step.rng_state, run.rng)
-        return self._compute_gradients(run, iter(step.microbatches), num_microbatches)
+
+def _calibrate(run: Run, step: Step) -> None:
+    """Set the scales from a step in bf16, and leave the rest of the run as before the step."""
+    with calibrating() as calibration:
+        execute(run, step)
+    for chunk in run.chunks:
+        chunk.finish_grad_sync()
+        chunk.zero_grad_buffer()
+    calibration.set_scales(run.config.model, _find_precision(run).group)
+    set_rng_state(step.rng_state, run.rng)
 
 
 def _iterate_layers(run: Run) -> Iterator[EngineLinearMixin]:
