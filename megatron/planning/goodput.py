@@ -61,7 +61,7 @@ class SpentTime:
 
 @dataclass(frozen=True, eq=False)
 class _Save:
-    """A save of a simulated run; a million of them are compared, by identity, with each other."""
+    """A save of a simulated run, compared by identity: a plan simulates a million of them."""
 
     tier: SaveTier
     iteration: int

@@ -76,7 +76,7 @@ class SizedParameter(NamedTuple):
     group: ParamGroup  # of the optimizer
     is_expert: bool
     is_saved: bool
-    """Whether checkpoints contain it; not those of --lora-rank, unless it belongs to an adapter."""
+    """Whether checkpoints contain it; with --lora-rank, only those of adapters are saved."""
 
 
 class StoredElements(NamedTuple):

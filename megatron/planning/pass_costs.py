@@ -108,7 +108,8 @@ class PassCosts:
     def measure(self, part: Part) -> PassCost:
         """Return the cost of a part."""
         kinds = [self.get_layer_kind(layer) for layer in part.layers]
-        key = (*kinds, *part[1:])
+        options = part[1:]  # all fields except the layers
+        key = (*kinds, *options)
         if key not in self._cost_of_kind:
             self._cost_of_kind[key] = self._measure_kind(part, key)
         return self._cost_of_kind[key]

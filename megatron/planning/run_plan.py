@@ -315,13 +315,13 @@ class _ChunkPass(NamedTuple):
     """Bytes of the pass of one micro-batch through a chunk."""
 
     activations: int
-    """Kept for backward by embedding and layers."""
+    """Kept for backward by the embedding and the layers."""
     loss: int
     """Kept for backward by the final norm, the loss, and layers for multi-token prediction."""
     temporary: int
     """Maximum held during backward in addition to what was kept at its start."""
     tables: int
-    """Kept between iterations."""
+    """Rotary tables and fixed masks, which are kept between iterations."""
 
 
 def _measure_pass(config: Config, chunk: MetaChunk, costs: PassCosts) -> _ChunkPass:

@@ -122,7 +122,7 @@ class _StoredMatrices:
 
 
 class _MatrixReader:
-    """Reader of the matrices of an adapter; checks that it has all of the run's, and no others."""
+    """Reader of the matrices of an adapter, which must be exactly those of the run."""
 
     def __init__(
         self,
@@ -211,7 +211,7 @@ class _MatrixReader:
                 f"{location}: the scale of {module} is {product.scaling:g}, not {self._scale:g}: "
                 f"give --lora-alpha {product.scaling * self._rank:g}"
             )
-        # Of a layer without experts, these views have one expert.
+        # Without experts, these views have one expert.
         a = product.a.read_all()
         b = product.b.read_all()
         magnitude = None

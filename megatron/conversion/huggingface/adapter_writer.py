@@ -108,7 +108,7 @@ def write_adapter(source: Source, directory: Path, progress: Progress = no_progr
 
 
 def _warn_about_shared_experts(config: TransformerConfig, adapted: Iterable[AdaptedTensor]) -> None:
-    """Warn about modules that peft 0.21 takes for experts, by their last name."""
+    """Warn about modules that peft 0.21 mistakes for experts because of their last name."""
     if not config.has_experts:
         return
     for entry in adapted:
@@ -187,7 +187,8 @@ def _match_layers(
         row_ids = find_projection_rows(layer, config, parameter.shape[0])
         matrices = {}
         for projection, values in layer_values.items():
-            for expert in parameter.lead:
+            if parameter.lead:
+                (expert,) = parameter.lead
                 values = {name: value[expert] for name, value in values.items()}
             matrices[projection] = ProjectionMatrices(
                 a=values["lora_A"],

@@ -117,7 +117,7 @@ class IndexedDataset:
 
     def read_blocks(self, num_blocks: int) -> bytes:
         """Return `num_blocks` evenly spaced blocks of the .bin, from its first to its last byte."""
-        end = os.path.getsize(f"{self.prefix}.bin")
+        end = os.fstat(self._file.fileno()).st_size
         size = min(_BLOCK_SIZE, end)
         starts = np.linspace(0, end - size, num_blocks, dtype=np.int64)
         blocks = [self._pread(size, start) for start in starts.tolist()]

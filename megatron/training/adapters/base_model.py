@@ -168,7 +168,7 @@ def check_adapters(run: Run) -> None:
 
 
 def _check_experts_without_magnitudes(run: Run) -> None:
-    """Raise ValueError if experts have magnitudes, which files of PEFT cannot have. Collective."""
+    """Raise ValueError if experts have magnitudes, which PEFT cannot store. Collective."""
     local_names = []
     for chunk in run.chunks:
         for name, module in chunk.named_modules():

@@ -58,7 +58,7 @@ def add_adapters(model: MegatronModule, lora: LoraConfig, rng: TensorParallelRng
                 )
             adapt_layer(layer, names, rows, options)
             has_adapters = True
-    # Plans build single layers, on the meta device.
+    # A plan builds single layers on the meta device, and some layers have no target.
     is_planned = bool(layers) and layers[0][1].weight.is_meta
     if layers and not has_adapters and not is_planned:
         available = ", ".join(sorted(set(list_available(layers))))

@@ -114,9 +114,9 @@ def parse_args(
 def use_stored_args(
     flag_values: FlagValues, stored_args: Mapping[str, Any]
 ) -> tuple[FlagValues, list[str]]:
-    """Return `flag_values` with the arguments of a checkpoint, and notes.
+    """Return `flag_values` with the arguments of a checkpoint, and notes for the log.
 
-    `stored_args` are empty if there is no checkpoint yet.
+    `stored_args` is empty if there is no checkpoint yet.
     """
     if stored_args:
         merged: tuple[FlagValues, list[str]] = resolve(_MERGE_ARGS)(flag_values, stored_args)

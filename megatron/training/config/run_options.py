@@ -416,8 +416,8 @@ class CheckpointConfig(FlagSection):
     no_save_rng: bool = flag(False)
     """Do not save the states of the random number generators."""
     load: str | None = flag(None)
-    """Directory to load a checkpoint from. If it is empty, or missing and also --save, training
-    starts from random weights.
+    """Directory to load a checkpoint from. Training starts from random weights if it is empty, or
+    if it does not exist yet and is the directory of --save.
     """
     ckpt_step: int | None = flag(None, requires={"load": True})
     """Load the checkpoint of this iteration instead of the newest."""

@@ -35,7 +35,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # b
 _MAX_LISTED = 3  # parameters
 
 Digests = list[list[int]]
-"""Of each parameter"""
+"""Two 64-bit sums for each parameter."""
 
 
 # ---- Gradients of another replica (--gradient-check-interval) ----

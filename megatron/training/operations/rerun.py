@@ -46,7 +46,7 @@ def is_same(loss: float | None, repeated: float | None) -> bool:
 
 
 class ResultValidator:
-    """Repeats steps with a rejected loss, and reports what was wrong (validate_results)."""
+    """Validator that repeats steps with a rejected loss and reports why (validate_results)."""
 
     def __init__(self, run: Run) -> None:
         self._config = run.config.operations
@@ -144,7 +144,7 @@ _UNDETERMINED = (
 
 
 class DeterminismReport:
-    """Executes every step twice, and reports how the losses differ (report_determinism_stats)."""
+    """Report of the differences between two executions of each step (report_determinism_stats)."""
 
     def __init__(self, run: Run) -> None:
         self._differences: list[float] = []

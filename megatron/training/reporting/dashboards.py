@@ -117,9 +117,9 @@ class FaultTolerantWriter:
 
 
 class TensorBoardWriter:
-    """Writes scalars under Megatron-LM's names to TensorBoard.
+    """Writer of scalars to TensorBoard, under Megatron-LM's names.
 
-    Each has a curve over iterations, and one over consumed samples (`... vs samples`).
+    Each scalar has a curve over iterations and one over consumed samples (`... vs samples`).
 
     TensorBoard drops what earlier launches wrote after the position at which this one begins, so
     that it shows repeated iterations once. That applies to all curves of a directory: those over

@@ -179,7 +179,7 @@ class Generation:
         if not self.root.is_dir() or self.is_current():
             return
         self.check()
-        # Refuse a directory that another run has put in this place.
+        # Refuse the directory if another run has replaced it with its own.
         unseen = find_starts(self.root) - self.known_starts - {(self.number, self.token)}
         strangers = sorted(
             generation_number for generation_number, _ in unseen if generation_number > 0
