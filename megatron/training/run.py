@@ -456,10 +456,7 @@ def evaluate(run: Run, batches: Iterator[Batch] | None) -> float:
 
 @contextmanager
 def evaluating(run: Run) -> Iterator[None]:
-    """Turn off dropout; with --eval-ema, use the averaged weights.
-
-    No random number is drawn then.
-    """
+    """Disable dropout, which draws no random numbers then; use the average with --eval-ema."""
     weights: AbstractContextManager[None] = nullcontext()
     if run.config.training.eval_ema:
         run.saver.before_update()  # a save in progress still copies the weights

@@ -47,6 +47,14 @@ def test_round_trip(tmp_path, dtype, use_mmap):
         dataset[4]
 
 
+def test_replaced_file_does_not_change_blocks_of_an_open_dataset(tmp_path):
+    dataset = IndexedDataset(write(tmp_path / "d", [[1, 2, 3], [4, 5]]))
+    blocks = dataset.read_blocks(2)
+    write(tmp_path / "longer", [[9] * 100])
+    (tmp_path / "longer.bin").rename(tmp_path / "d.bin")
+    assert dataset.read_blocks(2) == blocks == np.array([1, 2, 3, 4, 5] * 2, "uint16").tobytes()
+
+
 def test_documents_of_several_sequences(tmp_path):
     with IndexedDatasetBuilder(tmp_path / "d", np.int32) as builder:
         builder.add([1, 2, 3], [1, 2])
