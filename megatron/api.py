@@ -34,7 +34,7 @@ from megatron.transfer.deltas import (
 )
 from megatron.transfer.engine_tensors import list_engine_tensors, view_engine_tensors
 from megatron.transfer.routing import plan_transfer
-from megatron.transfer.schedule import Schedule, Transfer
+from megatron.transfer.schedule import Transfer, TransferSchedule
 
 if TYPE_CHECKING:
     from megatron.planning.run_plan import RunPlan
@@ -45,9 +45,9 @@ __all__ = [
     "EditOptions",
     "Patch",
     "ReadOptions",
-    "Schedule",
     "Source",
     "Transfer",
+    "TransferSchedule",
     "WriteOptions",
     "apply_delta",
     "convert",

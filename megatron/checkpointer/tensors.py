@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 
-from megatron.core.dist_checkpointing.dtensor_layout import Split, compute_shard
+from megatron.core.dist_checkpointing.dtensor_layout import AxisSplit, compute_shard
 from megatron.core.dist_checkpointing.mapping import Box, Shape, ShardedTensor, narrow
 from megatron.core.safe_files.errors import CheckpointError
 
@@ -145,13 +145,13 @@ def make_sharded_tensor(key: str, tensor: torch.Tensor) -> ShardedTensor:
     return ShardedTensor(key, global_shape, tensor.dtype, (Box(offset, local),))
 
 
-def _read_placement(placement: Placement) -> Split:
+def _read_placement(placement: Placement) -> AxisSplit:
     """Return how a placement splits a tensor.
 
     Raises CheckpointError for placements that are neither a shard nor a replica, e.g., Partial.
     """
     if placement.is_replicate():
-        return Split(None)
+        return AxisSplit(None)
 
     # Plain and strided shards
     dim = getattr(placement, "dim", None)
@@ -160,4 +160,4 @@ def _read_placement(placement: Placement) -> Split:
             f"a DTensor with placement {placement} cannot be saved; redistribute it first"
         )
     split_factor = getattr(placement, "split_factor", 1)
-    return Split(dim, split_factor)
+    return AxisSplit(dim, split_factor)

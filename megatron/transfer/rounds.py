@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from megatron.core.dist_checkpointing.mapping import cut_rows
-from megatron.transfer.schedule import Copy, Item, Round, Schedule
+from megatron.transfer.schedule import Copy, Item, Round, TransferSchedule
 
 
 class _Move(NamedTuple):
@@ -77,7 +77,7 @@ class Router:
             self._sent_bytes[sender] += sent.nbytes
             self._received_bytes[receiver] += sent.nbytes
 
-    def make_schedules(self) -> list[Schedule]:
+    def make_schedules(self) -> list[TransferSchedule]:
         """Return the schedule of each rank."""
         moves_by_rank = self._assign_rounds()
         bytes_by_rank = tuple(self._received_bytes)
@@ -87,7 +87,7 @@ class Router:
             rounds = []
             for _, moves in sorted(moves_by_rank[rank].items()):
                 rounds.append(_make_round(rank, moves))
-            schedule = Schedule(rank, tuple(copies), tuple(rounds), bytes_by_rank)
+            schedule = TransferSchedule(rank, tuple(copies), tuple(rounds), bytes_by_rank)
             schedules.append(schedule)
         return schedules
 

@@ -31,7 +31,7 @@ from megatron.core.dist_checkpointing.planning.collection import (
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.safe_files.schema import abbreviate
 from megatron.transfer.rounds import Router
-from megatron.transfer.schedule import Copy, Region, Schedule
+from megatron.transfer.schedule import Copy, Region, TransferSchedule
 from megatron.transfer.sources import WeightSource, to_state
 
 DEFAULT_BUCKET_BYTES = 64 << 20
@@ -46,7 +46,7 @@ def plan_transfer(
     *,
     group: dist.ProcessGroup | None = None,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-) -> Schedule:
+) -> TransferSchedule:
     """Return this rank's schedule for filling `target` from `source`. Collective over `group`.
 
     `source` has the tensors of this rank: the sharded state dictionary of a running layout, or a
@@ -60,14 +60,14 @@ def plan_transfer(
     ranks = Coordination.of(group)
     has, needs = ranks.run_on_all(lambda: (describe(to_state(source)), describe(target or {})))
 
-    def plan(specs: list[Packed]) -> list[Schedule]:
+    def plan(specs: list[Packed]) -> list[TransferSchedule]:
         return plan_ranks(specs, bucket_bytes)
 
-    schedule: Schedule = ranks.gather_compute_scatter((pack(has), pack(needs)), plan)
+    schedule: TransferSchedule = ranks.gather_compute_scatter((pack(has), pack(needs)), plan)
     return schedule.with_structure(has, needs)
 
 
-def plan_ranks(specs: Sequence[Packed], bucket_bytes: int) -> list[Schedule]:
+def plan_ranks(specs: Sequence[Packed], bucket_bytes: int) -> list[TransferSchedule]:
     """Return the schedules of all ranks, from what each rank has and needs.
 
     Raises CheckpointError, which names the tensors that cannot be filled.

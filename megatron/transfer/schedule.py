@@ -1,7 +1,7 @@
 """What a rank copies, sends and receives in a transfer of weights, and its execution.
 
-A `Schedule` is data: it refers to regions of boxes by key and index. Binding it to the tensors of a
-rank resolves the regions to views of memory once; a replay only copies and sends.
+A `TransferSchedule` is data: it refers to regions of boxes by key and index. Binding it to the
+tensors of a rank resolves the regions to views of memory once; a replay only copies and sends.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Item(NamedTuple):
         return math.prod(self.region.shape) * self.dtype.itemsize
 
 
-class Message(NamedTuple):
+class TransferMessage(NamedTuple):
     """Elements that are sent together: sender and receiver list them in the same order.
 
     Items with larger elements come first, so that all are aligned without padding.
@@ -76,8 +76,8 @@ class Message(NamedTuple):
 class Round(NamedTuple):
     """Messages of a rank that are in flight at the same time, from and to different ranks."""
 
-    sends: tuple[Message, ...]
-    receives: tuple[Message, ...]
+    sends: tuple[TransferMessage, ...]
+    receives: tuple[TransferMessage, ...]
 
     @classmethod
     def of(cls, sends: dict[int, list[Item]], receives: dict[int, list[Item]]) -> Round:
@@ -85,18 +85,18 @@ class Round(NamedTuple):
         return cls(_make_messages(sends), _make_messages(receives))
 
 
-def _make_messages(items_by_peer: dict[int, list[Item]]) -> tuple[Message, ...]:
+def _make_messages(items_by_peer: dict[int, list[Item]]) -> tuple[TransferMessage, ...]:
     """Return a message per peer."""
     messages = []
     for peer in sorted(items_by_peer):
         items = items_by_peer[peer]
         items.sort(key=lambda item: -item.dtype.itemsize)
-        messages.append(Message(peer, tuple(items)))
+        messages.append(TransferMessage(peer, tuple(items)))
     return tuple(messages)
 
 
 @dataclass(frozen=True)
-class Schedule:
+class TransferSchedule:
     """The part of one rank in a transfer. It can be pickled, and replayed any number of times.
 
     `source` and `target` are the structure of the tensors that the rank must pass.
@@ -125,7 +125,7 @@ class Schedule:
         """Bytes that this rank sends."""
         return sum(message.nbytes for round in self.rounds for message in round.sends)
 
-    def with_structure(self, has: LocalSpec, needs: LocalSpec) -> Schedule:
+    def with_structure(self, has: LocalSpec, needs: LocalSpec) -> TransferSchedule:
         """Return the schedule with the structure of the tensors that it refers to, of this rank."""
         source_keys = set()
         target_keys = set()
@@ -174,7 +174,7 @@ class Transfer:
 
     def __init__(
         self,
-        schedule: Schedule,
+        schedule: TransferSchedule,
         source: ShardedStateDict,
         target: ShardedStateDict,
         group: dist.ProcessGroup | None,
@@ -306,7 +306,9 @@ def _choose_device(ranks: Coordination) -> torch.device:
     return torch.device("cpu")
 
 
-def _make_buffers(rounds: list[tuple[Message, ...]], device: torch.device) -> list[torch.Tensor]:
+def _make_buffers(
+    rounds: list[tuple[TransferMessage, ...]], device: torch.device
+) -> list[torch.Tensor]:
     """Return two buffers, each for the messages of any round."""
     sizes = [0]
     for messages in rounds:
@@ -316,8 +318,8 @@ def _make_buffers(rounds: list[tuple[Message, ...]], device: torch.device) -> li
 
 
 def _place_messages(
-    messages: Sequence[Message], buffer: torch.Tensor
-) -> Iterator[tuple[Message, torch.Tensor]]:
+    messages: Sequence[TransferMessage], buffer: torch.Tensor
+) -> Iterator[tuple[TransferMessage, torch.Tensor]]:
     """Yield each message with its part of the buffer."""
     start = 0
     for message in messages:
@@ -325,7 +327,9 @@ def _place_messages(
         start += _align(message.nbytes)
 
 
-def _view_items(message: Message, content: torch.Tensor) -> Iterator[tuple[Region, torch.Tensor]]:
+def _view_items(
+    message: TransferMessage, content: torch.Tensor
+) -> Iterator[tuple[Region, torch.Tensor]]:
     """Yield each region of a message with its elements in the buffer."""
     start = 0
     for item in message.items:

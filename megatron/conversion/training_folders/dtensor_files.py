@@ -17,7 +17,7 @@ import torch
 
 from megatron.conversion.model_space.lazy_tensors import join_boxes, view_stored
 from megatron.core.dist_checkpointing import CheckpointError
-from megatron.core.dist_checkpointing.dtensor_layout import Split, compute_shard
+from megatron.core.dist_checkpointing.dtensor_layout import AxisSplit, compute_shard
 from megatron.core.dist_checkpointing.mapping import LazyTensor, Shape
 from megatron.core.safe_files import FileTensor, safe_open, schema
 from megatron.core.safe_files.safe_globals import Placeholder
@@ -38,7 +38,7 @@ class DTensorShard:
     """The shape of the global tensor."""
     coordinate: Shape
     """The position of the rank in the mesh."""
-    splits: list[Split]
+    splits: list[AxisSplit]
     """How each dimension of the mesh splits the tensor."""
 
 
@@ -158,21 +158,21 @@ def _read_shard(value: Any, location: str) -> DTensorShard:
     return DTensorShard(view_stored(local), tuple(shape), coordinate, splits)
 
 
-def _read_split(placement: Any, num_axes: int, location: str) -> Split:
+def _read_split(placement: Any, num_axes: int, location: str) -> AxisSplit:
     """Return how a placement splits a tensor of `num_axes`.
 
     Raises CheckpointError for placements that are neither a shard nor a replica.
     """
     location = f"{location}: a placement"
     if isinstance(placement, Placeholder) and type(placement).__qualname__ == "Replicate":
-        return Split(None)
+        return AxisSplit(None)
     fields = _read_fields(placement, ("Shard", "_StridedShard"), location)
 
     dim = _DIM(fields.get("dim"), location)
     if dim >= num_axes:
         schema.refuse(location, dim, f"one of {num_axes} axes")
     split_factor = _FACTOR(fields.get("split_factor", 1), location)
-    return Split(dim, split_factor)
+    return AxisSplit(dim, split_factor)
 
 
 def _read_fields(value: Any, classes: Sequence[str], location: str) -> Mapping[str, Any]:

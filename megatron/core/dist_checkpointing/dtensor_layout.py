@@ -8,7 +8,7 @@ from typing import NamedTuple
 from megatron.core.dist_checkpointing.mapping import Extent, Shape
 
 
-class Split(NamedTuple):
+class AxisSplit(NamedTuple):
     """How a dimension of the mesh splits a tensor: along `dim`, or not at all (None).
 
     `split_factor` is that of a strided shard: the number of parts that the mesh dimensions on its
@@ -20,7 +20,10 @@ class Split(NamedTuple):
 
 
 def compute_shard(
-    global_shape: Shape, mesh_shape: Sequence[int], coordinate: Sequence[int], splits: list[Split]
+    global_shape: Shape,
+    mesh_shape: Sequence[int],
+    coordinate: Sequence[int],
+    splits: list[AxisSplit],
 ) -> Extent:
     """Return offset and shape of the local part of a DTensor.
 
@@ -42,7 +45,7 @@ def compute_shard(
     return tuple(offset), tuple(shape)
 
 
-def _order_of_splits(splits: Sequence[Split]) -> list[int]:
+def _order_of_splits(splits: Sequence[AxisSplit]) -> list[int]:
     """Return the mesh dimensions in the order in which they split the tensor.
 
     Usually that is from left to right. FSDP2 splits the shards of tensor parallelism further,
