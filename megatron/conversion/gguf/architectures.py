@@ -170,6 +170,13 @@ _YARN = {
     "rope.scaling.yarn_beta_slow": "beta_slow",
 }
 
+# Metadata that llama.cpp reads as fp32 only, while config.json may contain whole numbers.
+_FLOAT_ENTRIES = (
+    *("attention.layer_norm_rms_epsilon", "attn_logit_softcapping", "final_logit_softcapping"),
+    *("rope.freq_base", "rope.freq_base_swa", "rope.scaling.factor"),
+    *("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"),
+)
+
 
 def find_architecture(metadata: Mapping[str, Any]) -> tuple[str, Architecture]:
     """Return the name of the architecture, and its row. Raises ValueError for an unknown one."""
@@ -227,7 +234,7 @@ def read_config(
 
     # Fields that follow from others, or from the tensors
     _add_head_dim(config, entries, name)
-    config.setdefault("rope_theta", 10000.0)
+    schema.number(1)(config.setdefault("rope_theta", 10000.0), f"{name}.rope.freq_base")
     config["tie_word_embeddings"] = "output.weight" not in names
     if architecture.model_type == "llama":
         config["attention_bias"] = "blk.0.attn_q.bias" in names
@@ -255,18 +262,17 @@ def make_metadata(
     entries["attention.key_length"] = entries["attention.value_length"] = head_dim
     if architecture.pairs_neighbors:
         entries["rope.dimension_count"] = head_dim
-    entries["rope.freq_base"] = float(entries["rope.freq_base"])
 
     scaling = config.get("rope_scaling") or {}
     if scaling.get("rope_type") in ("linear", "yarn"):
         entries["rope.scaling.type"] = scaling["rope_type"]
-        entries["rope.scaling.factor"] = float(scaling["factor"])
+        entries["rope.scaling.factor"] = scaling["factor"]
         for entry, config_field in _YARN.items():
             if scaling.get(config_field) is not None:
                 entries[entry] = scaling[config_field]
     metadata: dict[str, Any] = {"general.architecture": name, "tokenizer.ggml.model": "none"}
     for entry, value in entries.items():
-        metadata[f"{name}.{entry}"] = value
+        metadata[f"{name}.{entry}"] = float(value) if entry in _FLOAT_ENTRIES else value
     return metadata
 
 
@@ -282,12 +288,13 @@ def _add_head_dim(config: dict[str, Any], entries: dict[str, Any], name: str) ->
     heads = schema.integer(1)(config["num_attention_heads"], f"{name}.attention.head_count")
     hidden_size = schema.integer(1)(config["hidden_size"], f"{name}.embedding_length")
     head_dim = config.setdefault("head_dim", hidden_size // heads)
+    schema.integer(1)(head_dim, f"{name}.attention.key_length")
     for entry in ("attention.value_length", "rope.dimension_count"):
         value = entries.pop(entry, head_dim)
         if value != head_dim:
             raise ValueError(
                 f"{name}.{entry} = {schema.format_value(value)} is not supported: it must be the "
-                f"width of a head, {schema.format_value(head_dim)}"
+                f"width of a head, {head_dim}"
             )
 
 
@@ -297,15 +304,16 @@ def _read_scaling(
     """Return the field `rope_scaling`, None for a RoPE that is not scaled."""
     if factors is not None:
         return _find_llama3_scaling(config, factors)
-    scaling_type = entries.get("rope.scaling.type", "none")
+    # As in llama.cpp, a factor without a type is linear.
     factor = entries.pop("rope.scaling.factor", None)
+    scaling_type = entries.get("rope.scaling.type", "none" if factor is None else "linear")
     if scaling_type in ("linear", "yarn") and factor is not None:
         scaling = {"rope_type": scaling_type, "factor": factor}
         if scaling_type == "yarn":
             for entry, config_field in _YARN.items():
                 if entry in entries:
                     scaling[config_field] = entries.pop(entry)
-        entries.pop("rope.scaling.type")
+        entries.pop("rope.scaling.type", None)
         return scaling
     if scaling_type == "none":
         entries.pop("rope.scaling.type", None)

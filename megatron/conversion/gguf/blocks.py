@@ -125,7 +125,9 @@ def encode_q8_0(blocks: Tensor) -> Tensor:
     scales = blocks.abs().amax(dim=1, keepdim=True) / 127
     halves = scales.half()
     if not torch.isfinite(halves).all():
-        raise ValueError("--quantize q8_0: values are not finite, or larger than 8,000,000")
+        raise ValueError(
+            "--quantize q8_0: values are not finite, or larger than 8,000,000: leave it out"
+        )
     inverses = torch.where(halves == 0, 0, 1 / scales)
     scaled = blocks * inverses
 

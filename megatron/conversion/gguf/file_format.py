@@ -162,11 +162,11 @@ class _GGUFHeader:
         schema.key(name, f"{self._path}: a name")
         return name
 
-    def read_count(self, what: str, min_bytes: int) -> int:
-        """Return a number of entries of at least `min_bytes` each, which the header can hold."""
+    def read_count(self, entries: str, min_bytes: int) -> int:
+        """Return a number of `entries` of at least `min_bytes` each, which the header can hold."""
         count = self.read_u64()
         if count * min_bytes > self._end - self.position:
-            raise self.fail(f"it announces {count} {what}, more than it has room for")
+            raise self.fail(f"it announces {count} {entries}, more than it has room for")
         return count
 
     def read_value(self, value_type: int, name: str) -> Any:
@@ -242,7 +242,7 @@ def _check_version(header: _GGUFHeader) -> None:
     version = header.read_u32()
     if version not in _VERSIONS:
         hint = ""
-        if version.to_bytes(4, "big") in [known.to_bytes(4, "little") for known in _VERSIONS]:
+        if int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS:
             hint = ", big-endian"
         raise header.fail(
             f"it has version {version}{hint}, only little-endian files of version "
@@ -274,10 +274,10 @@ def _read_description(header: _GGUFHeader) -> _Description:
     offset = header.read_u64()
     encoding = ENCODINGS.get(type_id)
     if encoding is None:
-        known = ", ".join(entry.name for entry in ENCODINGS.values())
+        supported = ", ".join(entry.name for entry in ENCODINGS.values())
         raise CheckpointError(
             f"{header.fail(f'{label} has the type {type_id}')}; or use a file with only the types "
-            f"that are read, {known}"
+            f"that are read, {supported}"
         )
     if dimensions[0] % encoding.block_size:
         raise header.fail(

@@ -70,8 +70,10 @@ def _find_file(path: Path) -> Path:
     for file in sorted(path.glob("*.gguf")):
         if not file.name.startswith(_PROJECTOR):
             models.setdefault(re.sub(r"-\d{5}-of-", "-*-of-", file.name), file)
-    if len(models) != 1:
-        names = ", ".join(file.name for file in models.values()) or "none"
+    if not models:
+        raise CheckpointError(f"{path} has no GGUF file of a language model: give the path of one")
+    if len(models) > 1:
+        names = ", ".join(file.name for file in models.values())
         raise CheckpointError(f"{path} has several GGUF models ({names}): give the path of one")
     (file,) = models.values()
     return file

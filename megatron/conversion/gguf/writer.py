@@ -49,7 +49,7 @@ from megatron.core.run_checkpoint.source import Source
 _MAGIC = b"GGUF"
 _VERSION = 3
 _ALIGNMENT = 32
-_MAX_ELEMENTS = 4 << 20  # of a tensor that a worker holds
+_MAX_ELEMENTS = 4 << 20  # that a worker encodes at once, or one expert
 _TYPES = {encoding.name: number for number, encoding in ENCODINGS.items()}
 _FILE_TYPES = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}  # general.file_type
 _DTYPES = {encoding.dtype: encoding for encoding in ENCODINGS.values() if encoding.dtype}
@@ -109,9 +109,9 @@ def _check_expressed(
     """Raise ValueError if the file that is read back would be another model."""
     reread = read_config(metadata, names, factors)
     reread["vocab_size"] = config["vocab_size"]
-    result = _sign(reread)
+    result = _compute_signature(reread)
     differing = []
-    for name, value in _sign(config).items():
+    for name, value in _compute_signature(config).items():
         if result[name] != value:
             differing.append(f"{name} ({value} -> {result[name]})")
     if differing:
@@ -121,8 +121,8 @@ def _check_expressed(
         )
 
 
-def _sign(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what determines the model of a config.json."""
+def _compute_signature(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that determine the model of a config.json."""
     fields = dict(config)
     args = find_family(fields).read_config(fields, {})
     model = model_config(args, args["vocab_size"], "the model")
@@ -135,7 +135,10 @@ def _sign(config: Mapping[str, Any]) -> dict[str, Any]:
 def _convert_tensors(
     weights: Mapping[str, LazyTensor], architecture: Architecture, config: Mapping[str, Any]
 ) -> dict[str, LazyTensor]:
-    """Return the tensors under their names in GGUF; experts are stacks."""
+    """Return the tensors under their names in GGUF; experts are stacks.
+
+    Raises ValueError for a tensor without a name in GGUF.
+    """
     layer_modules = {target: module for module, target in architecture.layer.items()}
     model_modules = {target: module for module, target in MODEL_MODULES.items()}
     tensors: dict[str, LazyTensor] = {}
@@ -145,12 +148,17 @@ def _convert_tensors(
         match = _LAYER.fullmatch(name)
         if match is None:
             path, _, suffix = name.rpartition(".")
-            module = model_modules[path]
+            module = model_modules.get(path)
             target = f"{module}.{suffix}"
         else:
             layer, path, suffix = match.groups()
-            module = layer_modules[_EXPERT.sub(".experts.{}.", path)]
+            module = layer_modules.get(_EXPERT.sub(".experts.{}.", path))
             target = f"blk.{layer}.{module}.{suffix}"
+        if module is None:
+            raise ValueError(
+                f"--saver gguf: GGUF has no name for {name}: give --saver hf, or leave "
+                "--keep-foreign out if it is a foreign tensor"
+            )
 
         # Experts are collected first.
         expert = _EXPERT.search(name)
@@ -187,21 +195,24 @@ def _choose_encoding(name: str, tensor: LazyTensor, encoding: BlockEncoding) -> 
     return encoding
 
 
-def _encode(tensor: LazyTensor, encoding: BlockEncoding) -> LazyTensor:
+def _encode(name: str, tensor: LazyTensor, encoding: BlockEncoding) -> LazyTensor:
     """Return the elements, or the bytes of their blocks: [..., rows, bytes]."""
     if encoding.dtype is not None:
         return cast(tensor, encoding.dtype)
     *lead, columns = tensor.shape
     row_bytes = columns // encoding.block_size * encoding.block_bytes
-    return LazyTensor((*lead, row_bytes), torch.uint8, partial(_read_blocks, tensor))
+    return LazyTensor((*lead, row_bytes), torch.uint8, partial(_read_blocks, name, tensor))
 
 
-def _read_blocks(tensor: LazyTensor, offset: Shape, shape: Shape) -> torch.Tensor:
-    """Return the blocks of whole rows."""
+def _read_blocks(name: str, tensor: LazyTensor, offset: Shape, shape: Shape) -> torch.Tensor:
+    """Return the blocks of whole rows. Raises ValueError for values without a finite scale."""
     columns = tensor.shape[-1]
     rows = tensor.read((*offset[:-1], 0), (*shape[:-1], columns))
     blocks = rows.reshape(-1, _Q8_0.block_size)
-    return encode_q8_0(blocks).view(shape)
+    try:
+        return encode_q8_0(blocks).view(shape)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
 
 
 # ---- The file ----
@@ -225,8 +236,8 @@ def _write_file(
         options: number of workers.
         progress: receives the numbers of bytes.
     """
-    # Lay out the file.
-    encoded = {name: _encode(tensor, encodings[name]) for name, tensor in tensors.items()}
+    # Compute the position of each tensor.
+    encoded = {name: _encode(name, tensor, encodings[name]) for name, tensor in tensors.items()}
     offsets = {}
     end = 0
     for name, tensor in encoded.items():
@@ -311,10 +322,11 @@ def _list_notes(
     ]
     if any(key.startswith("optimizer.") for key in source.tensors):
         notes.append("optimizer state and training state")
-    others = [name for name in tensors if encodings[name].name == "F16" and encoding.name != "F16"]
-    if others:
-        notes.append(
-            f"{encoding.name} of {len(others)} matrices, e.g. {others[0]}, whose rows are not "
-            f"blocks of {encoding.block_size}: they are F16"
-        )
+    if encoding.name != "F16":
+        halves = [name for name in tensors if encodings[name].name == "F16"]
+        if halves:
+            notes.append(
+                f"{encoding.name} of {len(halves)} matrices, e.g. {halves[0]}, whose rows are not "
+                f"blocks of {encoding.block_size}: they are F16"
+            )
     return notes

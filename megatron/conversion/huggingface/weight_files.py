@@ -74,9 +74,9 @@ def open_weights(directory: Path) -> dict[str, LazyTensor]:
     if (directory / _ZERO_SCRIPT).exists():
         # The trainer of transformers, without stage3_gather_16bit_weights_on_model_save.
         hint = f". With ZeRO-3, only DeepSpeed has saved it: run {_ZERO_SCRIPT} in that directory"
-    for path in directory.glob(GGUF_FILES):
-        hint = f". It has files in GGUF: give the path of one of them, e.g. {path}"
-        break
+    gguf_files = sorted(directory.glob(GGUF_FILES))
+    if gguf_files:
+        hint = f". It has files in GGUF: give the path of one of them, e.g. {gguf_files[0]}"
     raise ValueError(
         f"{directory} has neither model.safetensors nor model.safetensors.index.json "
         f"(nor pytorch_model.bin){hint}"

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from megatron.conversion.gguf.architectures import read_config
 from megatron.conversion.gguf.gguf_reader import open_gguf
 from tests import ROOT
 from tests.support.compare import read_all
@@ -66,6 +67,10 @@ def test_one_of_several_models_must_be_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"several GGUF models \(a.gguf, b.gguf\): give the path"):
         open_gguf(tmp_path)
     assert open_gguf(tmp_path / "b.gguf").args["hf_model_type"] == "qwen2"
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.gguf").unlink()
+    with pytest.raises(ValueError, match="has no GGUF file of a language model"):
+        open_gguf(tmp_path)
 
 
 def write_changed(name: str, path: Path, *changes: tuple[bytes, bytes]) -> Path:
@@ -117,6 +122,37 @@ def test_truncated_files_are_refused(tmp_path: Path) -> None:
         path.write_bytes(content[:length])
         with pytest.raises(ValueError, match="damaged, or its download is incomplete"):
             open_gguf(path)
+
+
+BASE = {
+    "general.architecture": "llama",
+    "llama.embedding_length": 64,
+    "llama.block_count": 2,
+    "llama.attention.head_count": 4,
+}
+
+
+@pytest.mark.parametrize(
+    ("scaling_type", "expected"),
+    [
+        ({}, {"rope_type": "linear", "factor": 4.0}),
+        ({"llama.rope.scaling.type": "linear"}, {"rope_type": "linear", "factor": 4.0}),
+        ({"llama.rope.scaling.type": "none"}, None),
+    ],
+)
+def test_factor_without_a_type_is_linear_as_in_llama_cpp(scaling_type, expected) -> None:
+    metadata = BASE | {"llama.rope.scaling.factor": 4.0} | scaling_type
+    assert read_config(metadata, [], None).get("rope_scaling") == expected
+
+
+@pytest.mark.parametrize(
+    ("entry", "value"),
+    [("attention.key_length", "16"), ("attention.key_length", [16, 8]), ("rope.freq_base", "a")],
+)
+def test_values_of_another_type_are_refused(entry: str, value: object) -> None:
+    metadata = BASE | {f"llama.{entry}": value}
+    with pytest.raises(ValueError, match=f"llama.{entry} is .*, but must be"):
+        read_config(metadata, [], torch.ones(8))
 
 
 def test_other_factors_than_those_of_llama3_are_refused(tmp_path: Path) -> None:

@@ -7,13 +7,19 @@ import torch
 from safetensors.torch import load_file
 
 from megatron.conversion.checkpoint_conversion import convert
-from megatron.conversion.gguf.architectures import ROPE_FACTORS
+from megatron.conversion.gguf.architectures import (
+    ARCHITECTURES,
+    ROPE_FACTORS,
+    make_metadata,
+)
 from megatron.conversion.gguf.blocks import ENCODINGS, encode_q8_0
 from megatron.conversion.gguf.file_format import GGUFTensor, open_model
 from megatron.conversion.gguf.gguf_reader import open_gguf
 from megatron.conversion.gguf.writer import write_gguf
+from megatron.conversion.model_space.foreign import foreign_key
 from megatron.conversion.options import WriteOptions
 from megatron.core.dist_checkpointing.saving.commit import no_progress
+from megatron.core.safe_files.reading import read_json
 from tests import ROOT
 from tests.support.compare import read_all
 from tests.support.memory_source import LLAMA_ARGS, random_source
@@ -69,6 +75,37 @@ def test_values_without_a_scale_are_refused() -> None:
     for value in (torch.inf, torch.nan, 1e7):
         with pytest.raises(ValueError, match="--quantize q8_0: values are not finite, or larger"):
             encode_q8_0(torch.full((1, 32), value))
+
+
+def test_tensor_without_a_scale_is_named(tmp_path: Path) -> None:
+    args = LLAMA_ARGS | {"ffn_hidden_size": 64}
+    source = random_source(args, optimizer=False)
+    source.values["decoder.layers.1.mlp.linear_fc2.weight"][3, 5] = torch.nan
+    options = WriteOptions(quantization="q8_0")
+    with pytest.raises(ValueError, match=r"blk\.1\.ffn_down\.weight: --quantize q8_0"):
+        write_gguf(source, tmp_path / "out", options, no_progress)
+
+
+def test_whole_numbers_are_floats_where_llama_cpp_reads_floats() -> None:
+    config = read_json(GOLDEN / "qwen3/config.json")
+    scaling = {"rope_type": "yarn", "factor": 4, "beta_fast": 32, "beta_slow": 1}
+    config |= {"rope_theta": 1000000, "rope_scaling": scaling}
+    metadata = make_metadata("qwen3", ARCHITECTURES["qwen3"], config)
+    for entry in (
+        "freq_base",
+        "scaling.factor",
+        "scaling.yarn_beta_fast",
+        "scaling.yarn_beta_slow",
+    ):
+        assert isinstance(metadata[f"qwen3.rope.{entry}"], float), entry
+
+
+def test_foreign_tensors_are_refused(tmp_path: Path) -> None:
+    source = random_source(LLAMA_ARGS, optimizer=False)
+    source.values[foreign_key("rotary.inv_freq")] = torch.ones(4)
+    with pytest.raises(ValueError, match=r"GGUF has no name for rotary\.inv_freq: give --saver hf"):
+        write_gguf(source, tmp_path / "out", WriteOptions(), no_progress)
+    assert not (tmp_path / "out").exists()
 
 
 def test_unchanged_matrices_keep_their_bytes_through_a_run(tmp_path: Path) -> None:
