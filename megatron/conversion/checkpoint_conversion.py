@@ -245,8 +245,9 @@ def write_checkpoint(
 ) -> ConversionReport:
     """Write `source`, which is read from the paths `origins`, as `convert` does."""
     options = options or WriteOptions()
-    if options.foreign is not None:
-        origins = [*origins, options.foreign]
+    for original in (options.foreign, options.quantized_original):
+        if original is not None:
+            origins = [*origins, original]
     _check_target(save_dir, [*origins, *options.edits.adapters], saver, overwrite)
     if verify and options.quantization is not None:
         raise ValueError(
@@ -256,8 +257,8 @@ def write_checkpoint(
     is_gguf_encoding = options.quantization in GGUF_QUANTIZATIONS
     if options.quantization is not None and is_gguf_encoding != (saver == "gguf"):
         raise ValueError(
-            f"--quantize {options.quantization} is not an encoding of --saver {saver}: "
-            f"{', '.join(GGUF_QUANTIZATIONS)} is that of gguf, the others are those of hf"
+            f"--quantize {options.quantization} is not an encoding of --saver {saver}: give "
+            f"--saver gguf for {', '.join(GGUF_QUANTIZATIONS)}, --saver hf for the other encodings"
         )
     options = dataclasses.replace(
         options,

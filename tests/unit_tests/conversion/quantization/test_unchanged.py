@@ -119,6 +119,14 @@ def test_methods_without_a_list_of_modules_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "hf").exists()
 
 
+def test_original_is_not_replaced(tmp_path: Path) -> None:
+    WRITERS["fp8"](tmp_path / "a")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    options = WriteOptions(quantized_original=tmp_path / "b")
+    with pytest.raises(ValueError, match="is or contains the source .*/b, which would be lost"):
+        convert(tmp_path / "a", tmp_path / "b", "hf", options=options, overwrite=True)
+
+
 def test_another_model_is_refused(tmp_path: Path) -> None:
     source = random_source(ARGS, optimizer=False)
     write_huggingface(source, tmp_path / "plain")
