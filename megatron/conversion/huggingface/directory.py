@@ -83,8 +83,8 @@ class HuggingFaceSource:
     """Weights of a model of transformers, with optimizer and run if an export left a sidecar.
 
     `weights` are the tensors of the model if they are not in files of transformers, `config_json`
-    is its config.json if there is none. Raises ValueError for a model that is not supported, or
-    files that do not fit together.
+    replaces the config.json in the directory. Raises ValueError for a model that is not supported,
+    or files that do not fit together.
     """
 
     def __init__(

@@ -108,7 +108,7 @@ def plan_export(
     options = WriteOptions(trusted=tuple(trusted), max_shard_size=max_shard_size)
     model = describe_model(args, dtype)
 
-    # Lay out the files.
+    # Assign the tensors to files.
     weight_files = lay_out_weight_files(_STEM, model.list_tensors(), options.max_shard_size)
     files: dict[str, ExportFile] = {}
     starts: dict[str, tuple[str, int]] = {}  # tensor -> file and position of its first byte

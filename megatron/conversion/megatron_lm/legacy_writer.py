@@ -97,7 +97,7 @@ def write_legacy(
     pending = directory.with_name(f".saving-{directory.name}-{os.getpid()}")
     pending.mkdir(parents=True)
     try:
-        # Lay out every file first, so that a tensor of several ranks is read once.
+        # Write every file with empty slots first, so that a tensor of several ranks is read once.
         chunks: dict[str, list[StoredChunk]] = defaultdict(list)
         for rank in ranks:
             _lay_out_files(pending, contents, layout, rank, chunks)

@@ -108,7 +108,7 @@ def write_foreign_file(source: Source, path: Path, workers: int, progress: Progr
         return
     slots = {name: TensorSlot(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
     with committed(path) as temporary:
-        # Lay out the archive with empty slots, then fill them in place.
+        # Write the archive with empty slots, then fill them.
         positions = dict(write_archive(temporary, slots))
         jobs = []
         for name, tensor in tensors.items():

@@ -308,8 +308,8 @@ def _read_joined(
         # Its offset in the result, and in the box
         in_result = to_relative(start, offset)
         in_box = to_relative(start, origin)
-        part = tensor.read(in_box, extent)
-        narrow(result, in_result, extent).copy_(part)
+        content = tensor.read(in_box, extent)
+        narrow(result, in_result, extent).copy_(content)
     return result
 
 

@@ -77,7 +77,7 @@ def _describe_compressed(
 def _encode_each(
     encode: Callable[[LazyTensor, str], dict[str, LazyTensor]], matrices: Mapping[str, LazyTensor]
 ) -> dict[str, LazyTensor]:
-    """Encode matrices that share nothing."""
+    """Encode each matrix separately."""
     tensors = {}
     for name, matrix in matrices.items():
         tensors.update(encode(matrix, name))
