@@ -37,12 +37,11 @@ from megatron.conversion.model_space.pieces import is_bitwise_equal
 from megatron.conversion.model_space.views import AveragedWeights, SourceView, get_dtype
 from megatron.conversion.opening import open_checkpoint, require_checkpoint
 from megatron.conversion.options import GGUF_QUANTIZATIONS, ReadOptions, WriteOptions
-from megatron.conversion.output_directory import exclusive_output_dir, pending_name
+from megatron.conversion.output_directory import replaced_directory
 from megatron.conversion.stored_tokenizer import copy_tokenizer_files, write_tokenizer_files
 from megatron.core.dist_checkpointing import CheckpointDirectory, load_common, write_tracker
 from megatron.core.dist_checkpointing.mapping import TensorInfo, cut_rows
 from megatron.core.dist_checkpointing.saving.commit import Progress, no_progress
-from megatron.core.durable_files import fsync_tree, put_in_place
 from megatron.core.object_path import ObjectPath
 from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS, is_foreign, is_weight
 from megatron.core.run_checkpoint.native_reader import open_run_checkpoint
@@ -355,13 +354,10 @@ def _reopen(written: Source, directory: Path, has_foreign: bool) -> Source:
 def _write_beside(
     save_dir: Path, num_bytes: int, write: Callable[[Path], ConversionReport]
 ) -> ConversionReport:
-    """Write next to the target, so that the final rename stays within one file system."""
-    pending = save_dir.with_name(pending_name(save_dir.name))
+    """Write next to the target, which appears complete or not at all."""
     try:
-        with exclusive_output_dir(pending):
+        with replaced_directory(save_dir) as pending:
             report = write(pending)
-            fsync_tree(pending)
-            put_in_place(pending, save_dir)
     except OSError as error:
         if error.errno in _DISK_FULL:
             raise OSError(

@@ -10,12 +10,38 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron.conversion.model_space.pieces import make_empty_directory
-from megatron.core.durable_files import remove
+from megatron.core.durable_files import fsync_tree, put_in_place, remove
 
 
 def pending_name(name: str) -> str:
     """Return the name under which the directory `name` is written, next to its place."""
     return f".{name}.converting"
+
+
+@contextmanager
+def replaced_directory(directory: Path) -> Iterator[Path]:
+    """Yield an empty directory, which replaces `directory` if the block ends without an error.
+
+    It is next to `directory`, so that the final rename stays within one file system.
+    """
+    directory = directory.absolute()
+    pending = directory.with_name(pending_name(directory.name))
+    with exclusive_output_dir(pending):
+        yield pending
+        fsync_tree(pending)
+        put_in_place(pending, directory)
+
+
+@contextmanager
+def new_directory(directory: Path) -> Iterator[Path]:
+    """Yield an empty directory, which becomes `directory` if the block ends without an error.
+
+    Raises ValueError if `directory` has content.
+    """
+    if os.path.lexists(directory) and any(directory.iterdir()):
+        raise ValueError(f"{directory} is not empty: choose another target or remove it first")
+    with replaced_directory(directory) as pending:
+        yield pending
 
 
 @contextmanager

@@ -1,36 +1,36 @@
 """Deltas between two exports of a model: files with the elements that have changed.
 
-A delta is a directory of safetensors with an index like a model's, and `delta.json`, written last.
-A changed tensor is stored whole under its name, or as units that have changed: `NAME.delta_index`
-has their positions (sorted), `NAME.delta_values` their values, [units, elements of a unit]. A unit
-is a row or an element. Positions of elements are those of vLLM's `CheckpointWeightPatch`.
+A delta is a directory of safetensors with an index like a model's, and `delta.json`. A changed
+tensor is stored whole under its name, or as units that have changed: `NAME.delta_index` has their
+positions (sorted), `NAME.delta_values` their values, [units, elements of a unit]. A unit is a row
+or an element. Positions of elements are those of vLLM's `CheckpointWeightPatch`.
 """
 
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import xxhash
 
-from megatron.conversion.huggingface.directory import CONFIG
 from megatron.conversion.huggingface.weight_files import open_weights, write_weight_files
 from megatron.conversion.model_space.lazy_tensors import cut_blocks, view_tensor
-from megatron.conversion.model_space.pieces import make_empty_directory
 from megatron.conversion.options import WriteOptions
+from megatron.conversion.output_directory import new_directory
 from megatron.core.dist_checkpointing import CheckpointError
+from megatron.core.dist_checkpointing.files import METADATA
 from megatron.core.dist_checkpointing.mapping import Extent, LazyTensor, Shape
 from megatron.core.dist_checkpointing.saving.commit import no_progress
-from megatron.core.durable_files import fsync_tree, write_json
+from megatron.core.durable_files import write_json
+from megatron.core.object_path import ObjectPath, path_of
 from megatron.core.safe_files import schema
-from megatron.core.safe_files.reading import read_json
+from megatron.core.safe_files.reading import read_json, read_regular
 from megatron.core.safe_files.torch_zip import view_bytes
 
 DELTA = "delta.json"
@@ -38,6 +38,9 @@ GRANULARITIES = ("tensor", "row", "element", "smallest")
 _INDEX_SUFFIX = ".delta_index"
 _VALUES_SUFFIX = ".delta_values"
 _STEM = "model"
+# Files of weights, which a model with other weights must not have: those that `open_weights` reads,
+# and those of other programs
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pth", ".pt", ".gguf", ".distcp", ".index.json")
 _BLOCK_ELEMENTS = 4 << 20
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by itemsize
 
@@ -94,12 +97,13 @@ def write_delta(
     iteration: int | None = None,
     max_shard_size: int = WriteOptions.max_shard_size,
 ) -> DeltaReport:
-    """Write what has changed from `base` to `new` to the empty `directory`.
+    """Write what has changed from `base` to `new` to a new directory.
 
     Both are Hugging Face models, or tensors by name. `granularity` is that of the stored values:
     whole tensors (then the files are ordinary ones, which `load_weights` takes), rows, elements, or
-    for each tensor the one with the fewest bytes. Raises ValueError if the models have other names,
-    shapes or dtypes.
+    for each tensor the one with the fewest bytes. The directory appears complete or not at all.
+    Memory contains a few rows at a time, and the positions of all stored rows and elements. Raises
+    ValueError if the models differ in names, shapes or dtypes, or if the directory is not empty.
     """
     if granularity not in GRANULARITIES:
         raise ValueError(f"granularity {granularity!r} is none of {', '.join(GRANULARITIES)}")
@@ -107,36 +111,34 @@ def write_delta(
     new_tensors = _open(new)
     _check_same_model(base_tensors, new_tensors)
 
-    # Phase 1: compare, one tensor at a time.
-    stored: _Tensors = {}
-    entries: dict[str, Any] = {}
-    base_digest = xxhash.xxh3_128()
-    new_digest = xxhash.xxh3_128()
-    changed_elements = 0
-    for name, tensor in sorted(new_tensors.items()):
-        changes = _compare(base_tensors[name], tensor)
-        base_digest.update(_describe(name, tensor, changes.base_digest))
-        new_digest.update(_describe(name, tensor, changes.digest))
-        if len(changes.elements) == 0:
-            continue
-        changed_elements += len(changes.elements)
-        unit = _choose_unit(tensor, changes, granularity)
-        entries[name] = {"unit": unit, "digest": changes.digest}
-        stored |= _store(name, tensor, changes, unit)
+    with new_directory(_to_local(directory)) as pending:
+        # Phase 1: compare, one tensor at a time.
+        stored: _Tensors = {}
+        entries: dict[str, Any] = {}
+        base_digest = xxhash.xxh3_128()
+        new_digest = xxhash.xxh3_128()
+        changed_elements = 0
+        for name, tensor in sorted(new_tensors.items()):
+            changes = _compare(base_tensors[name], tensor, granularity)
+            base_digest.update(_describe(name, tensor, changes.base_digest))
+            new_digest.update(_describe(name, tensor, changes.digest))
+            if changes.num_elements == 0:
+                continue
+            changed_elements += changes.num_elements
+            unit = _choose_unit(tensor, changes, granularity)
+            entries[name] = {"unit": unit, "digest": changes.digest}
+            stored |= _store(name, tensor, changes, unit)
 
-    # Phase 2: write the values that differ.
-    directory = Path(directory)
-    make_empty_directory(directory)
-    write_weight_files(directory, _STEM, stored, max_shard_size, 1, no_progress)
-    metadata = {
-        "version": 1,
-        "iteration": iteration,
-        "base_digest": base_digest.hexdigest(),
-        "digest": new_digest.hexdigest(),
-        "tensors": entries,
-    }
-    write_json(directory / DELTA, metadata)
-    fsync_tree(directory)
+        # Phase 2: write the values that differ.
+        write_weight_files(pending, _STEM, stored, max_shard_size, 1, no_progress)
+        metadata = {
+            "version": 1,
+            "iteration": iteration,
+            "base_digest": base_digest.hexdigest(),
+            "digest": new_digest.hexdigest(),
+            "tensors": entries,
+        }
+        write_json(pending / DELTA, metadata)
     return DeltaReport(
         changed_tensors=len(entries),
         changed_elements=changed_elements,
@@ -148,8 +150,16 @@ def write_delta(
 def _open(weights: Weights) -> _Tensors:
     """Return the tensors of a model by name."""
     if isinstance(weights, str | PathLike):
-        return open_weights(Path(weights))
-    return {name: view_tensor(tensor.detach().cpu()) for name, tensor in weights.items()}
+        return open_weights(_to_local(weights))
+    return {name: view_tensor(tensor.detach()) for name, tensor in weights.items()}
+
+
+def _to_local(name: str | PathLike[str]) -> Path:
+    """Return a path. Raises ValueError for a URL."""
+    path = path_of(name)
+    if isinstance(path, ObjectPath):
+        raise ValueError(f"{path}: deltas and their models are directories, not in object storage")
+    return path
 
 
 def _check_same_model(base: _Tensors, new: _Tensors) -> None:
@@ -180,14 +190,23 @@ class _Changes(NamedTuple):
 
     base_digest: str
     digest: str
-    elements: torch.Tensor  # positions of those that differ, sorted
+    num_elements: int
+    rows: torch.Tensor  # positions of rows that differ, sorted
+    elements: (
+        torch.Tensor
+    )  # positions of elements that differ, or none if they are not to be stored
 
 
-def _compare(base: LazyTensor, new: LazyTensor) -> _Changes:
+def _compare(base: LazyTensor, new: LazyTensor, granularity: str) -> _Changes:
     """Compare two tensors bitwise, some rows at a time."""
     base_digest = xxhash.xxh3_128()
     digest = xxhash.xxh3_128()
-    elements = []
+    num_elements = 0
+    empty = torch.empty(0, dtype=_choose_index_dtype(new))
+    rows = [empty]
+    elements = [empty]
+    max_elements = _count_storable_elements(new, granularity)
+    row = _count_row_elements(new)
     start = 0
     for box in cut_blocks(new, _BLOCK_ELEMENTS):
         base_block = _read_flat(base, box)
@@ -198,12 +217,30 @@ def _compare(base: LazyTensor, new: LazyTensor) -> _Changes:
         digest.update(view_bytes(block))
         bits = _BITS[block.dtype.itemsize]
         is_changed = block.view(bits) != base_block.view(bits)
-        changed = is_changed.nonzero().view(-1)
-        elements.append(changed + start)
+        changed = is_changed.nonzero().view(-1) + start
+        num_elements += len(changed)
+        rows.append(torch.unique_consecutive(changed // row).to(empty.dtype))
+        if num_elements <= max_elements:
+            elements.append(changed.to(empty.dtype))
+        else:
+            elements = [empty]
         start += len(block)
-    if not elements:  # the tensor is empty
-        elements.append(torch.empty(0, dtype=torch.int64))
-    return _Changes(base_digest.hexdigest(), digest.hexdigest(), torch.cat(elements))
+    return _Changes(
+        base_digest.hexdigest(),
+        digest.hexdigest(),
+        num_elements,
+        torch.cat(rows),
+        torch.cat(elements),
+    )
+
+
+def _count_storable_elements(tensor: LazyTensor, granularity: str) -> int:
+    """Return the largest number of changed elements whose positions are stored."""
+    if granularity == "element":
+        return math.prod(tensor.shape)
+    if granularity == "smallest":
+        return tensor.nbytes // (_choose_index_dtype(tensor).itemsize + tensor.dtype.itemsize)
+    return 0
 
 
 def _read_flat(tensor: LazyTensor, box: Extent) -> torch.Tensor:
@@ -218,15 +255,14 @@ def _describe(name: str, tensor: LazyTensor, digest: str) -> bytes:
 
 def _choose_unit(tensor: LazyTensor, changes: _Changes, granularity: str) -> int | None:
     """Return the elements of a unit, or None for the whole tensor."""
-    row = max(1, math.prod(tensor.shape[1:]))
+    row = _count_row_elements(tensor)
     units = {"tensor": None, "row": row, "element": 1}
     if granularity != "smallest":
         return units[granularity]
     best = None
     fewest_bytes = tensor.nbytes
-    for unit in (row, 1):
-        num_units = len(torch.unique_consecutive(changes.elements // unit))
-        index_bytes = _choose_index_dtype(tensor, unit).itemsize
+    index_bytes = _choose_index_dtype(tensor).itemsize
+    for unit, num_units in ((row, len(changes.rows)), (1, changes.num_elements)):
         nbytes = num_units * (index_bytes + unit * tensor.dtype.itemsize)
         if nbytes < fewest_bytes:
             best = unit
@@ -234,18 +270,21 @@ def _choose_unit(tensor: LazyTensor, changes: _Changes, granularity: str) -> int
     return best
 
 
-def _choose_index_dtype(tensor: LazyTensor, unit: int) -> torch.dtype:
-    """Return the dtype of positions of units."""
-    num_units = math.prod(tensor.shape) // unit
-    return torch.int32 if num_units < 1 << 31 else torch.int64
+def _count_row_elements(tensor: LazyTensor) -> int:
+    """Return the elements of a row."""
+    return max(1, math.prod(tensor.shape[1:]))
+
+
+def _choose_index_dtype(tensor: LazyTensor) -> torch.dtype:
+    """Return the dtype of positions."""
+    return torch.int32 if math.prod(tensor.shape) < 1 << 31 else torch.int64
 
 
 def _store(name: str, tensor: LazyTensor, changes: _Changes, unit: int | None) -> _Tensors:
     """Return the tensors of the delta for a changed tensor."""
     if unit is None:
         return {name: tensor}
-    index = torch.unique_consecutive(changes.elements // unit)
-    index = index.to(_choose_index_dtype(tensor, unit))
+    index = changes.rows if unit == _count_row_elements(tensor) else changes.elements
     read = partial(_read_units, tensor, index, unit)
     values = LazyTensor((len(index), unit), tensor.dtype, read)
     return {name + _INDEX_SUFFIX: view_tensor(index), name + _VALUES_SUFFIX: values}
@@ -281,6 +320,14 @@ def _find_units(
 # ---- Reading ----
 
 
+class _Units(NamedTuple):
+    """The changed units of a tensor."""
+
+    unit: int  # elements of each
+    positions: torch.Tensor  # sorted
+    values: LazyTensor  # [units, elements of a unit]
+
+
 class _Delta(NamedTuple):
     """An opened delta."""
 
@@ -288,45 +335,51 @@ class _Delta(NamedTuple):
     metadata: dict[str, Any]
     stored: _Tensors
 
-    def read_patch(self, name: str, tensor: LazyTensor) -> Patch:
-        """Return the new values of a tensor, whose shape and dtype are those of the base."""
+    def open_changes(self, name: str, tensor: LazyTensor) -> _Units | LazyTensor:
+        """Return the changed units of a tensor, or the whole new tensor.
+
+        `tensor` has the shape and dtype of the base. Raises CheckpointError for a damaged delta.
+        """
         unit = self.metadata["tensors"][name]["unit"]
         if unit is None:
-            values = self._get(name).read_all()
-            indices = None
-        else:
-            values = self._get(name + _VALUES_SUFFIX).read_all()
-            index = self._get(name + _INDEX_SUFFIX).read_all().long()
-            indices = (index.view(-1, 1) * unit + torch.arange(unit)).view(-1)
-        if not _fits(values, indices, tensor):
-            raise CheckpointError(
-                f"{self.directory}: the values of {name} do not fit its shape {tensor.shape} "
-                f"{tensor.dtype_name}: the delta is damaged, copy it again"
-            )
-        return Patch(name, tensor.shape, tensor.dtype, values.view(-1), indices)
+            values = self._get(name)
+            if values != tensor:
+                self._refuse(name, tensor)
+            return values
+        index = self._get(name + _INDEX_SUFFIX)
+        values = self._get(name + _VALUES_SUFFIX)
+        # The sizes are checked before anything is allocated.
+        is_plausible = (
+            unit in (1, _count_row_elements(tensor))
+            and index.dtype == _choose_index_dtype(tensor)
+            and index.shape == values.shape[:1]
+            and values.shape[1:] == (unit,)
+            and values.dtype == tensor.dtype
+        )
+        if not is_plausible:
+            self._refuse(name, tensor)
+        positions = index.read_all()
+        is_sorted = bool((positions[1:] > positions[:-1]).all())
+        num_units = math.prod(tensor.shape) // unit
+        if not is_sorted or (positions < 0).any() or (positions >= num_units).any():
+            self._refuse(name, tensor)
+        return _Units(unit, positions, values)
 
     def _get(self, name: str) -> LazyTensor:
         if name not in self.stored:
             raise CheckpointError(f"{self.directory} lacks {name}: the delta is damaged")
         return self.stored[name]
 
-
-def _fits(values: torch.Tensor, indices: torch.Tensor | None, tensor: LazyTensor) -> bool:
-    """Return whether values can be those of a tensor at these indices."""
-    if values.dtype != tensor.dtype:
-        return False
-    num_elements = math.prod(tensor.shape)
-    if indices is None:
-        return values.shape == tensor.shape
-    if values.numel() != len(indices):
-        return False
-    is_inside = (indices >= 0) & (indices < num_elements)
-    return bool(is_inside.all())
+    def _refuse(self, name: str, tensor: LazyTensor) -> NoReturn:
+        raise CheckpointError(
+            f"{self.directory}: the values of {name} do not fit its shape {_format(tensor)}: the "
+            "delta is damaged, copy it again"
+        )
 
 
 def _open_delta(delta: str | PathLike[str]) -> _Delta:
     """Open a delta. Raises ValueError if there is none."""
-    directory = Path(delta)
+    directory = _to_local(delta)
     path = directory / DELTA
     if not path.is_file():
         raise ValueError(f"{directory} has no {DELTA}: it is not a complete delta")
@@ -336,14 +389,24 @@ def _open_delta(delta: str | PathLike[str]) -> _Delta:
 def read_patches(base: Weights, delta: str | PathLike[str]) -> Iterator[Patch]:
     """Yield the new values of each changed tensor, for engines that patch live weights.
 
-    `base` is the model that the engine has; its values are not read or compared.
+    `base` is the model that the engine has: only names, shapes and dtypes are compared. Raises
+    ValueError for a delta that does not fit them; values are not verified.
     """
     opened = _open_delta(delta)
     tensors = _open(base)
     for name in opened.metadata["tensors"]:
         if name not in tensors:
             raise ValueError(f"{opened.directory} changes {name}, which the base does not have")
-        yield opened.read_patch(name, tensors[name])
+        tensor = tensors[name]
+        changes = opened.open_changes(name, tensor)
+        indices = None
+        if isinstance(changes, _Units):
+            # Positions of elements, [units, elements of a unit]
+            first_elements = changes.positions.long().view(-1, 1) * changes.unit
+            indices = (first_elements + torch.arange(changes.unit)).view(-1)
+            changes = changes.values
+        values = changes.read_all().reshape(-1)
+        yield Patch(name, tensor.shape, tensor.dtype, values, indices)
 
 
 def apply_delta(
@@ -353,53 +416,57 @@ def apply_delta(
     *,
     max_shard_size: int = WriteOptions.max_shard_size,
 ) -> None:
-    """Write the model that a delta makes of `base` to the empty `directory`.
+    """Write the model that a delta makes of `base` to a new directory.
 
-    The files are those of a full export. Raises ValueError if `base` is not the model that the
-    delta was made from, before anything is written, or if the delta is damaged.
+    The files are those of a full export. The directory appears complete or not at all. Raises
+    ValueError if `base` is not the model that the delta was made from, if the delta is damaged, or
+    if the directory is not empty.
     """
     opened = _open_delta(delta)
+    base = _to_local(base)
     tensors = _open(base)
-    patched = _patch_all(tensors, opened, str(base))
-    directory = Path(directory)
-    make_empty_directory(directory)
-    write_weight_files(directory, _STEM, patched, max_shard_size, 1, no_progress)
-    _copy_small_files(Path(base), directory)
-    fsync_tree(directory)
+    with new_directory(_to_local(directory)) as pending:
+        patched = _patch_all(tensors, opened, str(base))
+        write_weight_files(pending, _STEM, patched, max_shard_size, 1, no_progress)
+        _copy_small_files(base, pending)
 
 
 def _patch_all(tensors: _Tensors, delta: _Delta, location: str) -> _Tensors:
     """Return the tensors of the new model. Raises ValueError for a wrong base or damaged delta."""
     entries = delta.metadata["tensors"]
-    # Phase 1: verify the base.
+    # Phase 1: verify the base, and that the delta has all changes.
     base_digest = xxhash.xxh3_128()
+    new_digest = xxhash.xxh3_128()
     for name, tensor in sorted(tensors.items()):
         digest = _compute_digest(tensor)
         base_digest.update(_describe(name, tensor, digest))
+        if name in entries:
+            digest = entries[name]["digest"]
+        new_digest.update(_describe(name, tensor, digest))
     if base_digest.hexdigest() != delta.metadata["base_digest"]:
         raise ValueError(
             f"{location} has the digest {base_digest.hexdigest()}, and {delta.directory} was made "
             f"from a model with {delta.metadata['base_digest']}: apply the deltas before it, in "
             "order, or start from the right base"
         )
+    if new_digest.hexdigest() != delta.metadata["digest"] or entries.keys() - tensors.keys():
+        raise CheckpointError(
+            f"{delta.directory / DELTA}: the changed tensors are not those of the new model: the "
+            "delta is damaged, copy it again"
+        )
 
     # Phase 2: patch the tensors, and verify the result.
-    patched = {}
-    for name, tensor in tensors.items():
-        patched[name] = tensor
-        if name not in entries:
-            continue
-        patch = delta.read_patch(name, tensor)
-        if patch.indices is None:
-            patched[name] = delta.stored[name]
-        else:
-            read = partial(_read_patched, tensor, patch.indices, patch.values)
-            patched[name] = LazyTensor(tensor.shape, tensor.dtype, read)
-        if _compute_digest(patched[name]) != entries[name]["digest"]:
+    patched = dict(tensors)
+    for name in entries:
+        changes = delta.open_changes(name, tensors[name])
+        if isinstance(changes, _Units):
+            changes = _patch(tensors[name], changes)
+        if _compute_digest(changes) != entries[name]["digest"]:
             raise CheckpointError(
                 f"{delta.directory}: {name} has another digest after the delta than "
                 f"{entries[name]['digest']}: the delta is damaged, copy it again"
             )
+        patched[name] = changes
     return patched
 
 
@@ -412,21 +479,26 @@ def _compute_digest(tensor: LazyTensor) -> str:
     return digest.hexdigest()
 
 
-def _read_patched(
-    tensor: LazyTensor, indices: torch.Tensor, values: torch.Tensor, offset: Shape, shape: Shape
-) -> torch.Tensor:
-    """Return whole rows of a tensor with other values at these indices of the flat tensor."""
-    start = offset[0] * math.prod(tensor.shape[1:]) if offset else 0
-    elements = tensor.read(offset, shape).contiguous().view(-1)
-    first, last = _find_units(indices, 1, start, len(elements))
-    elements[indices[first:last] - start] = values[first:last]
-    return elements.view(shape)
+def _patch(tensor: LazyTensor, changes: _Units) -> LazyTensor:
+    """Return a tensor with new values of the changed units."""
+    return LazyTensor(tensor.shape, tensor.dtype, partial(_read_patched, tensor, changes))
+
+
+def _read_patched(tensor: LazyTensor, changes: _Units, offset: Shape, shape: Shape) -> torch.Tensor:
+    """Return whole rows of a tensor with new values of the changed units."""
+    unit = changes.unit
+    start = offset[0] * _count_row_elements(tensor) if offset else 0
+    units = tensor.read(offset, shape).contiguous().view(-1, unit)
+    first, last = _find_units(changes.positions, unit, start, units.numel())
+    if first < last:
+        positions = changes.positions[first:last].long() - start // unit
+        units[positions] = changes.values.read((first, 0), (last - first, unit))
+    return units.view(shape)
 
 
 def _copy_small_files(base: Path, directory: Path) -> None:
-    """Copy all files but weights; config.json last, which makes the directory a model."""
-    paths = [path for path in sorted(base.iterdir()) if path.is_file()]
-    for path in sorted(paths, key=lambda path: path.name == CONFIG):
-        is_weights = path.suffix in (".safetensors", ".bin") or path.name.endswith(".index.json")
-        if not is_weights:
-            shutil.copyfile(path, directory / path.name)
+    """Copy all files but weights, e.g. configuration and tokenizer."""
+    for path in sorted(base.iterdir()):
+        is_weights = path.name.endswith(_WEIGHT_SUFFIXES) or path.name == METADATA
+        if path.is_file() and not is_weights:
+            (directory / path.name).write_bytes(read_regular(path))

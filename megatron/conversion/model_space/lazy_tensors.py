@@ -52,8 +52,8 @@ def view_tensor(tensor: torch.Tensor) -> LazyTensor:
 
 
 def _read_copy(tensor: torch.Tensor, offset: Shape, shape: Shape) -> torch.Tensor:
-    """Return a box as a copy, which the caller may change."""
-    return narrow(tensor, offset, shape).clone()
+    """Return a box as a copy on the CPU, which the caller may change."""
+    return narrow(tensor, offset, shape).to("cpu", copy=True)
 
 
 def view_elements(tensor: FileTensor | torch.Tensor) -> LazyTensor:

@@ -1,5 +1,9 @@
 """Deltas between exports against full exports."""
 
+import json
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -94,6 +98,113 @@ def test_signs_of_zeros_and_nans_are_changes(tmp_path):
     assert patch.values.signbit().all()
 
 
+def test_patches_read_no_tensor_of_the_engine(models, tmp_path):
+    base, new = models
+    write_delta(base, new, tmp_path / "delta")
+    tensors = load_file(base / "model.safetensors")
+    without_values = {name: tensor.to("meta") for name, tensor in tensors.items()}
+    patches = read_patches(without_values, tmp_path / "delta")
+    assert {patch.name for patch in patches} == set(NAMES.values())
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bool, torch.uint8, torch.float64])
+def test_deltas_of_any_dtype_and_shape(dtype, granularity, tmp_path):
+    base = {
+        "matrix": torch.zeros(5, 3, dtype=dtype),
+        "scalar": torch.zeros((), dtype=dtype),
+        "empty": torch.zeros(0, 3, dtype=dtype),
+        "unchanged": torch.zeros(2, 0, 3, dtype=dtype),
+    }
+    new = {name: tensor.clone() for name, tensor in base.items()}
+    new["matrix"][3, 1:] = torch.ones(2).to(dtype)
+    new["scalar"].fill_(1)
+    for name, tensors in (("base", base), ("new", new)):
+        (tmp_path / name).mkdir()
+        save_file(tensors, tmp_path / name / "model.safetensors")
+    report = write_delta(base, new, tmp_path / "delta", granularity=granularity)
+    assert (report.changed_tensors, report.changed_elements) == (2, 3)
+    apply_delta(tmp_path / "base", tmp_path / "delta", tmp_path / "applied")
+    applied = load_file(tmp_path / "applied" / "model.safetensors")
+    assert applied.keys() == new.keys()
+    for name, tensor in new.items():
+        assert torch.equal(applied[name].double(), tensor.double()), name
+
+
+def test_delta_without_changes(models, tmp_path):
+    base, _ = models
+    report = write_delta(base, base, tmp_path / "delta")
+    assert (report.changed_tensors, report.delta_bytes) == (0, 0)
+    assert not list(read_patches(base, tmp_path / "delta"))
+    apply_delta(base, tmp_path / "delta", tmp_path / "applied")
+    assert read_files(tmp_path / "applied") == read_files(base)
+
+
+# ---- Failures ----
+
+
+@contextmanager
+def limited_file_size(num_bytes: int) -> Iterator[None]:
+    """Let writes fail, as those to a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_failed_writes_leave_nothing(models, tmp_path):
+    base, new = models
+    names = {path.name for path in tmp_path.iterdir()}
+    with limited_file_size(100), pytest.raises(OSError, match="too large"):
+        write_delta(base, new, tmp_path / "delta")
+    assert {path.name for path in tmp_path.iterdir()} == names
+
+    write_delta(base, new, tmp_path / "delta")
+    with limited_file_size(100), pytest.raises(OSError, match="too large"):
+        apply_delta(base, tmp_path / "delta", tmp_path / "applied")
+    assert {path.name for path in tmp_path.iterdir()} == names | {"delta"}
+
+
+def test_directory_with_content_is_refused(models, tmp_path):
+    base, new = models
+    files = read_files(base)
+    with pytest.raises(ValueError, match="base is not empty"):
+        write_delta(base, new, base)
+    write_delta(base, new, tmp_path / "delta")
+    with pytest.raises(ValueError, match="base is not empty"):
+        apply_delta(base, tmp_path / "delta", base)
+    assert read_files(base) == files
+
+
+def test_url_is_refused(models, tmp_path):
+    base, new = models
+    with pytest.raises(ValueError, match="s3://bucket/delta: .* not in object storage"):
+        write_delta(base, new, "s3://bucket/delta")
+
+
+def test_other_weights_of_the_base_are_left_out(models, tmp_path):
+    base, new = models
+    write_delta(base, new, tmp_path / "delta")
+    names = {path.name for path in base.iterdir()}
+    for name in ("consolidated.00.pth", "model.gguf", "__0_0.distcp", ".metadata"):
+        (base / name).write_bytes(b"old weights")
+    (base / "tokenizer.model").write_bytes(b"tokens")
+    apply_delta(base, tmp_path / "delta", tmp_path / "applied")
+    assert read_files(tmp_path / "applied").keys() == names | {"tokenizer.model"}
+
+
+def test_links_out_of_the_base_are_refused(models, tmp_path):
+    base, new = models
+    write_delta(base, new, tmp_path / "delta")
+    (tmp_path / "secret").write_text("password")
+    (base / "notes.txt").symlink_to(tmp_path / "secret")
+    with pytest.raises(CheckpointError, match="outside of the checkpoint"):
+        apply_delta(base, tmp_path / "delta", tmp_path / "applied")
+    assert not (tmp_path / "applied").exists()
+
+
 def test_wrong_base_is_refused(models, tmp_path):
     base, new = models
     write_delta(base, new, tmp_path / "delta")
@@ -102,18 +213,88 @@ def test_wrong_base_is_refused(models, tmp_path):
     assert not (tmp_path / "applied").exists()
 
 
-def test_damaged_delta_is_refused(models, tmp_path):
+def test_delta_without_metadata_is_refused(models, tmp_path):
+    base, new = models
+    write_delta(base, new, tmp_path / "delta")
+    (tmp_path / "delta" / "delta.json").unlink()
+    with pytest.raises(ValueError, match="not a complete delta"):
+        apply_delta(base, tmp_path / "delta", tmp_path / "applied")
+
+
+def test_changed_values_are_refused(models, tmp_path):
     base, new = models
     write_delta(base, new, tmp_path / "delta", granularity="tensor")
     path = tmp_path / "delta" / "model.safetensors"
     tensors = load_file(path)
     tensors["model.norm.weight"][0] += 1
-    save_file(tensors, path, metadata={"format": "pt"})
+    save_file(tensors, path)
     with pytest.raises(CheckpointError, match="model.norm.weight has another digest"):
         apply_delta(base, tmp_path / "delta", tmp_path / "applied")
-    (tmp_path / "delta" / "delta.json").unlink()
-    with pytest.raises(ValueError, match="not a complete delta"):
+
+
+def change_metadata(delta: Path, name: str, unit: int | None, is_listed: bool) -> None:
+    path = delta / "delta.json"
+    metadata = json.loads(path.read_text())
+    entry = metadata["tensors"].pop(name, {"digest": ""})
+    if is_listed:
+        metadata["tensors"][name] = {**entry, "unit": unit}
+    path.write_text(json.dumps(metadata))
+
+
+@pytest.mark.parametrize(
+    ("name", "unit", "is_listed"),
+    [(NAMES[HEAD], 32, False), ("absent", 1, True)],
+    ids=["missing tensor", "additional tensor"],
+)
+def test_other_lists_of_tensors_are_refused(name, unit, is_listed, models, tmp_path):
+    base, new = models
+    write_delta(base, new, tmp_path / "delta")
+    change_metadata(tmp_path / "delta", name, unit, is_listed)
+    with pytest.raises(CheckpointError, match="the changed tensors are not those of the new model"):
         apply_delta(base, tmp_path / "delta", tmp_path / "applied")
+
+
+@pytest.mark.parametrize("unit", [2**53 - 1, 2, 1, None])
+def test_wrong_units_are_refused(unit, models, tmp_path):
+    base, new = models
+    write_delta(base, new, tmp_path / "delta", granularity="row")
+    change_metadata(tmp_path / "delta", NAMES[HEAD], unit, is_listed=True)
+    check_refused(base, tmp_path)
+
+
+DAMAGED_INDICES = {
+    "twice": [7, 7],
+    "unsorted": [50, 7],
+    "negative": [-1, 50],
+    "too large": [7, 53],
+    "too many": [7, 8, 50],
+    "dtype": [7.0, 50.0],
+    "dimensions": [[7], [50]],
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED_INDICES)
+def test_wrong_positions_are_refused(case, models, tmp_path):
+    base, new = models
+    write_delta(base, new, tmp_path / "delta", granularity="row")
+    path = tmp_path / "delta" / "model.safetensors"
+    tensors = load_file(path)
+    index = torch.tensor(DAMAGED_INDICES[case])
+    if index.dtype == torch.int64:
+        index = index.int()
+    tensors[NAMES[HEAD] + ".delta_index"] = index
+    save_file(tensors, path)
+    check_refused(base, tmp_path)
+
+
+def check_refused(base: Path, directory: Path) -> None:
+    """Assert that a delta is refused by all readers."""
+    message = "the values of lm_head.weight do not fit|lacks lm_head.weight"
+    with pytest.raises(CheckpointError, match=message):
+        list(read_patches(base, directory / "delta"))
+    with pytest.raises(CheckpointError, match=message):
+        apply_delta(base, directory / "delta", directory / "applied")
+    assert not (directory / "applied").exists()
 
 
 def test_other_shapes_are_refused(tmp_path):
