@@ -28,7 +28,7 @@ _MovesByRound = dict[int, list[_Move]]
 
 @dataclass
 class _Direction:
-    """What a rank sends, or what it receives: its last round, and the bytes in that round."""
+    """Sends or receives of a rank: the last round, and the bytes in that round."""
 
     round: int = 0
     nbytes: int = 0

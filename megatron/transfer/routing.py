@@ -22,6 +22,7 @@ from megatron.core.dist_checkpointing.mapping import (
     to_relative,
 )
 from megatron.core.dist_checkpointing.planning.collection import (
+    LocalSpec,
     PackedSpec,
     TensorType,
     collect_boxes,
@@ -37,7 +38,7 @@ from megatron.transfer.sources import WeightSource, to_state
 DEFAULT_BUCKET_BYTES = 64 << 20
 _MAX_LINES = 20  # tensors listed in an error
 
-Packed = tuple[PackedSpec, PackedSpec]  # what a rank has, and what it needs
+Packed = tuple[PackedSpec, PackedSpec]  # source and target of a rank
 
 
 def plan_transfer(
@@ -52,13 +53,17 @@ def plan_transfer(
     `source` has the tensors of this rank: the sharded state dictionary of a running layout, or a
     checkpoint of any format, which this rank can read completely. `target` has the tensors that
     this rank needs. Either is None on a rank without such tensors. A rank sends and receives about
-    `bucket_bytes` at a time. Raises ValueError on all ranks for a tensor that no rank has, that the
-    sources do not have completely, or that they have in another shape.
+    `bucket_bytes` at a time. Raises ValueError on all ranks for invalid arguments of one rank, and
+    for a tensor of a target that is missing, incomplete or of another shape in the sources.
     """
-    if bucket_bytes <= 0:
-        raise ValueError(f"bucket_bytes={bucket_bytes} must be positive, e.g. {64 << 20}")
+
+    def describe_both() -> tuple[LocalSpec, LocalSpec]:
+        if bucket_bytes <= 0:
+            raise ValueError(f"bucket_bytes={bucket_bytes} must be positive, e.g. {64 << 20}")
+        return describe(to_state(source)), describe(target or {})
+
     ranks = Coordination.of(group)
-    has, needs = ranks.run_on_all(lambda: (describe(to_state(source)), describe(target or {})))
+    has, needs = ranks.run_on_all(describe_both)
 
     def plan(specs: list[Packed]) -> list[TransferSchedule]:
         return plan_ranks(specs, bucket_bytes)
@@ -129,9 +134,7 @@ def _index_boxes(specs: Sequence[PackedSpec]) -> dict[str, _Tensor]:
 
 
 def _number_boxes(table: BoxTable) -> np.ndarray:
-    """Return the index of each box among those of the same tensor and rank, which follow each
-    other.
-    """
+    """Return the index of each box among the boxes of the same tensor and rank, in order."""
     is_first = np.ones(len(table), dtype=bool)
     is_first[1:] = (np.diff(table.rank) != 0) | (np.diff(table.tensor) != 0)
     first_boxes = np.flatnonzero(is_first)

@@ -1,7 +1,8 @@
-"""What a rank copies, sends and receives in a transfer of weights, and its execution.
+"""Schedule of a rank in a transfer of weights, and its execution.
 
-A `TransferSchedule` is data: it refers to regions of boxes by key and index. Binding it to the
-tensors of a rank resolves the regions to views of memory once; a replay only copies and sends.
+A `TransferSchedule` lists copies and messages as data: it refers to regions of boxes by key and
+index. Binding it to the tensors of a rank resolves the regions to views of memory once; a replay
+only copies and sends.
 """
 
 from __future__ import annotations
@@ -161,9 +162,12 @@ class TransferSchedule:
     ) -> None:
         """Fill `target` from the current values of `source`. Collective.
 
-        `bind` once and `Transfer.run` many times spare the time for views and buffers.
+        Raises ValueError on all ranks if `bind` does on one of them. Repeated transfers are faster
+        with one `bind` and many `Transfer.run`.
         """
-        self.bind(source, target, group).run()
+        ranks = Coordination.of(group)
+        transfer = ranks.run_on_all(lambda: self.bind(source, target, group))
+        transfer.run()
 
 
 class Transfer:

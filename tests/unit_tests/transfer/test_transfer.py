@@ -163,6 +163,32 @@ def test_source_is_a_checkpoint_that_one_rank_reads(pool, tmp_path):
     assert (sent, received, none_sent, none_received) == (needed, needed, 0, 0)
 
 
+def fail_on_rank_1(rank: int, _: int) -> list[str]:
+    """Return the errors of calls with invalid arguments on rank 1 alone."""
+    state = make_state(ShardedTensor.replicated("w", torch.zeros(4, 5)))
+    wider = make_state(ShardedTensor.replicated("w", torch.zeros(4, 6)))
+    schedule = plan_transfer(state, state)
+    on_rank_1 = rank == 1
+    messages = []
+    for call in (
+        lambda: plan_transfer("/absent" if on_rank_1 else None, None),
+        lambda: plan_transfer(state, state, bucket_bytes=0 if on_rank_1 else 1000),
+        lambda: schedule.run(state, wider if on_rank_1 else state),
+    ):
+        with pytest.raises(ValueError) as error:
+            call()
+        messages.append(str(error.value))
+    return messages
+
+
+def test_failure_of_one_rank_is_raised_on_all(pool):
+    first, second = pool.run(fail_on_rank_1, 2)
+    assert first == second
+    assert first[0].startswith("rank 1: /absent")
+    assert first[1].startswith("rank 1: bucket_bytes=0 must be positive")
+    assert first[2].startswith("rank 1: w: the target has boxes (4, 6)")
+
+
 # ---- One process ----
 
 
