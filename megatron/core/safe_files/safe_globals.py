@@ -175,8 +175,8 @@ def _build_tensor_v3(
     return _build_tensor(storage, offset, shape, stride, dtype)
 
 
-# Replaces the function that builds a tensor of attributes.
-_WRAPPER = Function(make_placeholder)
+# Names the function that builds a tensor of attributes.
+_WRAPPER = make_placeholder_type("torch._utils", "_rebuild_wrapper_subclass")
 
 
 def _build_tensor_subclass(function: Any, tensor_class: Any, args: Any, state: Any) -> Any:

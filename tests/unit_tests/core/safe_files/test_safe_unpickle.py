@@ -180,6 +180,13 @@ def test_unknown_classes_become_placeholders(foreign_module):
         safe_load(content, placeholders=False)
 
 
+def test_call_of_wrapper_function_makes_a_placeholder():
+    call = b"ctorch._utils\n_rebuild_wrapper_subclass\ncsomeproject\nX\nK\x05N\x87R."
+    loaded = unpickle(call, "here")
+    assert isinstance(loaded, Placeholder) and loaded.args[1:] == (5, None)
+    assert repr(loaded).startswith("<torch._utils._rebuild_wrapper_subclass(")
+
+
 class Reduce:
     """Object that pickles as a call of `function(*args)`."""
 
