@@ -24,6 +24,8 @@ NEW_ROWS = ("mean", "init", "zero")  # initial values of new rows of the vocabul
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # on the command line
 QUANTIZATIONS = ("fp8-block", "fp8-channel", "mxfp4", "nvfp4")  # of a Hugging Face model
 GGUF_QUANTIZATIONS = ("q8_0",)
+# The fix in a message about an optimizer that cannot be read.
+DROP_OPTIMIZER = "leave the optimizer out (--no-optim of convert.py, --no-load-optim of a run)"
 
 _T = TypeVar("_T")
 

@@ -46,19 +46,19 @@ def assert_is_gathered(folder: Path, expected: dict, work: Path) -> None:
     if "model_and_optim" in os.listdir(folder):  # the configuration there is that of OLMo-core
         text = json.dumps(OLMO2)
     tensors = read_all(source)
-    for state in ("", "param", "exp_avg", "exp_avg_sq"):
+    for state in ("param", "exp_avg", "exp_avg_sq"):
         content = expected["model"]
-        prefix = ""
-        if state:
-            prefix = f"optimizer.state.{state}."
-        if state.startswith("exp"):
+        prefixes = ["", "optimizer.state.param."]  # weights are their own main parameters
+        if state != "param":
             content = {name: values[state] for name, values in expected["optimizer"].items()}
-        directory = work / f"hf{state}"
+            prefixes = [f"optimizer.state.{state}."]
+        directory = work / state
         directory.mkdir()
         (directory / "config.json").write_text(text)
         save_file(content, directory / "model.safetensors")
         for key, value in read_all(open_checkpoint(directory)).items():
-            assert_same(tensors.pop(f"{prefix}{key}"), value, key)
+            for prefix in prefixes:
+                assert_same(tensors.pop(f"{prefix}{key}"), value, key)
     assert not tensors
     training = source.training
     assert training is not None and training.param_groups is not None

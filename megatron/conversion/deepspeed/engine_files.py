@@ -30,6 +30,7 @@ from megatron.conversion.model_space.lazy_tensors import (
     view_stored,
 )
 from megatron.conversion.model_space.optimizer_states import OPTIMIZER_STATES
+from megatron.conversion.options import DROP_OPTIMIZER
 from megatron.core.dist_checkpointing.mapping import LazyTensor, Shape
 from megatron.core.run_checkpoint.checks import PARAM_GROUP, RANKS, check_scalar
 from megatron.core.safe_files import CheckpointError, FileTensor, safe_open
@@ -51,7 +52,6 @@ MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{1,6})_model_st
 OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})_optim_states\.pt")
 _EXPERT_FILES = ("expp_rank_*_optim_states.pt", "layer_*_expert_*_model_states.pt")
 _MAX_MISSING = 8  # files that a message names
-_DROP_OPTIMIZER = "leave the optimizer out (--no-optim of convert.py, --no-load-optim of a run)"
 
 _SHAPES = mapping(tensor_shape, keys=check_key)
 _NAMED = mapping(anything, keys=check_key)
@@ -388,7 +388,7 @@ def _select_states(
         elif value is not None:
             raise ValueError(
                 f"{description}: {name} of its optimizer is not a value per parameter: "
-                f"{_DROP_OPTIMIZER}"
+                f"{DROP_OPTIMIZER}"
             )
     return states
 
@@ -476,7 +476,7 @@ def check_states(rank: RankTensors, description: str) -> None:
         contents = f"the state {', '.join(unknown)}" if unknown else "no state"
         raise ValueError(
             f"{description}: its optimizer has {contents} of each parameter, unlike those here: "
-            f"{_DROP_OPTIMIZER}"
+            f"{DROP_OPTIMIZER}"
         )
 
 

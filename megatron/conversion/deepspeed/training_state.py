@@ -275,8 +275,8 @@ def _read_groups(
 def _find_group(groups: Iterable[Mapping[str, Any]], decays: bool) -> Mapping[str, Any]:
     """Return the first group with (or without) weight decay.
 
-    If all groups are of the other kind, it is the first one: its other hyperparameters are the
-    same. It is empty without any group.
+    Without such a group, return the first one, whose learning rate and betas apply to all
+    parameters, or an empty one if there are no groups.
     """
     for group in groups:
         if _has_weight_decay(group) == decays:

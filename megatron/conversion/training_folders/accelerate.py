@@ -27,7 +27,7 @@ from megatron.conversion.training_folders.folder_source import (
     FolderContents,
     FolderSource,
     OptimizerContents,
-    check_group_list,
+    check_named_groups,
 )
 from megatron.core.dist_checkpointing import Reader
 from megatron.core.dist_checkpointing.mapping import LazyTensor
@@ -41,10 +41,10 @@ _WHOLE_OPTIMIZER = "optimizer.bin"
 _TRAINER_STATE = "trainer_state.json"
 _MODEL_KEY = "model."
 _OPTIMIZER_KEY = "optimizer."
-_TRAINER = schema.record({"global_step": schema.integer(0, 2**53)})
+_TRAINER = schema.record({"global_step": schema.COUNT})
 _TENSORS = schema.mapping(check_stored_tensor, keys=schema.key)
 _WHOLE_STATE = schema.record(
-    {"state": schema.mapping(_TENSORS, keys=schema.key), "param_groups": check_group_list}
+    {"state": schema.mapping(_TENSORS, keys=schema.key), "param_groups": check_named_groups}
 )
 
 

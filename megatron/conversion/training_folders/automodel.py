@@ -13,7 +13,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import defaultdict
 from functools import partial
@@ -26,6 +25,7 @@ from megatron.conversion.options import ReadOptions
 from megatron.conversion.training_folders.dcp_files import read_optimizer, read_tensors
 from megatron.conversion.training_folders.folder_source import FolderContents, FolderSource
 from megatron.core.dist_checkpointing import CheckpointError, Reader
+from megatron.core.dist_checkpointing.box_table import BoxTable
 from megatron.core.dist_checkpointing.files import METADATA
 from megatron.core.dist_checkpointing.mapping import LazyTensor, Shape, to_absolute
 from megatron.core.safe_files import schema
@@ -84,11 +84,12 @@ def _join_safetensors(paths: list[Path], location: str) -> dict[str, LazyTensor]
     for name, parts in boxes.items():
         stops = [to_absolute(offset, tensor.shape) for offset, tensor in parts.items()]
         shape = tuple(map(max, zip(*stops, strict=True)))
-        num_elements = sum(math.prod(tensor.shape) for tensor in parts.values())
-        if num_elements != math.prod(shape):
+        extents = [(offset, tensor.shape) for offset, tensor in parts.items()]
+        problem = BoxTable.of(extents, len(shape)).find_gap_or_overlap(shape)
+        if problem is not None:
             raise CheckpointError(
-                f"{location}: the files have {num_elements} elements of {name} of shape {shape}: "
-                "a file is missing"
+                f"{location}: the parts of {name} do not cover its shape {shape}: {problem}. A "
+                "file is missing, or the files are of different saves"
             )
         tensors[name] = join_boxes(list(parts.items()), shape)
     return tensors

@@ -11,10 +11,12 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from megatron.conversion.options import DROP_OPTIMIZER
 from megatron.conversion.training_folders.folder_source import (
-    DROP_OPTIMIZER,
+    HYPERPARAMETERS,
     OptimizerContents,
-    check_group_list,
+    ParamGroup,
+    check_named_groups,
 )
 from megatron.core.dist_checkpointing import CheckpointError, Reader
 from megatron.core.dist_checkpointing.mapping import LazyTensor
@@ -51,7 +53,7 @@ def read_optimizer(
     return OptimizerContents(states, groups, members)
 
 
-def _read_groups(reader: Reader, key: str) -> list[dict[str, Any]]:
+def _read_groups(reader: Reader, key: str) -> list[ParamGroup]:
     """Return the parameter groups, with the names of their parameters.
 
     They are one object, or an object per field of a group, `0.lr`, or of a parameter, `NAME.lr`.
@@ -64,41 +66,43 @@ def _read_groups(reader: Reader, key: str) -> list[dict[str, Any]]:
         groups = _join_fields(reader, f"{key}.")
     if not groups:
         raise CheckpointError(f"{location} is missing: {DROP_OPTIMIZER}")
-    checked: list[dict[str, Any]] = check_group_list(groups, location)
+    checked: list[ParamGroup] = check_named_groups(groups, location)
     return checked
 
 
-def _join_fields(reader: Reader, prefix: str) -> list[dict[str, Any]]:
+def _join_fields(reader: Reader, prefix: str) -> list[ParamGroup]:
     """Return the groups whose fields are objects of their own, under keys with `prefix`."""
-    by_number: dict[int, dict[str, Any]] = defaultdict(dict)
-    by_parameter: dict[str, dict[str, Any]] = defaultdict(dict)
+    by_number: dict[int, ParamGroup] = defaultdict(dict)
+    by_parameter: dict[str, ParamGroup] = defaultdict(dict)
     for key in reader.metadata.objects:
         if not key.startswith(prefix):
             continue
-        value = reader.read_object(key)
         name = key.removeprefix(prefix)
+
+        # A field of a numbered group, or of a parameter
         match = _NUMBERED_FIELD.fullmatch(name)
         if match is not None:
             index = int(match[1])
-            by_number[index][match[2]] = value
-        else:
-            parameter, _, field_name = name.rpartition(".")
+            by_number[index][match[2]] = reader.read_object(key)
+            continue
+        parameter, _, field_name = name.rpartition(".")
+        if field_name in HYPERPARAMETERS:
+            check = HYPERPARAMETERS[field_name]
+            value = check(reader.read_object(key), f"{reader.directory}: {key}")
             by_parameter[parameter][field_name] = value
     numbered = [by_number[index] for index in sorted(by_number)]
     return numbered + _group_parameters(by_parameter)
 
 
-def _group_parameters(by_parameter: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a group for the parameters with the same hyperparameters."""
-    groups: list[dict[str, Any]] = []
+def _group_parameters(by_parameter: dict[str, ParamGroup]) -> list[ParamGroup]:
+    """Return a group for the parameters with the same hyperparameters, which have been checked.
+
+    They are compared as text, in linear time: a file may have as many groups as parameters.
+    """
+    groups: dict[str, ParamGroup] = {}
     for parameter, fields in by_parameter.items():
-        # Find the group with the same values.
-        for group in groups:
-            values = {name: group.get(name) for name in fields}
-            if values == fields:
-                group["params"].append(parameter)
-                break
-        else:
-            new_group = {**fields, "params": [parameter]}
-            groups.append(new_group)
-    return groups
+        values = str(sorted(fields.items()))
+        new_group = {**fields, "params": []}
+        group = groups.setdefault(values, new_group)
+        group["params"].append(parameter)
+    return list(groups.values())

@@ -22,7 +22,9 @@ from megatron.core.dist_checkpointing.mapping import LazyTensor, Shape
 from megatron.core.safe_files import FileTensor, safe_open, schema
 from megatron.core.safe_files.safe_globals import Placeholder
 
-_COORDINATE = schema.sequence(schema.integer(0, 2**20))
+# Each tensor has a position in the mesh, which may be shared: a long one would be read many times.
+_MAX_MESH_DIMS = 16
+_COORDINATE = schema.sequence(schema.integer(0, 2**20), _MAX_MESH_DIMS)
 _DIM = schema.integer(0, schema.MAX_RANK)
 _FACTOR = schema.integer(1, 2**20)
 _NAMED = schema.mapping(schema.anything, keys=schema.key)
@@ -58,12 +60,17 @@ def join_named(files: Sequence[Mapping[str, Any]], location: str) -> dict[str, L
 
     Raises CheckpointError if the files have different names, or lack a part of a tensor.
     """
-    tensors = {}
-    for name in files[0]:
-        missing = [rank for rank, file in enumerate(files) if name not in file]
-        if missing:
-            raise CheckpointError(f"{location}: rank {missing[0]} lacks {name}, which rank 0 has")
+    names = files[0].keys()
+    for rank, file in enumerate(files):
+        differing = sorted(names ^ file.keys())
+        if not differing:
+            continue
+        name = differing[0]
+        lacking, having = (rank, 0) if name in names else (0, rank)
+        raise CheckpointError(f"{location}: rank {lacking} lacks {name}, which rank {having} has")
 
+    tensors = {}
+    for name in names:
         values = [file[name] for file in files]
         tensors[name] = join_shards(values, f"{location}: {name}")
     return tensors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from megatron.conversion.huggingface.directory import HuggingFaceSource
 from megatron.conversion.model_space.lazy_tensors import cast
 from megatron.conversion.model_space.model import check_optimizer_complete, model_parameters
 from megatron.conversion.model_space.optimizer_states import OPTIMIZER_STATES, optimizer_key
-from megatron.conversion.options import ReadOptions
+from megatron.conversion.options import DROP_OPTIMIZER, ReadOptions
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.dist_checkpointing.mapping import LazyTensor
 from megatron.core.run_checkpoint.keys import is_trained
@@ -24,18 +25,30 @@ from megatron.core.safe_files import schema
 
 logger = logging.getLogger(__name__)
 
-DROP_OPTIMIZER = "leave the optimizer out (--no-optim of convert.py, --no-load-optim of a run)"
 _STEP = "step"
-_GROUP = schema.record(
-    {
-        "params": schema.sequence(schema.anything),
-        "lr?": schema.number(0, 1e6),
-        "betas?": schema.sequence(schema.number(0, 1)),
-        "eps?": schema.number(0, 1),
-        "weight_decay?": schema.number(0, 1e6),
-    },
-)
-check_group_list = schema.sequence(_GROUP)
+_STEP_VALUE = schema.number(0, schema.MAX_COUNT)
+
+ParamGroup = dict[str, Any]  # of an optimizer of torch
+
+# Fields of a parameter group that are read
+HYPERPARAMETERS: dict[str, schema.Check] = {
+    "lr": schema.number(0, 1e6),
+    "betas": schema.sequence(schema.number(0, 1), 3),
+    "eps": schema.number(0, 1),
+    "weight_decay": schema.number(0, 1e6),
+}
+
+
+def build_group_check(check_parameter: schema.Check) -> schema.Check:
+    """Return a check of a list of parameter groups."""
+    fields = {"params": schema.sequence(check_parameter)}
+    for name, check in HYPERPARAMETERS.items():
+        fields[f"{name}?"] = check
+    group = schema.record(fields)
+    return schema.sequence(group, least=1)
+
+
+check_named_groups = build_group_check(schema.key)
 
 
 @dataclass
@@ -44,7 +57,7 @@ class OptimizerContents:
 
     states: Mapping[str, Mapping[str, LazyTensor]]
     """Tensors by parameter and state, `step` among them."""
-    groups: list[dict[str, Any]]
+    groups: list[ParamGroup]
     """Hyperparameters of each parameter group."""
     members: list[list[str]]
     """Parameters of each group."""
@@ -150,7 +163,9 @@ class FolderSource:
         differing = []
         for group, names in zip(stored.groups, stored.members, strict=True):
             has_decay = bool(group.get("weight_decay"))
-            differing += [name for name in names if decays.get(name, has_decay) != has_decay]
+            for name in names:
+                if decays.get(name, has_decay) != has_decay:
+                    differing.append(name)
         if differing and any(group.get("weight_decay") for group in stored.groups):
             note = (
                 f"weight decay of {len(differing)} parameters, e.g. {differing[0]}: runs here "
@@ -171,9 +186,16 @@ def _sort_states(
     for parameter, tensors in states_by_parameter.items():
         for state, tensor in tensors.items():
             states.setdefault(state, {})[parameter] = tensor
+
+    # The step is a state of each parameter.
     steps = set()
-    for tensor in states.pop(_STEP, {}).values():
-        steps.add(int(tensor.read_all()))
+    for parameter, tensor in states.pop(_STEP, {}).items():
+        step_location = f"{location}: the step of {parameter}"
+        if math.prod(tensor.shape) != 1:
+            schema.refuse(step_location, tensor.shape, "one number")
+        step = _STEP_VALUE(tensor.read_all().item(), step_location)
+        steps.add(int(step))
+
     unknown = sorted(states.keys() - set(OPTIMIZER_STATES))
     if unknown or not states or len(steps) != 1:
         raise CheckpointError(

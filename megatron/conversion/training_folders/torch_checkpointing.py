@@ -22,7 +22,7 @@ from megatron.conversion.training_folders.folder_source import (
     FolderContents,
     FolderSource,
     OptimizerContents,
-    check_group_list,
+    check_named_groups,
 )
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.safe_files import safe_open, schema
@@ -48,7 +48,7 @@ _METADATA = schema.record(
 )
 _NAMED = schema.mapping(schema.anything, keys=schema.key)
 _STATE = schema.record(
-    {"state": schema.mapping(_NAMED, keys=schema.key), "param_groups": check_group_list}
+    {"state": schema.mapping(_NAMED, keys=schema.key), "param_groups": check_named_groups}
 )
 
 
@@ -92,6 +92,8 @@ def _open_item(directory: Path, name: str, item: Mapping[str, Any]) -> list[Any]
             if tensor_type != _DTENSOR:
                 schema.refuse(location, tensor_type, f"{_DTENSOR}: other shards are not read")
     layouts = item["rank_to_layout_info"]
+    if not layouts:
+        raise CheckpointError(f"{location} has no ranks: the file is damaged")
     if sorted(layouts) != list(range(len(layouts))) or any(layouts.values()):
         raise CheckpointError(f"{location} has files of its own names: only {name}_RANK.pt is read")
     return [safe_open(directory / f"{name}_{rank}.pt") for rank in range(len(layouts))]

@@ -12,6 +12,7 @@ each split evenly over the ranks: the layers, and the module around them. (Sourc
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -26,24 +27,24 @@ from megatron.conversion.model_space.lazy_tensors import (
     view_elements,
     view_stored,
 )
-from megatron.conversion.options import ReadOptions
+from megatron.conversion.options import DROP_OPTIMIZER, ReadOptions
 from megatron.conversion.training_folders.dtensor_files import (
     is_shard,
     join_named,
     read_named,
 )
 from megatron.conversion.training_folders.folder_source import (
-    DROP_OPTIMIZER,
     FolderContents,
     FolderSource,
     OptimizerContents,
-    check_group_list,
+    build_group_check,
 )
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.dist_checkpointing.mapping import LazyTensor
+from megatron.core.run_checkpoint.checks import RANKS
 from megatron.core.safe_files import safe_open, schema
 
-_MODEL_FILE = re.compile(r"model_world_size_(\d{1,6})_rank_(\d{1,6})\.pt")
+_MODEL_FILE = re.compile(r"model_world_size_([1-9]\d{0,5})_rank_\d{1,6}\.pt")
 _STEP_FOLDER = re.compile(r"global_step_(\d{1,15})")
 _LAYER = re.compile(r".*\blayers\.(\d+)\..+")
 _STATE = schema.record(
@@ -51,7 +52,7 @@ _STATE = schema.record(
         "state": schema.mapping(
             schema.mapping(schema.anything, keys=schema.key), keys=schema.COUNT
         ),
-        "param_groups": check_group_list,
+        "param_groups": build_group_check(schema.COUNT),
     }
 )
 
@@ -97,16 +98,16 @@ def _find_world_size(directory: Path) -> int:
 
 def _list_files(directory: Path, name: str, world_size: int) -> list[Path]:
     """Return the files of the ranks in order. Raises CheckpointError if some are missing."""
-    paths = []
-    for rank in range(world_size):
-        paths.append(directory / f"{name}_world_size_{world_size}_rank_{rank}.pt")
-    missing = [path.name for path in paths if not path.is_file()]
+    RANKS(world_size, f"{directory}: the number of ranks")
+    names = [f"{name}_world_size_{world_size}_rank_{rank}.pt" for rank in range(world_size)]
+    existing = set(os.listdir(directory))
+    missing = [file_name for file_name in names if file_name not in existing]
     if missing:
         raise CheckpointError(
             f"{directory} lacks {len(missing)} of {world_size} files, e.g. {missing[0]}: copy the "
             "files of all nodes into one directory"
         )
-    return paths
+    return [directory / file_name for file_name in names]
 
 
 def _read_optimizer(
@@ -119,7 +120,9 @@ def _read_optimizer(
     ranks = [_STATE(safe_open(path), str(path)) for path in paths]
     first = ranks[0]
     groups = first["param_groups"]
-    moments = [value for state in first["state"].values() for value in state.values()]
+    moments: list[Any] = []
+    for state in first["state"].values():
+        moments += state.values()
     if not any(map(is_shard, moments)):
         return _read_flat_optimizer(ranks, weights, parameters, location)
     _check_numbers(groups, first["state"], len(parameters), location)
@@ -136,13 +139,14 @@ def _check_numbers(
     groups: Sequence[Mapping[str, Any]], states: Mapping[int, Any], count: int, location: str
 ) -> None:
     """Raise CheckpointError unless the groups and the states have `count` parameters."""
-    numbers = []
+    numbers: list[int] = []
     for group in groups:
         numbers += group["params"]
-    if sorted(map(str, numbers)) != sorted(map(str, range(count))) or len(states) != count:
+    expected = list(range(count))
+    if sorted(numbers) != expected or sorted(states) != expected:
         raise CheckpointError(
-            f"{location}: the optimizer has {len(states)} states of {len(numbers)} parameters, but "
-            f"the model {count}: {DROP_OPTIMIZER}"
+            f"{location}: the {len(states)} states and {len(numbers)} parameters of the optimizer "
+            f"are not numbered like the {count} parameters of the model: {DROP_OPTIMIZER}"
         )
 
 
@@ -160,10 +164,15 @@ def _read_flat_optimizer(
     units = [[name] for name in parameters]
     if sum(len(group["params"]) for group in groups) != len(units):
         units = _list_wrapped(parameters)
-    _check_numbers(groups, ranks[0]["state"], len(units), location)
+    # A rank without elements of a parameter has no state of it.
+    flat_states: dict[int, Mapping[str, Any]] = {}
+    for rank in ranks:
+        for index, values in rank["state"].items():
+            flat_states.setdefault(index, values)
+    _check_numbers(groups, flat_states, len(units), location)
     states: dict[str, dict[str, LazyTensor]] = {name: {} for name in parameters}
     for index, names in enumerate(units):
-        for state, value in ranks[0]["state"][index].items():
+        for state, value in flat_states[index].items():
             if state == "step":
                 step = view_stored(check_stored_tensor(value, location))
                 for name in names:
@@ -213,7 +222,6 @@ def _join_flat(
     """Return the elements of a flat state, which the ranks have in order."""
     pieces = []
     for rank in ranks:
-        # A rank without elements of a parameter has no state of it.
         value = rank["state"].get(index, {}).get(state)
         if value is not None:
             pieces.append(view_elements(check_stored_tensor(value, location)))

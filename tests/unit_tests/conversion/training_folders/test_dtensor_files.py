@@ -50,8 +50,16 @@ def test_missing_and_foreign_parts_are_rejected(tmp_path):
     with pytest.raises(CheckpointError, match=r"rank 0 has shape \(4, 3\) of \(7, 5\) at"):
         join_named(files[:1], "here")
     with pytest.raises(CheckpointError, match="rank 1 lacks weight, which rank 0 has"):
-        join_named([*files[:1], {}, *files[2:]], "here")
-    placement = files[0]["weight"].state[1]["_spec"].state["placements"][1]
+        join_named([*files[:1], {"step": files[1]["step"]}, *files[2:]], "here")
+    with pytest.raises(CheckpointError, match="rank 0 lacks bias, which rank 2 has"):
+        join_named([*files[:2], files[2] | {"bias": 5}], "here")
+    spec = files[0]["weight"].state[1]["_spec"].state
+    coordinate = spec["mesh"].state["_coordinate_on_dim"]
+    spec["mesh"].state["_coordinate_on_dim"] = [0] * 100_000
+    with pytest.raises(CheckpointError, match="coordinate is a list of 100000 entries, but"):
+        join_named(files, "here")
+    spec["mesh"].state["_coordinate_on_dim"] = coordinate
+    placement = spec["placements"][1]
     placement.state["dim"] = 2
     with pytest.raises(CheckpointError, match="a placement is 2, but must be one of 2 axes"):
         join_named(files, "here")

@@ -3,9 +3,12 @@
 import json
 import pickle
 import shutil
+from functools import partial
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatron.conversion.checkpoint_conversion import compare, convert
@@ -164,6 +167,79 @@ def test_verl_folder_without_a_rank_is_rejected(actor):
         open_checkpoint(actor)
 
 
+def set_step(step, content):
+    for state in content["state"].values():
+        state["step"] = step
+
+
+def add_to_group(parameter, content):
+    content["param_groups"][0]["params"][0] = parameter
+
+
+def shift_states(content):
+    states = content["state"]
+    content["state"] = {index + 1: state for index, state in states.items()}
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (partial(set_step, torch.tensor(float("inf"))), "step of .* is inf, but must be a finite"),
+        (partial(set_step, torch.tensor(1j)), "step of .* is 1j, but must be a finite"),
+        (partial(set_step, torch.zeros(3)), r"step of .* is \(3,\), but must be one number"),
+        (partial(add_to_group, "0"), r"params\[0\] is '0', but must be a whole number"),
+        (partial(add_to_group, [0]), r"params\[0\] is \[0\], but must be a whole number"),
+        (shift_states, "not numbered like the 3 parameters of the model: leave the optimizer"),
+    ],
+)
+def test_damaged_optimizers_of_verl_are_rejected(change, problem, tmp_path, tmp_path_factory):
+    directory, _ = copy_golden("verl_fsdp1", tmp_path, tmp_path_factory)
+    for rank in range(2):
+        path = directory / f"optim_world_size_2_rank_{rank}.pt"
+        content = torch.load(path, weights_only=False)
+        change(content)
+        torch.save(content, path)
+    with pytest.raises(CheckpointError, match=problem):
+        open_checkpoint(directory)
+
+
+def test_verl_optimizer_of_original_parameters_is_read(tmp_path, tmp_path_factory):
+    """`use_orig_params` of FSDP 1: a rank has no state of a parameter without its elements."""
+    directory, expected = copy_golden("verl_fsdp1", tmp_path, tmp_path_factory)
+    names = list(torch.load(directory / "model_world_size_2_rank_0.pt", weights_only=False))
+    states = [{}, {}]
+    for index, name in enumerate(names):
+        state = expected["optimizer"][name]
+        flat = {key: state[key].flatten() for key in ("exp_avg", "exp_avg_sq")}
+        if index > 0:
+            states[index % 2][index] = {"step": state["step"], **flat}
+            continue
+        # The ranks share the elements of the first parameter.
+        for rank, elements in enumerate((slice(5), slice(5, None))):
+            shard = {key: value[elements].clone() for key, value in flat.items()}
+            states[rank][index] = {"step": state["step"], **shard}
+
+    for rank in range(2):
+        path = directory / f"optim_world_size_2_rank_{rank}.pt"
+        content = torch.load(path, weights_only=False)
+        group = content["param_groups"][0]
+        group["params"] = list(range(len(names)))
+        torch.save({"state": states[rank], "param_groups": [group]}, path)
+    assert_is_gathered(directory, expected, tmp_path)
+
+
+def test_verl_folder_without_ranks_is_rejected(actor):
+    for path in actor.glob("model_world_size_*"):
+        path.unlink()
+    names = {0: "the weights of .* ranks", 999_999: "at most 100000 .*MEGATRON_MAX_RANKS"}
+    for world_size, problem in names.items():
+        path = actor / f"model_world_size_{world_size}_rank_0.pt"
+        path.touch()
+        with pytest.raises(CheckpointError, match=problem):
+            open_checkpoint(actor)
+        path.unlink()
+
+
 def test_other_models_of_olmo_core_are_rejected(tmp_path, tmp_path_factory):
     directory, _ = copy_golden("olmo_core", tmp_path, tmp_path_factory)
     path = directory / "config.json"
@@ -194,6 +270,24 @@ def test_parts_of_automodel_must_cover_the_tensors(tmp_path, tmp_path_factory):
         open_checkpoint(directory)
 
 
+def test_parts_of_automodel_must_not_overlap(tmp_path, tmp_path_factory):
+    """Two parts that overlap, and leave as many elements out: their number alone is right."""
+    directory, _ = copy_golden("automodel", tmp_path, tmp_path_factory)
+    last = sorted((directory / "model").glob("shard-*.safetensors"))[-1]
+    with safe_open(last, "pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(last)
+    offsets = json.loads(metadata["DCP_SHARDING_INFO"])
+    name = "model.layers.0.mlp.down_proj.weight"
+    value = tensors[name]
+    assert offsets[name]["saved_offsets"] == [len(value), 0]
+    tensors[name] = value.reshape(2 * len(value), -1)
+    offsets[name]["saved_offsets"] = [0, value.shape[1] // 2]
+    save_file(tensors, last, metadata | {"DCP_SHARDING_INFO": json.dumps(offsets)})
+    with pytest.raises(CheckpointError, match=f"parts of {name} do not cover its shape"):
+        open_checkpoint(directory)
+
+
 def test_other_layouts_of_torch_checkpointing_are_rejected(tmp_path, tmp_path_factory):
     directory, _ = copy_golden("torch_checkpointing", tmp_path, tmp_path_factory)
     path = directory / "metadata.pkl"
@@ -202,6 +296,10 @@ def test_other_layouts_of_torch_checkpointing_are_rejected(tmp_path, tmp_path_fa
     layouts[0] = {"file_path": "weights.pt", "serialization_format": {"type": "TorchSerialization"}}
     path.write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match=r"files of its own names: only model_RANK\.pt"):
+        open_checkpoint(directory)
+    layouts.clear()
+    path.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match="model has no ranks"):
         open_checkpoint(directory)
     del metadata["metadata"]["model"]
     path.write_bytes(pickle.dumps(metadata))
