@@ -39,7 +39,6 @@ DTYPES: dict[int, np.dtype] = {
     7: np.dtype("<f4"),
     8: np.dtype("<u2"),
 }
-DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 _EXPLAIN_PREFIX = "megatron.core.datasets.file_problems:explain_prefix"
 _EXPLAIN_SIZE = "megatron.core.datasets.file_problems:explain_size"

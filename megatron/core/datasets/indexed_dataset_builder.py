@@ -11,8 +11,10 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import DTypeLike
 
-from megatron.core.datasets.indexed_dataset import DTYPE_CODES, HEADER, MAGIC, VERSION
+from megatron.core.datasets.indexed_dataset import DTYPES, HEADER, MAGIC, VERSION
 from megatron.core.durable_files import fsync_directory, fsync_file, rename, temporary_name
+
+_DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 class IndexedDatasetBuilder:
@@ -26,10 +28,10 @@ class IndexedDatasetBuilder:
     def __init__(self, prefix: str | os.PathLike, dtype: DTypeLike) -> None:
         self.prefix = os.fspath(prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")
-        if self.dtype not in DTYPE_CODES:
+        if self.dtype not in _DTYPE_CODES:
             raise ValueError(
                 f"tokens cannot be stored as {self.dtype.name}; choose from "
-                f"{sorted(map(str, DTYPE_CODES))}"
+                f"{sorted(map(str, _DTYPE_CODES))}"
             )
         self.num_tokens = 0
         self._lengths = array("i")
@@ -98,7 +100,7 @@ class IndexedDatasetBuilder:
         offsets = np.zeros(len(lengths), dtype="<i8")
         np.cumsum(lengths[:-1], dtype=np.int64, out=offsets[1:])
         offsets *= self.dtype.itemsize
-        dtype_code = DTYPE_CODES[self.dtype]
+        dtype_code = _DTYPE_CODES[self.dtype]
         header = HEADER.pack(MAGIC, VERSION, dtype_code, len(lengths), len(documents))
         with open(self._temporary["idx"], "wb") as file:
             file.write(header)
