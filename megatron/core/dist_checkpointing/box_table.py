@@ -33,6 +33,7 @@ class StoredChunk(NamedTuple):
     location: Location
 
 
+_MAX_TILED_DIMS = 8  # of a tensor in several boxes: each box has 2^dimensions corners
 _EMPTY = np.empty(0, dtype=np.int64)
 
 
@@ -180,6 +181,8 @@ class BoxTable:
             return None
         if len(self) == 1 and tuple(self.shape[0].tolist()) == whole and not self.offset.any():
             return None
+        if len(whole) > _MAX_TILED_DIMS:
+            return f"boxes of more than {_MAX_TILED_DIMS} dimensions cannot be compared"
         grid = tuple(extent + 1 for extent in whole)  # number of corners
         if math.prod(grid) >= 1 << 63:
             return "it has more elements than 64 bits can number"
@@ -202,7 +205,7 @@ class BoxTable:
         wrong = np.flatnonzero(counts)
         if not len(wrong):
             return None
-        coordinates = tuple(int(i) for i in np.unravel_index(distinct[wrong[0]], grid))
+        coordinates = tuple(map(int, np.unravel_index(distinct[wrong[0]], grid)))
         if counts[wrong[0]] < 0:
             return f"element {coordinates} is held by no rank"
         return f"different boxes overlap at {coordinates}"

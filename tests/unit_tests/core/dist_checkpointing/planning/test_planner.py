@@ -146,6 +146,15 @@ def test_scalars_and_empty_tensors_are_tiled():
     assert find_gap_or_overlap((0, 4), [((0, 0), (0, 4))]) is None
 
 
+def test_boxes_of_many_dimensions_are_not_compared():
+    """The time doubles with each dimension: a few bytes could request 2^64 corners."""
+    shape = (2,) * 12
+    half = (1, *shape[1:])
+    boxes = [((row, *[0] * 11), half) for row in range(2)]
+    assert find_gap_or_overlap(shape, [((0,) * 12, shape)]) is None
+    assert find_gap_or_overlap(shape, boxes) == "boxes of more than 8 dimensions cannot be compared"
+
+
 @pytest.mark.parametrize("loads", [[0, 0, 0], [5, 1, 9], [100, 0, 0, 7]])
 @pytest.mark.parametrize("total", [0, 1, 10, 1000])
 def test_level_is_water_filling(loads, total):
