@@ -345,9 +345,9 @@ def _profiling(run: Run) -> Iterator[Callable[[int], None]]:
 def _watched(config: Config, ps: ParallelState) -> AbstractContextManager[Callable[[Run], None]]:
     """Return a context with a function that lets flags of operations observe a run.
 
-    Call the function once. It also lets the first step set scales of fp8.
+    Call the function once. With delayed scaling, it also lets the first step set scales of fp8.
     """
-    if config.operations.is_enabled or config.model.fp8:
+    if config.operations.is_enabled or config.model.low_precision == "delayed":
         return resolve(WATCHED)(config, ps)
     return nullcontext(lambda run: None)
 
