@@ -8,6 +8,7 @@ offsets of rows are 64-bit. `core/wings.py` imports this module on demand.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ _NUM_WARPS = 4
 # Logits that a program keeps in registers at a time.
 _LOGITS_BLOCK = 4096
 _LOGITS_WARPS = 8
+# Operators live as long as this object.
+_LIBRARY = torch.library.Library("megatron", "FRAGMENT")
 
 
 def make_operator(
@@ -31,13 +34,30 @@ def make_operator(
     reference: Callable[..., Any],
     make_outputs: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """Register an operator of torch: `kernel` on CUDA, `reference` on the CPU."""
-    operator = torch.library.custom_op(
-        f"megatron::{name}", kernel, mutates_args=mutated, device_types="cuda", schema=schema
-    )
-    operator.register_kernel("cpu", reference)
-    operator.register_fake(make_outputs)
-    return operator
+    """Register an operator of torch: `kernel` on CUDA, `reference` on the CPU.
+
+    `torch.library.custom_op` would do the same, but imports the compiler at the first call.
+    """
+    _LIBRARY.define(name + schema)
+    operator = getattr(torch.ops.megatron, name).default
+    arguments = [argument.name for argument in operator._schema.arguments]
+    indices = [arguments.index(argument) for argument in mutated]
+    for device, function in (("CUDA", kernel), ("CPU", reference)):
+        _LIBRARY.impl(name, partial(_run, function, indices), device)
+    torch.library.register_fake(operator, make_outputs, lib=_LIBRARY)
+    result: Callable[..., Any] = operator
+    return result
+
+
+def _run(function: Callable[..., Any], mutated: list[int], *arguments: Any) -> Any:
+    """Call a function, and count the change of the arguments with these indices.
+
+    A save in progress notices changes by this count.
+    """
+    for index in mutated:
+        if arguments[index] is not None:
+            torch.autograd.graph.increment_version(arguments[index])
+    return function(*arguments)
 
 
 @triton.jit
