@@ -48,7 +48,7 @@ setup(
         "safetensors>=0.4.5,<1",
         "pyyaml>=6,<7",
         "transformers>=5,<6",
-        "xxhash>=3.4,<5",
+        "xxhash>=4,<5",
         "tqdm>=4.60,<5",
     ],
     extras_require={

@@ -60,7 +60,7 @@ def main() -> None:
         ],
         cmdclass={"build_ext": build_ext},
         python_requires=">=3.10",
-        install_requires=["torch>=2.6", "numpy>=1.26,<3", "xxhash>=3.4,<5"],
+        install_requires=["torch>=2.6", "numpy>=1.26,<3", "xxhash>=4,<5"],
         extras_require={
             "object-storage": ["obstore>=0.8,<0.13"],
             "safetensors": ["safetensors>=0.4.5,<1"],

@@ -50,7 +50,7 @@ REACHED_BY: dict[str, tuple[str, ...]] = {
         "saves",
     ),
     "megatron/core/dist_checkpointing/loading/reader.py": ("load_to_device",),
-    "megatron/core/dist_checkpointing/saving/staging.py": (
+    "megatron/core/dist_checkpointing/saving/device_staging.py": (
         "save_with_few_buffers",
         "save_with_snapshot_on_device",
         "save_on_full_device",
@@ -62,9 +62,9 @@ REACHED_BY: dict[str, tuple[str, ...]] = {
 # Waits that CUDA does not need, with the reason: not removed.
 UNNEEDED = {
     "start_max_reduce.wait_for_work: work.wait()": "only for gloo",
-    "StageAndWrite._write: self._may_write.wait()": "waits for another thread",
-    "StageAndWrite.before_change: computed.synchronize()": "gives copies time",
-    "StageAndWrite.before_change: current.record_event(torch.cuda.Event(blocking=True))": "as above",
+    "StageAndWrite._can_write: self._may_write.wait()": "waits for another thread",
+    "StageFromDevice.before_change: computed.synchronize()": "gives copies time",
+    "StageFromDevice.before_change: current.record_event(torch.cuda.Event(blocking=True))": "as above",
     "_copy_from_host: copied.synchronize()": "bounds pinned memory; torch keeps it until the copy ends",
     "_copy_from_host: copied.record(torch.cuda.current_stream(target.device))": "as above",
     "AsyncSaver.wait_staged: events[0].record()": "measures time",

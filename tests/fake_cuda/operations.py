@@ -19,7 +19,7 @@ from megatron.core.deferred import start_copy
 from megatron.core.dist_checkpointing import save
 from megatron.core.dist_checkpointing.background import SLOT_SIZE
 from megatron.core.dist_checkpointing.loading.reader import Reader, Request
-from megatron.core.dist_checkpointing.saving import staging
+from megatron.core.dist_checkpointing.saving import device_staging
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_parallel
 from megatron.training.config.run_options import DataLoaderConfig
@@ -43,7 +43,7 @@ def save_with_few_buffers(rank: int, num_devices: int) -> bool:
 def _save_slot_by_slot() -> bool:
     """Save more than may be in flight, so that copies are left when the tensors change."""
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(staging, "_COPIED_AT_ONCE", 1)
+        monkeypatch.setattr(device_staging, "_COPIED_AT_ONCE", 1)
         return is_snapshot_intact(Path(directory), waits=True, limit=None, num_slots=8)
 
 

@@ -71,7 +71,7 @@ def test_save_uses_less_memory_if_it_cannot_be_pinned(limit, pinned, monkeypatch
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     value = torch.randn(24 * SLOT_SIZE // 4, device="cuda")
     state = {"t": ShardedTensor.replicated("t", value)}
-    with AsyncSaver() as saver:
+    with AsyncSaver(workers=2) as saver:
         for number in range(2):
             report = saver.save(state, tmp_path / str(number), common={}).wait()
             assert report.error is None, report.error

@@ -1,4 +1,5 @@
-// Copies of host memory that hash the bytes on their way. Called through hashed_copy.py.
+// Copies and writes of host memory that hash the bytes on their way, without the interpreter. Called through
+// hashed_copy.py.
 //
 // `memmove` reads the target into the cache before it writes to it, and a hash after the copy reads the bytes again.
 // Here a byte is read once, and stores go past the cache ("streaming"), because the disk reads the target next.
@@ -7,11 +8,17 @@
 // for more than 240 bytes. It is a loop over stripes of 64 bytes into eight accumulators of 64 bits.
 
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <unistd.h>
 
+#include <cerrno>
 #include <cstddef>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
 
 namespace py = pybind11;
 
@@ -100,8 +107,9 @@ uint64_t merge(const uint64_t (&sums)[8], size_t length) {
   return hash ^ hash >> 32;
 }
 
-// Copy `length` bytes to `target`, which is aligned to 32 bytes, and return their hash.
-AVX2 uint64_t copy_and_hash_block(unsigned char* target, const unsigned char* source, size_t length) {
+// Return the hash of `length` bytes; copy them to `target`, which is aligned to 32 bytes, unless it is null.
+template <bool kCopies>
+AVX2 uint64_t hash_block(unsigned char* target, const unsigned char* source, size_t length) {
   const uint64_t start[8] = {kPrime32[2], kPrime64[0], kPrime64[1], kPrime64[2],
                              kPrime64[3], kPrime32[1], kPrime64[4], kPrime32[0]};
   Accumulators sums{load(reinterpret_cast<const unsigned char*>(start)),
@@ -109,12 +117,14 @@ AVX2 uint64_t copy_and_hash_block(unsigned char* target, const unsigned char* so
   const size_t stripes = length / kStripe;
   for (size_t stripe = 0; stripe < stripes; ++stripe) {
     const unsigned char* from = source + stripe * kStripe;
-    unsigned char* to = target + stripe * kStripe;
     _mm_prefetch(reinterpret_cast<const char*>(from + kPrefetchDistance), _MM_HINT_T0);  // never faults
     const __m256i low = load(from);
     const __m256i high = load(from + kStripe / 2);
-    _mm256_stream_si256(reinterpret_cast<__m256i*>(to), low);
-    _mm256_stream_si256(reinterpret_cast<__m256i*>(to + kStripe / 2), high);
+    if (kCopies) {
+      unsigned char* to = target + stripe * kStripe;
+      _mm256_stream_si256(reinterpret_cast<__m256i*>(to), low);
+      _mm256_stream_si256(reinterpret_cast<__m256i*>(to + kStripe / 2), high);
+    }
     const size_t place = stripe % kStripesPerRound;
     const bool is_last = stripe == stripes - 1;
     const size_t secret = is_last ? kLastStripeSecret : place * kSecretStep;
@@ -133,10 +143,12 @@ AVX2 uint64_t copy_and_hash_block(unsigned char* target, const unsigned char* so
 
 bool is_supported() { return __builtin_cpu_supports("avx2"); }
 
-void copy_and_hash_blocks(unsigned char* target, const unsigned char* source, size_t num_blocks, size_t block_size,
-                          unsigned char* digests) {
+void hash_blocks(unsigned char* target, const unsigned char* source, size_t num_blocks, size_t block_size,
+                 unsigned char* digests) {
   for (size_t block = 0; block < num_blocks; ++block) {
-    const uint64_t hash = copy_and_hash_block(target + block * block_size, source + block * block_size, block_size);
+    const size_t start = block * block_size;
+    const uint64_t hash = target == nullptr ? hash_block<false>(nullptr, source + start, block_size)
+                                            : hash_block<true>(target + start, source + start, block_size);
     for (int shift = 56; shift >= 0; shift -= 8) *digests++ = static_cast<unsigned char>(hash >> shift);
   }
   _mm_sfence();  // streaming stores become visible to other threads
@@ -150,7 +162,7 @@ namespace {
 
 bool is_supported() { return false; }
 
-void copy_and_hash_blocks(unsigned char*, const unsigned char*, size_t, size_t, unsigned char*) {
+void hash_blocks(unsigned char*, const unsigned char*, size_t, size_t, unsigned char*) {
   throw std::runtime_error("not supported on this processor");
 }
 
@@ -158,21 +170,60 @@ void copy_and_hash_blocks(unsigned char*, const unsigned char*, size_t, size_t, 
 
 #endif
 
+void check_block_size(size_t block_size) {
+  if (block_size % kStripe != 0 || block_size < kMinBlockSize)
+    throw std::invalid_argument("blocks must be whole stripes");
+}
+
 // Copy consecutive blocks and return their digests, 8 bytes each, big-endian.
 py::bytes copy_and_hash(uintptr_t target, uintptr_t source, size_t num_blocks, size_t block_size) {
-  if (target % 32 != 0 || block_size % kStripe != 0 || block_size < kMinBlockSize)
-    throw std::invalid_argument("the target must be aligned to 32 bytes, and blocks must be whole stripes");
+  check_block_size(block_size);
+  if (target % 32 != 0) throw std::invalid_argument("the target must be aligned to 32 bytes");
   std::string digests(num_blocks * 8, '\0');
   {
     py::gil_scoped_release release;
-    copy_and_hash_blocks(reinterpret_cast<unsigned char*>(target), reinterpret_cast<const unsigned char*>(source),
-                         num_blocks, block_size, reinterpret_cast<unsigned char*>(&digests[0]));
+    hash_blocks(reinterpret_cast<unsigned char*>(target), reinterpret_cast<const unsigned char*>(source), num_blocks,
+                block_size, reinterpret_cast<unsigned char*>(&digests[0]));
   }
   return py::bytes(digests);
 }
 
+// A piece of a file: its position, and the address and the number of its blocks.
+using Piece = std::tuple<int64_t, uintptr_t, size_t>;
+
+// Return whether `pwrite` has written all bytes.
+bool write_all(int descriptor, const unsigned char* bytes, size_t length, int64_t position) {
+  while (length > 0) {
+    const ssize_t written = pwrite(descriptor, bytes, length, position);
+    if (written < 0 && errno == EINTR) continue;
+    if (written <= 0) return false;
+    bytes += written;
+    length -= written;
+    position += written;
+  }
+  return true;
+}
+
+// Write pieces until a write fails. Returns the digests of each piece that was written.
+std::vector<py::bytes> hash_and_write(int descriptor, const std::vector<Piece>& pieces, size_t block_size) {
+  check_block_size(block_size);
+  std::vector<std::string> digests;
+  {
+    py::gil_scoped_release release;
+    for (const auto& [position, address, num_blocks] : pieces) {
+      const auto* bytes = reinterpret_cast<const unsigned char*>(address);
+      std::string hashes(num_blocks * 8, '\0');
+      hash_blocks(nullptr, bytes, num_blocks, block_size, reinterpret_cast<unsigned char*>(&hashes[0]));
+      if (!write_all(descriptor, bytes, num_blocks * block_size, position)) break;
+      digests.push_back(std::move(hashes));
+    }
+  }
+  return {digests.begin(), digests.end()};
+}
+
 PYBIND11_MODULE(hashed_copy_cpp, module) {
-  module.doc() = "Copies that hash the bytes on their way";
+  module.doc() = "Copies and writes that hash the bytes on their way";
   module.def("is_supported", &is_supported);
   module.def("copy_and_hash", &copy_and_hash);
+  module.def("hash_and_write", &hash_and_write);
 }

@@ -57,11 +57,14 @@ from megatron.core.dist_checkpointing.saving.save_thread import (
 from megatron.core.dist_checkpointing.saving.staging import StageAndWrite
 from megatron.core.object_path import path_of
 from megatron.core.safe_files.errors import CheckpointError
+from megatron.core.wings import resolve
 
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.saving.pending_export import PendingExport
 
 logger = logging.getLogger(__name__)
+
+_STAGE_FROM_DEVICE = "megatron.core.dist_checkpointing.saving.device_staging:StageFromDevice"
 
 Common = dict[str, Any] | Callable[[], dict[str, Any]]
 MakeExport = Callable[[str], "PendingExport"]
@@ -247,14 +250,16 @@ class AsyncSaver(SaveThread):
         make_objects = cache(partial(encode_objects, objects, name))
         # They keep the live tensors alive until they are copied.
         items = bind_items(plan.items, state)
-        stream = None
-        stager = None
-        if any(live.is_on_device for live in items):
-            self._stream = stream = self._stream or torch.cuda.Stream()
-            self._stager = stager = self._stager or Workers(1, "checkpoint-stager")
-            stream.wait_stream(torch.cuda.current_stream())  # the copies must see the last update
-        slots = partial(self._slots, plan, stream is not None)
-        transfer = StageAndWrite(plan, items, make_objects, stream, self._pool, slots, stager)
+        is_on_device = any(live.is_on_device for live in items)
+        slots = partial(self._slots, plan, is_on_device)
+        arguments = (plan, items, make_objects, self._pool, slots)
+        if not is_on_device:
+            return make_archive, StageAndWrite(*arguments)
+        self._stream = self._stream or torch.cuda.Stream()
+        self._stager = self._stager or Workers(1, "checkpoint-stager")
+        # The copies must see the last update.
+        self._stream.wait_stream(torch.cuda.current_stream())
+        transfer = resolve(_STAGE_FROM_DEVICE)(*arguments, self._stream, self._stager)
         return make_archive, transfer
 
     def _snapshot_common(self, common: Common) -> Callable[[], bytes]:

@@ -10,7 +10,9 @@ import ctypes
 import errno
 import fcntl
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron.core.dist_checkpointing.background import PAGE, Slot
 from megatron.core.dist_checkpointing.format.checksums import (
@@ -19,6 +21,7 @@ from megatron.core.dist_checkpointing.format.checksums import (
     FileChecksums,
     hash_blocks,
 )
+from megatron.core.dist_checkpointing.format.hashed_copy import hash_and_write
 from megatron.core.durable_files import naming
 
 _DIRECT = os.O_DIRECT if hasattr(os, "O_DIRECT") else 0
@@ -46,6 +49,14 @@ def reserve_space(descriptor: int, size: int) -> None:
         raise OSError(error_number, os.strerror(error_number))
 
 
+class Piece(NamedTuple):
+    """The first bytes of a slot, and where they are in a file."""
+
+    offset: int
+    slot: Slot
+    length: int
+
+
 class Shard:
     """A data file of known size, written in aligned pieces by any thread.
 
@@ -63,9 +74,17 @@ class Shard:
         """
         if digests is None:
             digests = hash_blocks(slot.view[:length])
+        self._set_digests(offset, digests)
+        self._write(offset, slot.view, length)
+
+    def _set_digests(self, offset: int, digests: bytes) -> None:
         first = offset // BLOCK_SIZE * DIGEST_SIZE
         self._digests[first : first + len(digests)] = digests
-        self._write(offset, slot.view, length)
+
+    def write_pieces(self, pieces: Sequence[Piece]) -> None:
+        """Write several pieces; the interpreter is needed as little as possible."""
+        for piece in pieces:
+            self.write(*piece)
 
     def close(self, durable: bool) -> FileChecksums:
         """Close the file and return its checksums; without `durable` it is given up."""
@@ -104,6 +123,15 @@ class ShardFile(Shard):
             os.ftruncate(self._descriptor, 0)  # a part may be reserved, which others lack
             os.close(self._descriptor)
             raise
+
+    def write_pieces(self, pieces: Sequence[Piece]) -> None:
+        # Only the last piece of a file may be short.
+        whole = [piece for piece in pieces if piece.length % BLOCK_SIZE == 0]
+        addresses = [(piece.offset, piece.slot.address, piece.length) for piece in whole]
+        written = hash_and_write(self._descriptor, addresses)
+        for piece, digests in zip(whole, written, strict=False):
+            self._set_digests(piece.offset, digests)
+        super().write_pieces(pieces[len(written) :])
 
     def _write(self, offset: int, view: memoryview, length: int) -> None:
         padded = min(len(view), -(-length // PAGE) * PAGE) if self._direct else length

@@ -94,7 +94,7 @@ class _FromDisk(StageAndWrite):
         pool: Workers,
         slots: list[Slot],
     ) -> None:
-        super().__init__(local.plan, (), make_objects, None, pool, lambda: slots)
+        super().__init__(local.plan, (), make_objects, pool, lambda: slots)
         self._local = local
         self._checkpoint = checkpoint
 

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from megatron.core.dist_checkpointing.background import PAGE, SLOT_SIZE, Slot
 from megatron.core.dist_checkpointing.format.checksums import FileChecksums, decode_checksums
-from megatron.core.dist_checkpointing.saving.shard import ShardFile
+from megatron.core.dist_checkpointing.saving.shard import Shard, ShardFile
 from megatron.core.durable_files import check_free_space, fsync_directory, write_flushed
 from megatron.core.object_storage import first_line
 from megatron.core.safe_files.errors import CheckpointError
@@ -144,6 +144,8 @@ class ReplicatedShard(ShardFile):
         super().write(offset, slot, length, digests)
         for link in self._links:
             link.send(slot.frame, self._path.name, self._size, offset, length)
+
+    write_pieces = Shard.write_pieces  # each by `write`
 
 
 class ReplicaLink:

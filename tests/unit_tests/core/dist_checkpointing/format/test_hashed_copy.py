@@ -1,4 +1,4 @@
-"""Copies that hash the bytes on their way, compared with xxhash."""
+"""Copies and writes that hash the bytes on their way, compared with xxhash."""
 
 import platform
 
@@ -63,7 +63,34 @@ def test_unsupported_arguments_are_rejected(offset, block_size):
     if not hashed_copy.IS_SUPPORTED:
         pytest.skip("this processor has no AVX2")
     slot = StagingBuffer(1, pinned=False).slots[0]
-    with pytest.raises(ValueError, match="aligned to 32 bytes"):
+    with pytest.raises(ValueError, match="aligned to 32 bytes|whole stripes"):
         hashed_copy.hashed_copy_cpp.copy_and_hash(
             slot.address + offset, slot.address, 1, block_size
         )
+
+
+def test_writes_return_the_digests_of_their_bytes(implementation, tmp_path):
+    lengths = [2 * BLOCK_SIZE, BLOCK_SIZE, 3 * BLOCK_SIZE]
+    positions = [4 * BLOCK_SIZE, 0, BLOCK_SIZE]
+    contents = [torch.randint(0, 256, (length,), dtype=torch.uint8) for length in lengths]
+    addresses = [content.data_ptr() for content in contents]
+    pieces = list(zip(positions, addresses, lengths, strict=True))
+    path = tmp_path / "file"
+    with path.open("wb") as file:
+        digests = hashed_copy.hash_and_write(file.fileno(), pieces)
+    if not hashed_copy.IS_SUPPORTED:
+        assert digests == []
+        return
+    assert digests == [hash_blocks(memoryview(content.numpy())) for content in contents]
+    in_order = torch.cat([contents[1], contents[2], contents[0]])
+    assert path.read_bytes() == in_order.numpy().tobytes()
+
+
+def test_a_write_that_fails_ends_the_list(tmp_path):
+    if not hashed_copy.IS_SUPPORTED:
+        pytest.skip("this processor has no AVX2")
+    content = torch.zeros(BLOCK_SIZE, dtype=torch.uint8)
+    address = content.data_ptr()
+    with (tmp_path / "file").open("wb") as file:
+        pieces = [(0, address, BLOCK_SIZE), (-1, address, BLOCK_SIZE), (0, address, BLOCK_SIZE)]
+        assert len(hashed_copy.hash_and_write(file.fileno(), pieces)) == 1
