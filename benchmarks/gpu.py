@@ -169,7 +169,7 @@ SMALL = {
 
 _TE = ["--transformer-impl", "transformer_engine"]
 _FP8 = [*_TE, "--fp8-format", "hybrid", "--use-distributed-optimizer"]
-_FUSED = ["--apply-rope-fusion", "--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "te"]
+_FUSED = ["--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "te"]
 _TORCH_KERNELS = ["--no-triton-kernels", "--no-gradient-accumulation-fusion"]
 # Additional flags of `pretrain_gpt.py`.
 VARIANTS = {

@@ -297,10 +297,10 @@ def test_recomputed_attention_does_not_change_fp8_state(pool):
     assert again.measured.losses == kept.measured.losses and same_scales == scales
 
 
-def test_loss_and_rope_kernels_match_local(pool):
+def test_loss_kernel_matches_local(pool):
     """The layout is TP2, where the vocabulary has padding."""
     flags = f"{DATA} {MODELS['llama']} {LAYOUTS['tp2_sp'][1]} --make-vocab-size-divisible-by 64 "
-    fused = f"{TE} --cross-entropy-loss-fusion --cross-entropy-fusion-impl te --apply-rope-fusion "
+    fused = f"{TE} --cross-entropy-loss-fusion --cross-entropy-fusion-impl te "
     expected = local(pool, 2, flags)[0].measured
     (mine, _, _), _ = pool.run(train_with_stand_in, 2, flags + fused)
     assert mine.measured.losses == pytest.approx(expected.losses, rel=2e-5)
@@ -456,10 +456,6 @@ def test_missing_transformer_engine_is_reported_with_installation(monkeypatch):
         (
             "--transformer-impl local --cross-entropy-loss-fusion --cross-entropy-fusion-impl te",
             "te requires --transf",
-        ),
-        (
-            f"{TE} --apply-rope-fusion --position-embedding-type rope --rope-type yarn",
-            r"--apply-rope-fusion requires --rope-type rope \(now yarn\)",
         ),
         (
             f"{TE} --bf16 --fp8-format hybrid --fp8-param-gather",

@@ -32,7 +32,7 @@ WIDER = COMMON.replace("--hidden-size 32", "--hidden-size 256").replace(
 MODEL = LLAMA.replace("--ffn-hidden-size 48", "--ffn-hidden-size 512")
 TE = "--transformer-impl transformer_engine "
 EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 256 "
-FUSED = "--apply-rope-fusion --cross-entropy-loss-fusion --cross-entropy-fusion-impl te "
+FUSED = "--cross-entropy-loss-fusion --cross-entropy-fusion-impl te "
 WEIGHTS = "--use-distributed-optimizer --fp8-param-gather "
 DELAYED = "--fp8-amax-history-len 16 --fp8-amax-compute-algo max --deterministic-mode "
 

@@ -242,10 +242,6 @@ def recorded(te: types.ModuleType, calls: set[tuple[str, str, tuple[str, ...], i
 
     for name, forward in kept.items():
         getattr(te, name).forward = stand_in(name, forward)
-    adapter: Any = importlib.import_module(
-        "megatron.core.transformer.transformer_engine.building_blocks"
-    )
-    rope = adapter.apply_rotary_pos_emb
     loss = te.parallel_cross_entropy
     # Of older releases the loss is the `apply` of a function, whose `forward` says what it takes
     # after its context.
@@ -254,22 +250,15 @@ def recorded(te: types.ModuleType, calls: set[tuple[str, str, tuple[str, ...], i
         (inspect.signature(loss), ()) if own is None else (inspect.signature(own.forward), (None,))
     )
 
-    def bind_rope(x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-        inspect.signature(rope).bind(x, *args, **options)
-        calls.add(("rope", "call", tuple(sorted(options)), len(args)))
-        return x
-
     def bind_loss(logits: torch.Tensor, labels: torch.Tensor, *args: Any) -> torch.Tensor:
         takes_loss.bind(*context, logits, labels, *args)
         calls.add(("loss", "call", (), len(args)))
         return logits[..., 0].float()
 
-    adapter.apply_rotary_pos_emb = bind_rope
     te.parallel_cross_entropy = bind_loss
     try:
         yield
     finally:
-        adapter.apply_rotary_pos_emb = rope
         te.parallel_cross_entropy = loss
         for name, forward in kept.items():
             getattr(te, name).forward = forward
@@ -283,7 +272,7 @@ def check_calls(te: types.ModuleType) -> int:
     cases: list[tuple[str, dict[str, Any], torch.Tensor | None]] = [
         ("llama", {}, None), ("llama", {"window_size": (5, 0)}, documents), ("gpt2", {}, None),
         ("gpt2", {"position_embedding_type": "alibi"}, None), ("mixtral", {"fp8": "hybrid"}, None),
-        ("llama", {"apply_rope_fusion": True, **fused}, None),
+        ("llama", fused, None),
     ]  # fmt: skip
     with recorded(te, calls), torch.no_grad():
         for name, more, mask in cases:

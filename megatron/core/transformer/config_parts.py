@@ -135,13 +135,6 @@ class ComputeOptions:
     bias_dropout_fusion: bool = flag(True, "--no-bias-dropout-fusion")
     """Compute the residual sum and the norm of it in one Triton kernel for each direction, on CUDA.
     """
-    apply_rope_fusion: bool = flag(
-        False,
-        requires={"transformer_impl": "transformer_engine", "rope_type": "rope"},
-        excludes={"multi_latent_attention": True},
-        reason="the kernel is Transformer Engine's and has one set of frequencies: leave it out",
-    )
-    """Rotate queries and keys using Transformer Engine's kernel."""
 
     # Recomputation of activations
     recompute_granularity: str | None = flag(None, choices=("full", "selective"))

@@ -97,10 +97,6 @@ class LayerSpec:
     precision: type[Precision] = Precision
     checkpoint: Callable[..., Any] = checkpoint
     """Activation checkpointing."""
-    rope: Callable[..., Tensor] | None = None
-    """Kernel of --apply-rope-fusion: rotates `[s, b, g, heads, d]` by angles `[s, 1, 1, pairs]`, in
-    the interleaved or the half-split form.
-    """
     cross_entropies: Mapping[str, Callable[..., Tensor]] = field(
         default_factory=lambda: _LOCAL_CROSS_ENTROPIES
     )

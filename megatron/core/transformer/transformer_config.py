@@ -430,7 +430,6 @@ LOCAL_BACKEND_FIELDS: dict[str, Any] = {
     "fp4": None,
     "fp8_param_gather": False,
     "cross_entropy_fusion_impl": "native",
-    "apply_rope_fusion": False,
     "norm_impl": "torch",
 }
 """Replacements that select the local backend for a model of which only the shapes are needed."""

@@ -126,9 +126,6 @@ class SelfAttention(Attention):
         base = None
         if has_window:
             base = config.rotary_base_local
-        kernel = None
-        if config.apply_rope_fusion:
-            kernel = select_layer_spec(config).rope
         # Exchanges of context parallelism and Transformer Engine expect contiguous tensors, kernels
         # of attention rows at multiples of 16 bytes.
         is_local = config.transformer_impl == "local" and self.cp.axis.size == 1
@@ -138,7 +135,6 @@ class SelfAttention(Attention):
             config.head_dim,
             config.rotary_interleaved,
             base=base,
-            kernel=kernel,
             in_place=is_local and config.head_dim % 8 == 0,
         )
 

@@ -65,8 +65,6 @@ class Rotary(NamedTuple):
     sin: Tensor
     """`[s, 1, 1, 1, d_rotated / 2]`"""
     interleaved: bool = False
-    kernel: Callable[[Tensor], Tensor] | None = None
-    """Transformer Engine's implementation of the whole rotation (--apply-rope-fusion)."""
     fused: bool = True
     """Whether a Triton kernel may compute it."""
     in_place: bool = False
@@ -101,16 +99,13 @@ class RotaryTables:
         width: int,
         interleaved: bool,
         base: float | None = None,
-        kernel: Callable[..., Tensor] | None = None,
         in_place: bool = False,
     ) -> None:
         """Initialize for heads of `width` elements.
 
-        A given `base` overrides the model's, and disables scaling. `kernel` rotates `[s, b, g,
-        heads, d]` by angles `[s, 1, 1, pairs]`. `in_place`: see `Rotary`.
+        A given `base` overrides the model's, and disables scaling. `in_place`: see `Rotary`.
         """
         self._cp = cp
-        self._kernel = kernel
         self._fused = config.rope_fusion
         self._in_place = in_place
         # Computed on first use: building a model on the meta device does not allocate memory, even
@@ -151,19 +146,10 @@ class RotaryTables:
         cos = self._factor * angles.cos()
         sin = self._factor * angles.sin()
 
-        kernel = None
-        if self._kernel is not None:
-            kernel_angles = angles.squeeze(1).to(device)  # [s, 1, 1, pairs]
-            kernel = partial(
-                self._kernel,
-                angles=kernel_angles,
-                interleaved=self._interleaved,
-            )
         return Rotary(
             cos=cos.to(device, dtype),
             sin=sin.to(device, dtype),
             interleaved=self._interleaved,
-            kernel=kernel,
             fused=self._fused,
             in_place=self._in_place,
         )
@@ -207,11 +193,10 @@ def split_qkv(
     values `[s, b, g, 1, d]`. Both passes touch the memory once: the gradients are written directly
     into one tensor.
     """
-    has_kernel = rotary is not None and rotary.kernel is not None
-    if not torch.compiler.is_compiling() and not has_kernel:
+    if not torch.compiler.is_compiling():
         return _SplitQKV.apply(mixed, num_query_heads, rotary)
 
-    # Plain operations, which the compiler fuses, or the kernel
+    # Plain operations, which the compiler fuses
     query, key, value = _split_heads(mixed, num_query_heads)
     if rotary is None:
         return query, key, value
@@ -230,8 +215,6 @@ def _split_heads(mixed: Tensor, num_query_heads: int) -> tuple[Tensor, Tensor, T
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     """Rotate `[s, b, g, heads, d]` by its positions."""
-    if rotary.kernel is not None:
-        return rotary.kernel(x)
     if not torch.compiler.is_compiling():
         return _Rotate.apply(x, rotary)
 

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 import transformer_engine.pytorch as te
 import yaml
 from torch import Tensor, nn
-from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 
 from megatron.core import tensor_parallel
 from megatron.core.module import param_info
@@ -312,23 +311,6 @@ class TEGroupedLinear(GroupedLinear, EngineLinearMixin):
                 view.main_grad = gradient[expert]
 
 
-def te_rope(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
-    """Rotate `[s, b, g, heads, d]` by angles `[s, 1, 1, pairs]`."""
-    all_heads = x.flatten(2, 3)  # [s, b, g * heads, d]
-    element_angles = _expand_to_elements(angles, interleaved)
-    rotated: Tensor = apply_rotary_pos_emb(
-        all_heads, element_angles, interleaved=interleaved, fused=True
-    )
-    return rotated.view(x.shape)
-
-
-def _expand_to_elements(angles: Tensor, interleaved: bool) -> Tensor:
-    """Return an angle per element, which the kernel requires, from an angle per pair."""
-    if interleaved:
-        return angles.repeat_interleave(2, -1)
-    return torch.cat((angles, angles), -1)
-
-
 def te_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -399,7 +381,6 @@ TRANSFORMER_ENGINE = LayerSpec(
     grouped=TEGroupedLinear,
     precision=TEPrecision,
     checkpoint=te_checkpoint,
-    rope=te_rope,
     cross_entropies={**LOCAL.cross_entropies, "te": te_cross_entropy},
     set_up=initialize_user_buffers,
     start_step=STEP.start,

@@ -126,7 +126,6 @@ def test_every_field_declares_its_effect() -> None:
         "fp16",
         "transformer_impl",
         "norm_impl",
-        "apply_rope_fusion",
         "bias_swiglu_fusion",
         "rope_fusion",
         "bias_dropout_fusion",
