@@ -55,9 +55,10 @@ class _DeviceBatch(NamedTuple):
 
     def clone(self) -> _DeviceBatch:
         """Copy the contents and scales on the device, in the current stream."""
-        contents = [torch.empty_like(content) for content in self.contents]
-        if contents:
-            copy_tensors(contents, self.contents)
+        if not self.contents:
+            return self
+        contents = _allocate_like(self.contents)
+        copy_tensors(contents, self.contents)
         scales = [None if scale is None else scale.clone() for scale in self.scales]
         return self._replace(contents=contents, scales=scales)
 
@@ -79,6 +80,14 @@ class _DeviceBatch(NamedTuple):
                 target.copy_(content.to(target.dtype).mul_(scale), non_blocking=True)
         if targets:
             copy_tensors(targets, contents)
+
+
+def _allocate_like(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return contiguous tensors of the same sizes; bytes share one allocation."""
+    if not all(tensor.dtype == torch.uint8 for tensor in tensors):
+        return [torch.empty_like(tensor) for tensor in tensors]
+    sizes = [tensor.numel() for tensor in tensors]
+    return [*tensors[0].new_empty(sum(sizes)).split(sizes)]
 
 
 class StageFromDevice(StageAndWrite):
@@ -124,9 +133,13 @@ class StageFromDevice(StageAndWrite):
             # Copying continues while the device is computing: less is left at the end.
             current = torch.cuda.current_stream()
             computed = current.record_event(torch.cuda.Event(blocking=True))
+            with self._queueing:
+                unqueued = [*self._unqueued]
+            # While the device is busy: it waits for the host afterwards.
+            selected = {batch.start: self._select_copies(batch) for batch in unqueued}
             computed.synchronize()
             with self._queueing:
-                self._may_change = self._take_snapshot()
+                self._may_change = self._take_snapshot(selected)
         if not self._may_change:
             self.staged.wait()
             self._may_change = True
@@ -226,10 +239,11 @@ class StageFromDevice(StageAndWrite):
                 self._writing.remove(file)
             return indices
 
-    def _take_snapshot(self) -> bool:
+    def _take_snapshot(self, selected: dict[int, _DeviceBatch]) -> bool:
         """Copy the chunks that are not queued yet on the device, in the current stream.
 
-        Returns False if there is nothing to copy or too little memory.
+        `selected` has copies of batches by their first chunk. Returns False if there is nothing to
+        copy or too little memory.
         """
         nbytes = sum(self._chunks[index].length for batch in self._unqueued for index in batch)
         if nbytes == 0 or nbytes > _find_free_memory():
@@ -237,7 +251,8 @@ class StageFromDevice(StageAndWrite):
         try:
             self._check_unmodified()
             for batch in self._unqueued:
-                self._snapshots[batch.start] = self._select_copies(batch).clone()
+                copies = selected.get(batch.start) or self._select_copies(batch)
+                self._snapshots[batch.start] = copies.clone()
         except CheckpointError as error:
             self._error = error  # `write` raises it
             self.cancel()
