@@ -62,7 +62,6 @@ REACHED_BY: dict[str, tuple[str, ...]] = {
 # Waits that CUDA does not need, with the reason: not removed.
 UNNEEDED = {
     "start_max_reduce.wait_for_work: work.wait()": "only for gloo",
-    "StageAndWrite._can_write: self._may_write.wait()": "waits for another thread",
     "StageFromDevice.before_change: computed.synchronize()": "gives copies time",
     "StageFromDevice.before_change: current.record_event(torch.cuda.Event(blocking=True))": "as above",
     "_copy_from_host: copied.synchronize()": "bounds pinned memory; torch keeps it until the copy ends",
@@ -82,6 +81,7 @@ NOT_REMOVED = {
     "megatron/core/dist_checkpointing/saving/run_saver.py": "another thread",
     "megatron/core/dist_checkpointing/saving/save_barrier.py": "another thread, the store",
     "megatron/core/dist_checkpointing/saving/save_cost.py": "the device, to measure time",
+    "megatron/core/dist_checkpointing/saving/staging.py": "another thread",
     "megatron/core/dist_checkpointing/saving/save_thread.py": "another thread, a timer of the device",
     "megatron/transfer/schedule.py": "messages of gloo",
     "megatron/training/operations/collectives.py": "passes on the waits of the product",

@@ -55,10 +55,9 @@ class _DeviceBatch(NamedTuple):
 
     def clone(self) -> _DeviceBatch:
         """Copy the contents and scales on the device, in the current stream."""
-        if not self.contents:
-            return self
-        contents = _allocate_like(self.contents)
-        copy_tensors(contents, self.contents)
+        contents = [torch.empty_like(content) for content in self.contents]
+        if contents:
+            copy_tensors(contents, self.contents)
         scales = [None if scale is None else scale.clone() for scale in self.scales]
         return self._replace(contents=contents, scales=scales)
 
@@ -80,14 +79,6 @@ class _DeviceBatch(NamedTuple):
                 target.copy_(content.to(target.dtype).mul_(scale), non_blocking=True)
         if targets:
             copy_tensors(targets, contents)
-
-
-def _allocate_like(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return contiguous tensors of the same sizes; bytes share one allocation."""
-    if not all(tensor.dtype == torch.uint8 for tensor in tensors):
-        return [torch.empty_like(tensor) for tensor in tensors]
-    sizes = [tensor.numel() for tensor in tensors]
-    return [*tensors[0].new_empty(sum(sizes)).split(sizes)]
 
 
 class StageFromDevice(StageAndWrite):
