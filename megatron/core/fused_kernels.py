@@ -1,7 +1,6 @@
 """Whether an operation has a Triton kernel (`core/triton_*.py`) for its tensors.
 
-Without Triton, on a CPU, in graphs of torch.compile and with --no-triton-kernels callers use
-operations of torch.
+Without Triton, on a CPU and with --no-triton-kernels callers use operations of torch.
 """
 
 from __future__ import annotations
@@ -18,19 +17,19 @@ from megatron.core.wings import resolve
 
 _KERNELS = {
     "adamw": "megatron.core.triton_kernels:adamw",
-    "residual_norm": "megatron.core.triton_norms:residual_norm",
-    "residual_norm_backward": "megatron.core.triton_norms:residual_norm_backward",
+    "residual_norm": "megatron.core.triton_norms:add_and_normalize",
     "rotate": "megatron.core.triton_rotary:rotate",
     "softmax": "megatron.core.triton_kernels:softmax",
     "softmax_gradient": "megatron.core.triton_kernels:softmax_gradient",
     "swiglu": "megatron.core.triton_kernels:swiglu",
-    "swiglu_backward": "megatron.core.triton_kernels:swiglu_backward",
 }
 # Elements of a row that a kernel of norms keeps in registers.
 MAX_NORM_SIZE = 16384
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _is_enabled = True
+# Functions that graphs of torch.compile may contain, by name
+_traceable: dict[str, Callable[..., Any]] = {}
 
 
 def enable_kernels(is_enabled: bool) -> None:
@@ -40,14 +39,27 @@ def enable_kernels(is_enabled: bool) -> None:
 
 
 def find_kernel(name: str, x: Tensor) -> Callable[..., Any] | None:
-    """Return the operator `name` of a kernel, or None if it does not support `x`.
+    """Return the function `name` of a kernel, or None if there is none or it does not support `x`.
 
-    An operator is not differentiable.
+    Only "residual_norm" and "swiglu" are differentiable.
     """
-    if torch.compiler.is_compiling() or not _is_enabled or not supports(x):
+    if torch.compiler.is_compiling():
+        return _traceable.get(name)
+    if not _is_enabled or name not in _KERNELS or not supports(x):
         return None
     kernel: Callable[..., Any] = _load(name)
     return kernel
+
+
+def prepare_tracing(param: Tensor) -> None:
+    """Let `find_kernel` return kernels for tensors like `param` while torch.compile traces.
+
+    It can trace neither imports nor properties of devices.
+    """
+    _traceable.clear()
+    if _is_enabled and supports(param):
+        for name in ("residual_norm", "swiglu"):
+            _traceable[name] = _load(name)
 
 
 @cache

@@ -151,7 +151,7 @@ def compute_swiglu_backward(dy: Tensor, x: Tensor) -> Tensor:
 swiglu = make_operator(
     "swiglu", "(Tensor x) -> Tensor", (), run_swiglu, compute_swiglu, allocate_swiglu
 )
-"""Return silu(gate) * up of `[..., gate; up]`."""
+"""Return silu(gate) * up of `[..., gate; up]`. Differentiable."""
 
 swiglu_backward = make_operator(
     "swiglu_backward",
@@ -162,6 +162,21 @@ swiglu_backward = make_operator(
     allocate_swiglu_gradient,
 )
 """Return the gradient of `swiglu`, contiguous."""
+
+
+def _save_swiglu(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate_swiglu(ctx: Any, dy: Tensor) -> Tensor:
+    (x,) = ctx.saved_tensors
+    dx: Tensor = swiglu_backward(dy, x)
+    return dx
+
+
+torch.library.register_autograd(
+    "megatron::swiglu", _differentiate_swiglu, setup_context=_save_swiglu
+)
 
 
 # -------------------------------------------------------------------------------------------------

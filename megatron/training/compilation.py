@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from megatron.core.distributed.distributed_data_parallel import iterate_outermost_layers
+from megatron.core.fused_kernels import prepare_tracing
 from megatron.core.module import MegatronModule
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import placement
@@ -39,7 +40,10 @@ def compile_layers(chunk: MegatronModule, seq_length: int) -> None:
     Rotary tables of `seq_length` positions are computed before: in a graph, the first layer would
     differ from all others.
     """
-    _prepare_rotary_tables(chunk, seq_length)
+    first_param = next(chunk.parameters(), None)
+    if first_param is not None:
+        prepare_tracing(first_param)
+        _prepare_rotary_tables(chunk, seq_length, first_param)
     for owner, name in _UNCOMPILED:
         _leave_uncompiled(owner, name)
     number_layer = resolve(_NUMBER_LAYER)
@@ -57,12 +61,10 @@ def compile_layers(chunk: MegatronModule, seq_length: int) -> None:
         layer.forward = compiled  # type: ignore[method-assign]
 
 
-def _prepare_rotary_tables(chunk: MegatronModule, seq_length: int) -> None:
-    first_param = next(chunk.parameters(), None)
+def _prepare_rotary_tables(chunk: MegatronModule, seq_length: int, param: torch.Tensor) -> None:
     for module in chunk.modules():
         if isinstance(module, Attention) and module.rotary is not None:
-            assert first_param is not None
-            module.rotary.prepare(seq_length, first_param.dtype, first_param.device)
+            module.rotary.prepare(seq_length, param.dtype, param.device)
 
 
 def _leave_uncompiled(owner: Any, name: str) -> None:

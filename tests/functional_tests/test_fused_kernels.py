@@ -51,7 +51,7 @@ RUNS = {  # name -> (processes, flags)
     ),
     "residual sums by torch": (1, f"{LLAMA} --no-bias-dropout-fusion"),
 }
-_NORM_KERNELS = {"residual_norm", "residual_norm_backward"}
+_NORM_KERNELS = {"residual_norm"}
 WITHOUT_KERNELS = {
     "recomputed norms": _NORM_KERNELS,
     "residual sums by torch": _NORM_KERNELS,
@@ -86,6 +86,18 @@ def test_operators_change_results_by_rounding_only(pool, name):
         assert outcome.measured.grad_norms == pytest.approx(plain.measured.grad_norms, rel=1e-5)
         for row, plain_row in zip(outcome.boxes, plain.boxes, strict=True):
             torch.testing.assert_close(row[-1], plain_row[-1], rtol=1e-3, atol=1e-5, msg=row[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["one query per group", "clipped, recomputed", "TP 2 with SP"])
+def test_compiled_layers_contain_the_operators(pool, name):
+    processes, flags = RUNS[name]
+    outcomes = pool.run(train_with_operators, processes, f"{flags} --compile", timeout=300)
+    expected = pool.run(train, processes, flags, COMMON + "--mock-data --train-iters 3 ")
+    for (outcome, names), plain in zip(outcomes, expected, strict=True):
+        assert names == set(fused_kernels._KERNELS) - {"rotate"}
+        assert outcome.measured.losses == pytest.approx(plain.measured.losses, rel=1e-6)
+        assert outcome.measured.grad_norms == pytest.approx(plain.measured.grad_norms, rel=1e-5)
 
 
 def test_separate_norms_of_transformer_engine_use_the_kernel(pool):

@@ -77,13 +77,11 @@ class _Gate(NamedTuple):
     forward: Callable[[Tensor], Tensor]
     write_gradient: Callable[[Tensor, Tensor, Tensor], None]
     """Writes the gradient for (dy, x) to the third tensor."""
-    kernel: str | None = None
-    """Name of the fused kernel of gate and product, and of its gradient with "_backward"."""
 
 
 _tanh_gelu = partial(F.gelu, approximate="tanh")
 _GATES = {
-    "swiglu": _Gate(F.silu, write_silu_gradient, kernel="swiglu"),
+    "swiglu": _Gate(F.silu, write_silu_gradient),
     "swiglu, not fused": _Gate(F.silu, write_silu_gradient),
     "geglu": _Gate(_tanh_gelu, write_tanh_gelu_gradient),
 }
@@ -91,6 +89,9 @@ _GATES = {
 
 def _apply_gated(x: Tensor, name: str) -> Tensor:
     """Return activation(gate) * up of `[..., gate; up]` (Shazeer 2020)."""
+    kernel = find_kernel(name, x)
+    if kernel is not None:
+        return kernel(x)
     if torch.compiler.is_compiling():
         # Plain operations, which the compiler fuses.
         activate = _GATES[name].forward
@@ -107,21 +108,12 @@ class _GatedActivation(torch.autograd.Function):
         ctx.save_for_backward(x)
         ctx.name = name
         gate, up = x.chunk(2, -1)  # views of [s, b, ffn / tp] each
-        activation = _GATES[name]
-        if activation.kernel is not None:
-            kernel = find_kernel(activation.kernel, x)
-            if kernel is not None:
-                return kernel(x)
-        return activation.forward(gate).mul_(up)
+        return _GATES[name].forward(gate).mul_(up)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         (x,) = ctx.saved_tensors
         activation = _GATES[ctx.name]
-        if activation.kernel is not None:
-            kernel = find_kernel(f"{activation.kernel}_backward", x)
-            if kernel is not None:
-                return kernel(dy, x), None
         gate, up = x.chunk(2, -1)
         dx = torch.empty_like(x)
         dgate, dup = dx.chunk(2, -1)  # views of dx, into which the gradients are written

@@ -24,7 +24,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.wings import resolve
 
 _IMPORT_APEX_NORMS = "megatron.core.apex:import_apex_norms"
-_ADD_AND_NORMALIZE = "megatron.core.transformer.residual_norm:add_and_normalize"
 
 
 class Norm(MegatronModule):
@@ -209,12 +208,12 @@ class Normalization:
         """
         if not self.has_kernel or hidden.shape[-1] > MAX_NORM_SIZE:
             return None
-        if find_kernel("residual_norm", hidden) is None:
+        kernel = find_kernel("residual_norm", hidden)
+        if kernel is None:
             return None
-        result: tuple[Tensor, Tensor] = resolve(_ADD_AND_NORMALIZE)(
+        return kernel(  # type: ignore[no-any-return]
             hidden, branch, weight, bias, self.epsilon, self.rms, self.zero_centered
         )
-        return result
 
     def _run_apex(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         normed: Tensor
