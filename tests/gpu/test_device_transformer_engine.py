@@ -2,6 +2,7 @@
 them.
 """
 
+import functools
 import importlib.util
 import os
 import re
@@ -13,7 +14,7 @@ import torch
 
 from megatron.core.dist_checkpointing.loading.reader import Reader
 from tests import ROOT
-from tests.support.training_harness import COMMON, LLAMA, train
+from tests.support.training_harness import COMMON, LLAMA
 
 # With a second cuDNN in the CUDA toolkit, Transformer Engine would open parts of both.
 _cudnn = importlib.util.find_spec("nvidia.cudnn") if importlib.util.find_spec("nvidia") else None
@@ -46,21 +47,20 @@ def _requires_library():
         pytest.skip(f"Transformer Engine does not load: {error}")
 
 
-def losses(rank, world_size, flags, iterations=50):
-    flags = (
-        f"{MODEL} --device cuda --distributed-backend gloo --bf16 --mock-data --train-iters "
-        f"{iterations} {flags}"
-    )
-    return train(rank, world_size, flags, WIDER).measured.losses
+def train_alone(flags, iterations=50):
+    """Return the losses of a process of its own: torch's attention uses cuDNN, too."""
+    return logged_losses(1, f"--distributed-backend gloo {flags}", iterations)
+
+
+train_local = functools.cache(train_alone)
 
 
 @pytest.mark.parametrize(
     "more", ["", "--qk-layernorm", "--window-size 20,0", "--reset-attention-mask", EXPERTS, FUSED]
 )
-def test_bf16_curves_agree(pool, more):
-    (expected,) = pool.run(losses, 1, more.replace(FUSED, ""), timeout=300)
-    (measured,) = pool.run(losses, 1, TE + more, timeout=300)
-    assert measured == pytest.approx(expected, rel=1e-2)
+def test_bf16_curves_agree(more):
+    expected = train_local(more.replace(FUSED, ""))
+    assert train_alone(TE + more) == pytest.approx(expected, rel=1e-2)
 
 
 SUPPORT = {"blockwise": "fp8_block_scaling", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}
@@ -68,38 +68,37 @@ SUPPORT = {"blockwise": "fp8_block_scaling", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}
 
 @pytest.mark.parametrize("more", ["", WEIGHTS])
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4"])
-def test_narrow_formats_follow_bf16(pool, recipe, more):
+def test_narrow_formats_follow_bf16(recipe, more):
     te = pytest.importorskip("transformer_engine.pytorch")
     if more and recipe in ("mxfp8", "nvfp4"):
         pytest.skip("--fp8-param-gather is refused")
     checks = getattr(te, "quantization", None) or te.fp8
     if recipe in SUPPORT and not getattr(checks, f"check_{SUPPORT[recipe]}_support")()[0]:
         pytest.skip(f"this GPU has no {recipe}")
-    (expected,) = pool.run(losses, 1, "", timeout=300)
     fp8 = (
         f"--fp8-format {'hybrid' if recipe in ('delayed', 'tensorwise') else 'e4m3'} "
         f"--fp8-recipe {recipe}"
     )
     narrow = "--fp4-format e2m1" if recipe == "nvfp4" else fp8
-    (measured,) = pool.run(losses, 1, f"{TE} {narrow} {more} --first-last-layers-bf16", timeout=300)
-    assert measured == pytest.approx(expected, rel=5e-2)
+    measured = train_alone(f"{TE} {narrow} {more} --first-last-layers-bf16")
+    assert measured == pytest.approx(train_local(""), rel=5e-2)
 
 
 @pytest.mark.parametrize("more", ["", WEIGHTS])
-def test_fp8_resumes_bitwise_and_goes_on_in_bf16(pool, tmp_path, more):
+def test_fp8_resumes_bitwise_and_goes_on_in_bf16(tmp_path, more):
     """Scales at the end of the resumed and the uninterrupted run are bitwise equal."""
     fp8 = f"{TE} --fp8-format hybrid {DELAYED} {more} "
     saving = f"{fp8} --save {tmp_path} --save-interval 5"
-    (straight,) = pool.run(losses, 1, saving, 10, timeout=300)
+    straight = train_alone(saving, 10)
     expected = extra_states(tmp_path / "iter_0000010")
     assert expected
     for flags, tolerance in ((fp8, 0.0), ("", 2e-2), (TE, 2e-2)):
         (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
-        (again,) = pool.run(losses, 1, f"{flags} --load {tmp_path}", 10, timeout=300)
+        again = train_alone(f"{flags} --load {tmp_path}", 10)
         assert again == pytest.approx(straight[5:], rel=tolerance, abs=0.0)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
     elsewhere = tmp_path / "again"
-    pool.run(losses, 1, f"{fp8} --load {tmp_path} --save {elsewhere}", 10, timeout=300)
+    train_alone(f"{fp8} --load {tmp_path} --save {elsewhere}", 10)
     found = extra_states(elsewhere / "iter_0000010")
     assert found.keys() == expected.keys()
     for key, state in expected.items():
@@ -137,7 +136,7 @@ def test_overlapped_tensor_parallelism():
     assert logged_losses(2, f"{TE} {split} --tp-comm-overlap") == pytest.approx(expected, rel=1e-2)
 
 
-def logged_losses(ranks, flags):
+def logged_losses(ranks, flags, iterations=10):
     command = [
         sys.executable,
         "-m",
@@ -148,7 +147,7 @@ def logged_losses(ranks, flags):
     ]
     command += [
         "pretrain_gpt.py",
-        *f"{WIDER}{MODEL} --bf16 --mock-data --train-iters 10 {flags}".split(),
+        *f"{WIDER}{MODEL} --bf16 --mock-data --train-iters {iterations} {flags}".split(),
     ]
     environment = {
         k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
