@@ -168,7 +168,7 @@ def test_every_mutation_is_noticed(pool, layout):
     for model in get_seeds():
         if not is_applicable(model, layout):
             continue
-        flags = flags_of(model)
+        flags = flags_of(model, LAYOUTS[layout].min_layers)
         command = f"{flags} {LAYOUTS[layout].flags}"
         results = pool.run(train_mutated, LAYOUTS[layout].processes, command, "", SKIPPED)
         sites: dict[str, str] = {}

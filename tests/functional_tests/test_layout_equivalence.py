@@ -189,8 +189,8 @@ def is_applicable(model: Model, name: str) -> bool:
 
 
 def assert_same_curve(pool, model: Model, name: str) -> None:
-    flags = flags_of(model)
     layout = LAYOUTS[name]
+    flags = flags_of(model, layout.min_layers)
     curves = pool.run(train_case, layout.processes, f"{flags} {layout.flags}")
     difference = compare(curves, train_one_process(pool, flags))
     assert difference.curves < 1, (model, difference)
@@ -262,15 +262,15 @@ FP16 = "--fp16 --initial-loss-scale 1024 "
 
 @pytest.mark.parametrize("name", ["sp2", "vpp2", "tp2_pp2", "zero2"])
 def test_bf16_curves_agree_within_its_rounding(pool, name):
-    flags = flags_of(make_model({})) + f" {BF16}"
     layout = LAYOUTS[name]
+    flags = flags_of(make_model({}), layout.min_layers) + f" {BF16}"
     curves = pool.run(train_case, layout.processes, f"{flags} {layout.flags}")
     expected = values_of(train_one_process(pool, flags))
     assert values_of(curves) == pytest.approx(expected, rel=2**-8)
 
 
 def test_bf16_and_fp16_follow_fp32(pool):
-    flags = flags_of(make_model({}))
+    flags = flags_of(make_model({}), num_layers=2)
     exact = train_one_process(pool, flags)[0].measured.losses
     for precision in (BF16, FP16):
         rounded = train_one_process(pool, f"{flags} {precision}")[0].measured.losses

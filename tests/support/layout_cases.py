@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from itertools import combinations
 
 SIZES = (
-    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 48 --seq-length 16 "
+    "--hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 48 --seq-length 16 "
     "--micro-batch-size 1 --global-batch-size 4 --lr 2e-3 --lr-decay-style cosine "
     "--lr-warmup-fraction 0.3 --init-method-std 0.05 --num-workers 0 --num-threads 1 "
-    "--log-interval 1 --eval-interval 3 --eval-iters 2 --mock-data --hidden-dropout 0 "
+    "--log-interval 1 --eval-interval 3 --eval-iters 1 --mock-data --hidden-dropout 0 "
     "--attention-dropout 0 --tokenizer-type NullTokenizer --vocab-size 60 "
     "--make-vocab-size-divisible-by 8 "
     # Without it, the direction of an update by Adam is that of rounding errors where a gradient is
@@ -157,6 +157,12 @@ class Layout:
     flags: str
     needs_experts: bool = False
 
+    @property
+    def min_layers(self) -> int:
+        """Return how many layers a model needs for all exchanges of the layout."""
+        is_split_by_layer = PP in self.flags or "--cp-comm-type a2a p2p a2a" in self.flags
+        return 4 if is_split_by_layer else 2
+
 
 ONE_AXIS: Mapping[str, Layout] = {
     "dp2": Layout(2, ""),
@@ -279,10 +285,10 @@ Find = Callable[[str, int], str | None]
 """(flags, processes) -> why the program refuses them, or None."""
 
 
-def flags_of(model: Model) -> str:
+def flags_of(model: Model, num_layers: int = 4) -> str:
     """Return the command line of a model, without its layout."""
-    parts = [values[name] for values, name in zip(FEATURES.values(), model, strict=True)]
-    return SIZES + " ".join(parts)
+    features = [values[name] for values, name in zip(FEATURES.values(), model, strict=True)]
+    return f"{SIZES}--num-layers {num_layers} " + " ".join(features)
 
 
 def make_model(changes: Mapping[str, str]) -> Model:

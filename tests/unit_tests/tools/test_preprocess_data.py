@@ -376,6 +376,10 @@ def test_regular_expression_of_a_tokenizer_that_takes_too_long_is_an_error(tmp_p
     assert not list(tmp_path.glob("out*"))
 
 
+# Documents of a token and much text: a unit of work is `documents.CHUNK_BYTES` of text.
+LINES = ('{"text": "1' + " " * 1000 + '"}\n') * 500
+
+
 def start(tmp_path):
     """A run in a process of its own that reads from a pipe which never ends."""
     os.mkfifo(tmp_path / "pipe.jsonl")
@@ -402,7 +406,7 @@ def wait_for_progress(tmp_path):
 def test_interrupted_run_leaves_no_files_and_no_processes(tmp_path, number):
     process = start(tmp_path)
     with open(tmp_path / "pipe.jsonl", "w") as pipe:
-        pipe.write('{"text": "1 2 3"}\n' * 300_000)
+        pipe.write(LINES * 12)
         pipe.flush()
         wait_for_progress(tmp_path)
         workers = children_of(process.pid)
@@ -422,13 +426,13 @@ def test_interrupted_run_leaves_no_files_and_no_processes(tmp_path, number):
 def test_killed_worker_stops_the_run(tmp_path):
     process = start(tmp_path)
     with open(tmp_path / "pipe.jsonl", "w") as pipe:
-        pipe.write('{"text": "1 2 3"}\n' * 300_000)
+        pipe.write(LINES * 12)
         pipe.flush()
         wait_for_progress(tmp_path)
         os.kill(children_of(process.pid)[0], signal.SIGKILL)
         with pytest.raises(BrokenPipeError):  # the run ends although its input does not
             while True:
-                pipe.write('{"text": "1 2 3"}\n' * 10_000)
+                pipe.write(LINES)
                 pipe.flush()
     assert process.wait(timeout=300) == 1
     assert "a worker process was killed (out of memory?)" in (tmp_path / "log").read_text()
