@@ -17,7 +17,7 @@ from tests.support.training_harness import (
 )
 
 COMMON = (
-    "--num-layers 4 --hidden-size 128 --ffn-hidden-size 384 --num-attention-heads 4 "
+    "--num-layers 2 --hidden-size 128 --ffn-hidden-size 384 --num-attention-heads 4 "
     "--group-query-attention "
     "--num-query-groups 2 --seq-length 128 --micro-batch-size 2 --global-batch-size 4 "
     "--train-iters 2 --lr 1e-3 "
@@ -27,12 +27,14 @@ COMMON = (
 )
 LLAMA = "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
 UNTIED = LLAMA + "--untie-embeddings-and-output-weights "
-FULL = "--recompute-granularity full --recompute-method {} --recompute-num-layers {} "
+FULL = (
+    "--num-layers 4 --recompute-granularity full --recompute-method {} --recompute-num-layers {} "
+)
 CP2 = "--context-parallel-size 2 "
 TP2 = "--tensor-model-parallel-size 2 "
 # Two micro-batches for each replica, or more than a pipeline has in flight
 DP2 = "--global-batch-size 8 "
-PP2 = "--pipeline-model-parallel-size 2 --global-batch-size 8 "
+PP2 = "--num-layers 4 --pipeline-model-parallel-size 2 --global-batch-size 8 "
 SHARDED = (
     "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
     "--ddp-bucket-size 100000 "
@@ -100,7 +102,10 @@ RUNS = {  # name -> (processes, flags)
         UNTIED + CP2 + "--cp-comm-type all_gather --window-size 32,0 --bf16",
     ),
     "cp2, a2a": (2, UNTIED + CP2 + "--cp-comm-type a2a"),
-    "cp2, one for each layer": (2, UNTIED + CP2 + "--cp-comm-type p2p a2a all_gather a2a"),
+    "cp2, one for each layer": (
+        2,
+        UNTIED + CP2 + "--num-layers 4 --cp-comm-type p2p a2a all_gather a2a",
+    ),
     "cp4, selective": (4, UNTIED + CP2.replace("2", "4") + "--recompute-granularity selective"),
     "pp2": (2, UNTIED + PP2),
     "pp2, tied": (2, LLAMA + PP2 + "--bf16"),
