@@ -1,4 +1,4 @@
-"""20 training steps equal those of `transformers` and `torch.optim.AdamW` with the same weights and
+"""Ten training steps equal those of `transformers` and `torch.optim.AdamW` with the same weights and
 data.
 """
 
@@ -18,7 +18,7 @@ from megatron.training.training import train
 from pretrain_gpt import datasets_provider, forward_step, model_provider
 from tests.support.training_harness import COMMON, LAYOUTS, MODELS, Measurements
 
-STEPS = 20
+STEPS = 10
 FLAGS = f"{COMMON} --mock-data --train-iters {STEPS} --lr-decay-style constant --lr-warmup-iters 0 "
 SIZES = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
 PEERS = {
