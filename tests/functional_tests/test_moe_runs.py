@@ -117,6 +117,11 @@ def flags_of(model: str) -> list[str]:
     return [*kept, "--data-path", str(data), "--num-threads", "1"]
 
 
+# The iterations after which runs end, of ten in the logs: three after a resume at iteration 5.
+NEW_RUN = 5
+RESUMED_RUN = 8
+
+
 def train(rank, world_size, model, flags):
     measured = Measurements()
     words = [
@@ -124,6 +129,7 @@ def train(rank, world_size, model, flags):
         for word in flags_of(model)
         if flags.find(GPT_OSS) < 0 or word not in OTHER_THAN_GPT_OSS
     ]
+    words += ["--exit-interval", str(RESUMED_RUN)]
     args = parse_args([*words, *shlex.split(flags)], world_size)
     run = pretrain(args, model_provider, datasets_provider, forward_step, writers=[measured])
     return run.state.iteration, measured.losses, measured.grad_norms, measured.experts
@@ -145,7 +151,8 @@ def golden(model):
 def check(model, results, first=1, tolerance=1e-5):
     rows = golden(model)
     iteration, losses, grad_norms, experts = results[0]
-    assert iteration == 10 and len(losses) == 11 - first
+    last = NEW_RUN if first == 1 else RESUMED_RUN
+    assert iteration == last and len(losses) == last + 1 - first
     for step, (loss, grad_norm, of_layers) in enumerate(
         zip(losses, grad_norms, experts, strict=True), start=first
     ):
@@ -184,6 +191,7 @@ def test_latent_attention_losses_match_megatron(pool, tmp_path, archives, layout
 def from_the_start(pool, tmp_path, archives, model, layout):
     processes, flags = (LAYOUTS | LATENT_LAYOUTS)[layout]
     start = f"--load {archives(model, 'initial')} --finetune --no-load-optim --no-load-rng"
+    start += f" --exit-interval {NEW_RUN}"
     check(model, pool.run(train, processes, model, f"{flags} {start} --data-cache-path {tmp_path}"))
 
 
@@ -208,6 +216,7 @@ def test_bf16_losses_match_megatron(pool, tmp_path, archives, layout):
     tolerance = 2e-3
     processes, flags = LAYOUTS[layout]
     start = f"--load {archives(model, 'initial')} --finetune --no-load-optim --no-load-rng"
+    start += f" --exit-interval {NEW_RUN}"
     check(
         model,
         pool.run(train, processes, model, f"{flags} {start} --data-cache-path {tmp_path}"),
@@ -356,7 +365,7 @@ def test_layout_equivalence_with_every_option(pool, tmp_path, options, layout):
     rest = pool.run(
         train, processes, "mixtral_fp32", f"{flags} --load {tmp_path / 'saved'} --ckpt-step 5"
     )[0]
-    assert len(rest[1]) == 5
+    assert len(rest[1]) == RESUMED_RUN - 5
     for ours, first in ((whole, 0), (rest, 5)):
         assert ours[1] == pytest.approx(losses[first:], abs=5e-6)
         assert ours[2] == pytest.approx(norms[first:], rel=1e-4)
