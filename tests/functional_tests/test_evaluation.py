@@ -22,7 +22,7 @@ SEQUENCES = [
     ScoredSequence([(7 * i + 3 * length) % 60 for i in range(length)], scored)
     for length, scored in [(2, 1), (17, 16), (5, 2), (9, 8), (16, 1), (12, 3), (17, 1)]
 ]
-TRAINING = f"{LLAMA} --train-iters 4 --eval-iters 2 --eval-interval 2 "
+TRAINING = f"{LLAMA} --train-iters 4 --global-batch-size 4 --eval-iters 2 --eval-interval 2 "
 
 
 @pytest.fixture(scope="module")

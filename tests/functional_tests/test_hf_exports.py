@@ -23,7 +23,7 @@ from tests.support.training_harness import (
 )
 from tests.unit_tests.conversion.convert_tool import run_convert
 
-RUN = "--mock-data --train-iters 4 --save-interval 1 --save-hf-interval 2 "
+RUN = "--mock-data --train-iters 4 --global-batch-size 4 --save-interval 1 --save-hf-interval 2 "
 MOE = f"{LLAMA} --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 "
 EP2 = (2, f"--expert-model-parallel-size 2 {DISTRIBUTED_OPTIMIZER}")
 TP2_ZERO = (4, f"--tensor-model-parallel-size 2 {DISTRIBUTED_OPTIMIZER}")
@@ -173,7 +173,7 @@ def test_object_storage_has_the_files_of_conversions(pool, tmp_path, bucket, sav
     unfinished.store.put(unfinished.key, b"half")
     notes.store.put(notes.key, b"mine")
     save = root / "run" if save_to_bucket else tmp_path / "run"
-    run = f"{RUN} {LLAMA} --num-layers 2 --bf16 --async-save --lr-decay-iters 40"
+    run = f"{RUN} {LLAMA} --num-layers 2 --bf16 --async-save --save-interval 2 --lr-decay-iters 40"
     run += f" {DISTRIBUTED_OPTIMIZER}"
     flags = f"{run} --save {save} --save-hf {root / 'hf'}"
     pool.run(train_with, 2, flags, environment)

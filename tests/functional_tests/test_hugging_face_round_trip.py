@@ -21,7 +21,7 @@ NEW_TOKENS = 16
 # Weights that spread the logits: every choice of the next token is clear, and texts differ.
 RUN = (
     "--mock-data --seq-length 32 --max-position-embeddings 32 --init-method-std 0.2 "
-    "--train-iters 8 "
+    "--train-iters 8 --global-batch-size 4 "
 )
 SAVED_BY = {"llama": "tp2_pp2", "gpt2": "dp2_distributed_optimizer"}
 

@@ -21,7 +21,7 @@ def saved(directory):
 @pytest.mark.parametrize("layout", ["tp2_sp", "pp2_interleaved", "dp2_distributed_optimizer"])
 def test_evaluation_is_layout_independent_and_has_no_side_effects(pool, layout):
     world_size, layout_flags = LAYOUTS[layout]
-    flags = f"{LLAMA} --train-iters 5 --hidden-dropout 0 "
+    flags = f"{LLAMA} --train-iters 5 --hidden-dropout 0 --global-batch-size 4 "
     evaluating = f"{flags} --eval-interval 2 --eval-iters 3 --log-validation-ppl-to-tensorboard "
     plain = pool.run(train, 1, flags)[0].measured
     single = pool.run(train, 1, evaluating)[0].measured
@@ -40,7 +40,8 @@ def test_evaluation_is_layout_independent_and_has_no_side_effects(pool, layout):
 
 
 def test_schedule_does_not_advance_on_skipped_steps(pool):
-    flags = f"{LLAMA} --train-iters 16 --lr-decay-style linear --lr-warmup-iters 0 --min-lr 0 "
+    flags = f"{LLAMA} --train-iters 16 --global-batch-size 2 "
+    flags += "--lr-decay-style linear --lr-warmup-iters 0 --min-lr 0 "
     plain = pool.run(train, 1, flags)[0].measured
     fp16 = pool.run(train, 1, f"{flags} --fp16 --initial-loss-scale 67108864 --hysteresis 1")[
         0

@@ -29,7 +29,7 @@ from tests.support.training_harness import COMMON, LAYOUTS, MODELS, get_losses, 
 
 STAND_IN = str(ROOT / "tests/te_stand_in")
 TE = "--transformer-impl transformer_engine "
-DATA = "--mock-data --train-iters 4 "
+DATA = "--mock-data --train-iters 4 --global-batch-size 4 "  # two micro-batches
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 SELECTIVE = "--recompute-granularity selective --recompute-modules core_attn mlp"
 EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 24 --moe-aux-loss-coeff 0.01 "
@@ -44,7 +44,7 @@ WAYS = {  # processes, model, flags
     "gpt2_tp2_sp": (2, "gpt2", LAYOUTS["tp2_sp"][1]),
     "tp2": (2, "gpt2", LAYOUTS["tp2"][1]),
     "pp2_interleaved": (2, "llama", LAYOUTS["pp2_interleaved"][1]),
-    "dp2": (2, "llama", LAYOUTS["dp2_distributed_optimizer"][1]),
+    "dp2": (2, "llama", LAYOUTS["dp2_distributed_optimizer"][1] + "--global-batch-size 8"),
     "recompute": (1, "llama", FULL),
     "recompute_selective": (1, "llama", SELECTIVE),
     "documents": (1, "llama", "--reset-attention-mask --eod-mask-loss"),
@@ -140,7 +140,7 @@ def test_run_changes_its_backend_by_load_alone(pool, tmp_path):
     The losses are those of a single run. A legacy checkpoint has the names of the modules of
     Transformer Engine.
     """
-    model = f"--mock-data {MODELS['llama']} --train-iters 6 "
+    model = f"{DATA} {MODELS['llama']} --train-iters 6 "
     steps = []
     expected = local(pool, 1, model)[0].measured.losses
     for exit_at, layout, impl in (
@@ -200,7 +200,7 @@ def test_fp8_scales_are_restored_and_optional(pool, tmp_path, layout, prediction
     """Losses are bitwise equal after a resume in the same layout; other recipes load
     weights only.
     """
-    model = f"--mock-data --train-iters 4 {MODELS['llama']} {LAYOUTS[layout][1]} {prediction} "
+    model = f"{DATA} {MODELS['llama']} {LAYOUTS[layout][1]} {prediction} "
     model += "--ffn-hidden-size 64 "
     flags = f"{model} {FP8} --first-last-layers-bf16 --save {tmp_path} --save-interval 2 "
     straight, told, scales = zip(*pool.run(train_with_stand_in, 2, flags), strict=True)
@@ -208,7 +208,7 @@ def test_fp8_scales_are_restored_and_optional(pool, tmp_path, layout, prediction
     in_fp8 = [call["fp8"] for call in told[0]]
     assert 0 < sum(in_fp8) < len(in_fp8)  # except for the first and the last layer
     steps = [call["first"] for call in told[0] if call["fp8"]]
-    assert steps.count(True) * 4 == len(steps)  # weights are quantized in one micro-batch of four
+    assert steps.count(True) * 2 == len(steps)  # weights are quantized in one micro-batch of two
     tracker = tmp_path / "latest_checkpointed_iteration.txt"
     stored = read_metadata(tmp_path / "iter_0000002").objects
     assert "decoder.layers.1.mlp.linear_fc1._extra_state/shard_0_1" in stored
@@ -269,7 +269,7 @@ def test_all_iterations_are_observed_after_the_first_scales(pool):
 
 def test_prediction_layers_stay_in_bf16_next_to_fp4(pool, tmp_path):
     """As in Megatron-LM. Block scales have no state, so that losses are bitwise after a resume."""
-    model = f"--mock-data --train-iters 4 {MODELS['llama']} {LAYOUTS['tp2_sp'][1]} "
+    model = f"{DATA} {MODELS['llama']} {LAYOUTS['tp2_sp'][1]} "
     model += f"{TE} --bf16 --mtp-num-layers 1 --ffn-hidden-size 64 "
     flags = f"{model} --fp4-format e2m1 --save {tmp_path} --save-interval 2 "
     straight, told, _ = zip(*pool.run(train_with_stand_in, 2, flags), strict=True)

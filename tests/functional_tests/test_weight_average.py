@@ -18,7 +18,7 @@ from tests.support.training_harness import (
 from tests.unit_tests.conversion.convert_tool import run_convert
 
 DECAY = 0.9
-RUN = f"--mock-data --train-iters 4 --num-layers 2 --ema-decay {DECAY} "
+RUN = f"--mock-data --train-iters 4 --global-batch-size 4 --num-layers 2 --ema-decay {DECAY} "
 MOE = f"{LLAMA} --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 "
 EP2 = (2, f"--expert-model-parallel-size 2 {DISTRIBUTED_OPTIMIZER}")
 SINGLE = (1, "")
@@ -181,7 +181,7 @@ def test_torch_dist_keeps_the_average(pool, tmp_path):
 
 def test_average_starts_from_loaded_weights(pool, tmp_path):
     """From a checkpoint without an average, and for a new run; an unused one is reported."""
-    run = f"--mock-data --train-iters 4 --num-layers 2 {LLAMA}"
+    run = f"--mock-data --train-iters 4 --global-batch-size 4 --num-layers 2 {LLAMA}"
     pool.run(train, 1, f"{run} --save {tmp_path / 'without'} --exit-interval 2")
     loaded = whole(launch(pool, SINGLE, f"{LLAMA} --load {tmp_path / 'without'} --skip-train"))
     for key, value in loaded.items():
