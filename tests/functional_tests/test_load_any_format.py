@@ -19,7 +19,7 @@ from tests import ROOT
 from tests.support.compare import assert_same
 from tests.support.training_harness import LAYOUTS, MODELS, train, whole
 
-FLAGS = f"--mock-data --train-iters 6 {MODELS['llama']} --num-layers 2"
+FLAGS = f"--mock-data --train-iters 6 --global-batch-size 4 {MODELS['llama']} --num-layers 2"
 FORMATS = ("torch_dist", "legacy", "universal", "hf")
 
 
@@ -177,7 +177,7 @@ def test_gguf_file_is_loaded_at_any_layout(pool, tmp_path):
     path = ROOT / "tests/golden/gguf/llama/model.gguf"
     convert(path, tmp_path / "run", "torch_dist")
     flags = (
-        f"--mock-data --train-iters 6 {MODELS['llama']} --num-layers 2 --hidden-size 16 "
+        f"--mock-data --train-iters 6 --global-batch-size 4 {MODELS['llama']} --num-layers 2 --hidden-size 16 "
         "--ffn-hidden-size 24 --vocab-size 31 --norm-epsilon 1e-6 --max-position-embeddings 256 "
         "--skip-train --finetune"
     )

@@ -5,7 +5,7 @@ import torch
 
 from tests.support.training_harness import DISTRIBUTED_OPTIMIZER, MODELS, train, whole
 
-FLAGS = f"--mock-data --train-iters 3 {MODELS['gpt2']} --num-layers 2"
+FLAGS = f"--mock-data --train-iters 3 --global-batch-size 4 {MODELS['gpt2']} --num-layers 2"
 PRECISIONS = {
     "fp32": ("", torch.float32),
     "bf16": ("--bf16", torch.bfloat16),

@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 from megatron.conversion.checkpoint_conversion import convert
 from tests.support.training_harness import LAYOUTS, LLAMA, train
 
-RUN = f"--mock-data {LLAMA} --train-iters 4 --bf16 "
+RUN = f"--mock-data {LLAMA} --train-iters 4 --global-batch-size 4 --bf16 "
 
 
 def leftovers(root):

@@ -1,7 +1,10 @@
 """Layers never import upwards, packages of one layer do not import each other, no cycles."""
 
 import ast
+import functools
 import re
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests import ROOT
@@ -48,14 +51,32 @@ def package_of(module: str) -> str | None:
     return next((p for p in LAYER_OF if module == p or module.startswith(p + ".")), None)
 
 
-def imports_of(path: Path) -> set[str]:
-    """Return every module named in an import statement, also `from package import module`."""
-    return list_imports(ast.parse(path.read_text()), path)
+@dataclass(frozen=True)
+class SourceFile:
+    """Contents of a file of which tests make statements."""
+
+    imports: frozenset[str]
+    """Every module named in an import statement, also `from package import module`."""
+    type_imports: frozenset[str]
+    """The modules that are imported for annotations only."""
+    num_nodes: int
+    """Nodes of the syntax tree."""
 
 
-def list_imports(tree: ast.AST, path: Path) -> set[str]:
+@functools.cache
+def read_source(path: Path) -> SourceFile:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    nodes = list(ast.walk(tree))
+    type_imports: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            type_imports |= list_imports(ast.walk(node), path)
+    return SourceFile(frozenset(list_imports(nodes, path)), frozenset(type_imports), len(nodes))
+
+
+def list_imports(nodes: Iterable[ast.AST], path: Path) -> set[str]:
     names = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -64,13 +85,8 @@ def list_imports(tree: ast.AST, path: Path) -> set[str]:
     return names
 
 
-def type_imports_of(path: Path) -> set[str]:
-    """Return the modules that are imported for annotations only."""
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            names |= list_imports(node, path)
-    return names
+def imports_of(path: Path) -> frozenset[str]:
+    return read_source(path).imports
 
 
 def test_imports_go_down():
@@ -178,7 +194,7 @@ def find_core() -> set[str]:
             continue
         core.add(module)
         # An imported name may be that of a module, or of an object in it.
-        imported = imports_of(paths[module]) - type_imports_of(paths[module])
+        imported = imports_of(paths[module]) - read_source(paths[module]).type_imports
         for name in {module, *imported}:
             to_visit += [name, *(name[:end] for end, letter in enumerate(name) if letter == ".")]
     return core
@@ -196,7 +212,7 @@ def test_core_is_small():
         path = ROOT / f"{module.replace('.', '/')}.py"
         if not path.exists():
             path = ROOT / module.replace(".", "/") / "__init__.py"
-        nodes += sum(1 for _ in ast.walk(ast.parse(path.read_text())))
+        nodes += read_source(path).num_nodes
     assert "megatron.training.training" in core
     assert len(core) <= 150
     assert nodes <= 190_000
@@ -207,9 +223,8 @@ def test_files_are_short_and_readable():
     long = []
     dense = []
     for path in sorted((ROOT / "megatron").rglob("*.py")):
-        text = path.read_text(encoding="utf-8")
-        lines = len(text.splitlines())
-        nodes = sum(1 for _ in ast.walk(ast.parse(text)))
+        lines = len(path.read_text(encoding="utf-8").splitlines())
+        nodes = read_source(path).num_nodes
         if lines > 600:
             long.append(path.name)
         if lines > 30 and nodes > 7 * lines:

@@ -21,11 +21,21 @@ SOURCES = [
 ATTACKS = ("\x1b]0;pwn\x07\x1b[2Jfake", "a\nintact", "\u202eevil", "\x9b2J", "\r DONE")
 
 
+OUTPUT_NAMES = ("print", "pprint", "write", "exit", "SystemExit")
+
+
+def name_of(function: ast.expr) -> str:
+    """Return the last part of a dotted name."""
+    if isinstance(function, ast.Attribute):
+        return function.attr
+    return function.id if isinstance(function, ast.Name) else ""
+
+
 def find_direct_output(source: str) -> list[int]:
     """Return the lines that print other than via `megatron.core.terminal`."""
     found = []
     for node in ast.walk(ast.parse(source)):
-        if not isinstance(node, ast.Call):
+        if not isinstance(node, ast.Call) or name_of(node.func) not in OUTPUT_NAMES:
             continue
         function = ast.unparse(node.func)
         is_print = function in ("print", "pprint") or function.endswith(
