@@ -36,8 +36,10 @@ from megatron.core.transformer.transformer_config import (
     LOCAL_BACKEND_FIELDS,
     TransformerConfig,
 )
+from megatron.core.wings import resolve
 from megatron.training.config.run_config import Config, ModelProvider
 
+_COUNT_ENCODED_BYTES = "megatron.training.adapters.encoded_layers:count_frozen_bytes"
 _LINEAR = (ColumnParallelLinear, RowParallelLinear, GroupedLinear)
 FP32 = 4  # bytes
 FP8_BLOCK = 128  # rows and columns that share a scale with --fp8-recipe blockwise
@@ -147,13 +149,20 @@ def build_meta_chunks(
             chunk_spec.pre_process,
             chunk_spec.post_process,
             tuple(_plan_buffers(config, ps, module, chunk_spec.layers)),
-            frozen_bytes=sum(
-                parameter.nbytes
-                for parameter in module.parameters()
-                if not param_info(parameter).trained
-            ),
+            frozen_bytes=_count_frozen_bytes(config, module),
             saves_frozen=config.lora.lora_rank is None,
         )
+
+
+def _count_frozen_bytes(config: Config, module: MegatronModule) -> int:
+    """Return the bytes of the base model of adapters, and of other parameters that are fixed."""
+    if config.lora.lora_base_encoding is not None:
+        return int(resolve(_COUNT_ENCODED_BYTES)(module))
+    total = 0
+    for parameter in module.parameters():
+        if not param_info(parameter).trained:
+            total += parameter.nbytes
+    return total
 
 
 def _plan_buffers(

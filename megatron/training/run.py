@@ -274,8 +274,10 @@ def build_chunks(
     """
     if config.distributed.compile:
         resolve(_CHECK_COMPILER)(rng.device)
+    # With encoded weights, the decoded ones never use memory of the device.
+    device = torch.device("cpu") if config.lora.lora_base_encoding else rng.device
     chunks = []
-    for chunk_spec in make_chunk_specs(config.layer_ranges(), ps, rng, rng.device):
+    for chunk_spec in make_chunk_specs(config.layer_ranges(), ps, rng, device):
         chunk = model_provider(config, chunk_spec)
         # Move the parameters into one buffer before anything writes to them: on a CPU, the first
         # write to a page costs several times the write. Compilation needs their final places.

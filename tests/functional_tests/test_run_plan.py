@@ -118,6 +118,7 @@ RUNS = {  # name -> (processes, flags)
     "mtp, tp2 sp": (2, LLAMA + TP2 + "--sequence-parallel --mtp-num-layers 1"),
     "mtp, pp2": (2, UNTIED + PP2 + "--mtp-num-layers 1 --bf16"),
     "adapters": (1, UNTIED + "--bf16 " + LORA),
+    "adapters, nf4": (1, UNTIED + "--bf16 --lora-base-encoding nf4 " + LORA),
     "adapters, tp2 sp": (2, UNTIED + TP2 + "--sequence-parallel " + LORA),
     "average": (1, UNTIED + "--ema-decay 0.9"),
     "average, dp2, sharded": (2, UNTIED + DP2 + "--bf16 --ema-decay 0.9 " + SHARDED),

@@ -19,3 +19,9 @@ TRAINING = (
 )
 LORA = "--lora-rank 4 --lora-alpha 8 "
 FLAGS = f"{SHAPE} {TRAINING} {LORA} "
+
+
+def widen_shape(hidden: int, ffn: int) -> str:
+    """Return the flags of the golden model with other sizes."""
+    shape = SHAPE.replace("--hidden-size 64", f"--hidden-size {hidden}")
+    return shape.replace("--ffn-hidden-size 112", f"--ffn-hidden-size {ffn}")

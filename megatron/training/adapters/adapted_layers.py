@@ -68,6 +68,7 @@ class AdapterOptions:
     dropout: float
     has_magnitudes: bool  # DoRA
     rng: TensorParallelRng
+    device: torch.device
 
 
 @dataclass(frozen=True)
@@ -119,12 +120,12 @@ class LowRankMatrices(MegatronModule):
         b_info = _describe_matrix(info, Constant(0.0), row_dim, sequence_parallel)
         a_shape = (*lead, options.rank, num_columns)
         b_shape = (*lead, num_rows, options.rank)
-        self.lora_A = make_parameter(a_shape, weight.dtype, weight.device, a_info)
-        self.lora_B = make_parameter(b_shape, weight.dtype, weight.device, b_info)
+        self.lora_A = make_parameter(a_shape, weight.dtype, options.device, a_info)
+        self.lora_B = make_parameter(b_shape, weight.dtype, options.device, b_info)
         self.lora_magnitude_vector = None
         if options.has_magnitudes:
             shape = (*lead, num_rows)
-            magnitude = make_parameter(shape, weight.dtype, weight.device, b_info)
+            magnitude = make_parameter(shape, weight.dtype, options.device, b_info)
             self.lora_magnitude_vector = magnitude
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, narrow
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
@@ -28,7 +29,13 @@ from megatron.core.safe_files.schema import sequence, text
 from megatron.core.terminal import escape_control_chars
 from megatron.core.wings import resolve
 from megatron.training.adapters.adapted_layers import AdaptedExperts, reset_magnitudes
+from megatron.training.adapters.encoded_layers import (
+    EncodedLayer,
+    index_encoded_layers,
+    load_encoded_weights,
+)
 from megatron.training.adapters.targets import (
+    compute_scale,
     find_unmatched_targets,
     iterate_linear_layers,
     list_available,
@@ -43,7 +50,13 @@ logger = logging.getLogger(__name__)
 
 _READ_ADAPTER = "megatron.conversion.huggingface.adapter_reader:read_adapter"
 _MAX_ELEMENTS = 1 << 22  # whose bits are summed up at once
-_SAME_IN_ALL_LAUNCHES = ("lora_rank", "lora_alpha", "lora_targets", "lora_dora")
+_SAME_IN_ALL_LAUNCHES = (
+    "lora_rank",
+    "lora_alpha",
+    "lora_targets",
+    "lora_dora",
+    "lora_base_encoding",
+)
 
 
 def separate_adapters(state: ShardedStateDict) -> tuple[ShardedStateDict, ShardedStateDict]:
@@ -88,15 +101,11 @@ def load_base_model(run: Run, checkpoint: ChosenCheckpoint[Source]) -> bool:
     base_args = normalize_stored_args(base.args)
     for warning in check_same_model(run.config.flags(), base_args, base.description):
         logger.warning(warning)
-    load_from_source(
-        frozen,
-        base,
-        strictness=flags.dist_ckpt_strictness,
-        skip=lambda key: is_skipped(key, False, base.tensors),
-    )
+    layers = index_encoded_layers(run.chunks)
+    _load_frozen(frozen, layers, base, flags.dist_ckpt_strictness)
     for chunk in run.chunks:
         reset_magnitudes(chunk)
-    identity = compute_identity(frozen, run.ps)
+    identity = compute_identity(frozen, run.ps, layers)
     run.base_model = BaseModel(directory, identity, base.args.get("hf_model_type") or "")
     logger.info(f"the adapters belong to the frozen weights of {base.description}")
     if checkpoint_base is not None:
@@ -107,6 +116,28 @@ def load_base_model(run: Run, checkpoint: ChosenCheckpoint[Source]) -> bool:
     run.optimizer.reload_model_params(adapters)
     run.loaded = base.description
     return False
+
+
+def _load_frozen(
+    state: ShardedStateDict, layers: Mapping[Tensor, EncodedLayer], base: Source, strictness: str
+) -> None:
+    """Load the frozen weights, and encode those of `layers`. Collective."""
+    dense: ShardedStateDict = {}
+    encoded: ShardedStateDict = {}
+    for key, entry in state.items():
+        assert isinstance(entry, ShardedTensor)
+        (encoded if entry.local in layers else dense)[key] = entry
+    # Stages have different layers.
+    encoded_keys: set[str] = set()
+    for keys_of_rank in gather_objects(list(encoded)):
+        encoded_keys.update(keys_of_rank)
+    load_from_source(
+        dense,
+        base,
+        strictness=strictness,
+        skip=lambda key: key in encoded_keys or is_skipped(key, False, base.tensors),
+    )
+    Coordination.of(None).run_on_all(lambda: load_encoded_weights(encoded, layers, base))
 
 
 def _load_peft_files(run: Run, adapters: ShardedStateDict) -> None:
@@ -120,7 +151,7 @@ def _load_peft_files(run: Run, adapters: ShardedStateDict) -> None:
         keys.update(keys_of_rank)
     model_type = run.base_model.model_type
     model = run.config.model
-    options = (keys, lora.lora_rank, lora.lora_scale)
+    options = (keys, lora.lora_rank, compute_scale(lora))
     values: dict[str, torch.Tensor] = Coordination.of(None).run_on_all(
         lambda: resolve(_READ_ADAPTER)(directory, model, model_type, *options)
     )
@@ -245,8 +276,12 @@ def _check_same_base_model(base: BaseModel, expected: BaseModel, source: Source)
 # ---- Identity ----
 
 
-def compute_identity(state: ShardedStateDict, ps: ParallelState) -> str:
+def compute_identity(
+    state: ShardedStateDict, ps: ParallelState, layers: Mapping[Tensor, EncodedLayer]
+) -> str:
     """Return a digest of the values of all parameters, the same at every layout. Collective.
+
+    Encoded weights of `layers` have the digest of the decoded ones.
 
     It sums the bits of the elements, and their squares, as integers modulo 2^64, with a factor for
     each key: sums of integers do not depend on the layout.
@@ -257,11 +292,14 @@ def compute_identity(state: ShardedStateDict, ps: ParallelState) -> str:
     for key, entry in state.items():
         assert isinstance(entry, ShardedTensor) and entry.local is not None
         dtype = str(entry.dtype).removeprefix("torch.")
-        device = entry.local.device
         info = param_info(entry.local)  # type: ignore[arg-type]
+        layer = layers.get(entry.local)
+        device = entry.local.device if layer is None else layer.packed.device
         is_first_replica = ps.config.splits_experts or ps.dp_cp.is_first
         if not (is_first_replica and counts_for_model(info, ps, sharded=False)):
             continue
+        if layer is not None:
+            entry = info.sharding.describe(key, layer.decode_weight())
         factors = _compute_factors(key).to(device)
         for box in entry.boxes:
             totals.append(_sum_bits(box.tensor) * factors)

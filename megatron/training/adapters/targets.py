@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+import torch
+
 from megatron.core.module import MegatronModule, param_info, set_param_info
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, TensorParallelRng
 from megatron.core.transformer.grouped_linear import GroupedLinear
 from megatron.core.transformer.layer_spec import FP8StateMixin
+from megatron.training.adapters import nf4
 from megatron.training.adapters.adapted_layers import AdapterOptions, Linear, RowLayout, adapt_layer
+from megatron.training.adapters.encoded_layers import encode_layer
 from megatron.training.config.lora_options import LoraConfig
 
 # Linear layers -> names of their projections, those of Llama in transformers
@@ -30,15 +34,21 @@ PROJECTIONS = {
 def add_adapters(model: MegatronModule, lora: LoraConfig, rng: TensorParallelRng) -> None:
     """Freeze the parameters of a pipeline chunk, and add trained adapters to it."""
     assert lora.lora_rank is not None
+    # A plan builds single layers on the meta device, and some layers have no target.
+    is_planned = all(param.is_meta for param in model.parameters())
+    device = torch.device("meta") if is_planned else rng.device
     options = AdapterOptions(
-        lora.lora_rank, lora.lora_scale, lora.lora_dropout, lora.lora_dora, rng
+        lora.lora_rank, compute_scale(lora), lora.lora_dropout, lora.lora_dora, rng, device
     )
     for param in model.parameters():
         param.requires_grad_(False)
         set_param_info(param, replace(param_info(param), trained=False))
+    table = nf4.make_pair_table().to(device)
     layers = list(iterate_linear_layers(model))
     has_adapters = False
     for path, layer in layers:
+        if lora.lora_base_encoding is not None:
+            encode_layer(layer, path, table)
         rows = _find_rows(layer)
         names = [
             name if any(_is_target(path, name, target) for target in lora.lora_targets) else None
@@ -58,14 +68,23 @@ def add_adapters(model: MegatronModule, lora: LoraConfig, rng: TensorParallelRng
                 )
             adapt_layer(layer, names, rows, options)
             has_adapters = True
-    # A plan builds single layers on the meta device, and some layers have no target.
-    is_planned = bool(layers) and layers[0][1].weight.is_meta
+    if lora.lora_base_encoding is not None:
+        # The model was built on the host, whose memory for encoded weights was never touched.
+        for param in model.parameters():
+            if not param.is_meta:
+                param.data = torch.empty_like(param, device=device)
     if layers and not has_adapters and not is_planned:
         available = ", ".join(sorted(set(list_available(layers))))
         raise ValueError(
             f"--lora-targets {' '.join(lora.lora_targets)} match no layer of a pipeline chunk: "
             f"every chunk needs an adapter. Available there: {available}"
         )
+
+
+def compute_scale(lora: LoraConfig) -> float:
+    """Return the factor of B A."""
+    assert lora.lora_rank is not None
+    return (lora.lora_alpha or lora.lora_rank) / lora.lora_rank
 
 
 def iterate_linear_layers(model: MegatronModule) -> Iterator[tuple[str, Linear]]:

@@ -69,8 +69,8 @@ class LoraConfig(FlagSection):
     lora_load: str | None = flag(None, requires=_WITH_RANK)
     """Directory of an adapter of PEFT from which the adapters of a new run start."""
 
-    @property
-    def lora_scale(self) -> float:
-        """Return the factor of B A."""
-        assert self.lora_rank is not None
-        return (self.lora_alpha or self.lora_rank) / self.lora_rank
+    lora_base_encoding: str | None = flag(None, choices=("nf4",), requires=_WITH_RANK)
+    """Keep the frozen weights of linear layers in memory in this encoding (QLoRA): nf4 encodes them
+    in 4 bits while they are loaded, as bitsandbytes does, with blocks of 64 elements. They are
+    decoded for each product.
+    """

@@ -17,6 +17,7 @@ _FIND_GROUP_PROBLEMS = "megatron.training.config.pipeline_rules:find_group_probl
 _FIND_SPLIT_PROBLEMS = "megatron.training.config.context_parallel_rules:find_split_problems"
 _FIND_LEGACY_PROBLEMS = "megatron.training.checkpoint.export:find_legacy_problems"
 _FIND_EXPORT_PROBLEMS = "megatron.training.checkpoint.export:find_export_problems"
+_FIND_ADAPTER_PROBLEMS = "megatron.training.config.lora_rules:find_adapter_problems"
 _FIND_LOW_PRECISION_PROBLEMS = (
     "megatron.training.config.transformer_engine_rules:find_low_precision_problems"
 )
@@ -185,15 +186,9 @@ def make_save_notes(config: Config) -> list[str]:
     return notes
 
 
-def _check_base_model(config: Config, world_size: int) -> Iterator[str]:
-    checkpoint = config.checkpoint
-    if config.lora.lora_rank is not None and not (
-        checkpoint.load or checkpoint.pretrained_checkpoint
-    ):
-        yield (
-            f"--lora-rank {config.lora.lora_rank} without a base model: adapters on random weights "
-            "are useless. Give --pretrained-checkpoint, or --load with --finetune"
-        )
+def _check_adapters(config: Config, world_size: int) -> Iterator[str]:
+    if config.lora.lora_rank is not None:
+        yield from resolve(_FIND_ADAPTER_PROBLEMS)(config)
 
 
 def _check_profile_ranks(config: Config, world_size: int) -> Iterator[str]:
@@ -268,7 +263,7 @@ CHECKS: tuple[tuple[Callable[[Config, int], Iterator[str]], str], ...] = (
     (_check_hf_exports, "model checkpoint"),
     (_check_main_parameters, "model optimizer"),
     (_check_local_tier, "checkpoint"),
-    (_check_base_model, "checkpoint lora"),
+    (_check_adapters, "model checkpoint lora logging"),
     (_check_profile_ranks, "profiling"),
     (_check_hang_reports, "operations distributed"),
 )

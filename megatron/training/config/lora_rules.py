@@ -1,0 +1,33 @@
+"""Rules of adapters that concern several flags."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.training.config.run_config import Config
+
+
+def find_adapter_problems(config: Config) -> Iterator[str]:
+    """Yield the problems of the flags of a run with --lora-rank."""
+    lora = config.lora
+    checkpoint = config.checkpoint
+    if not (checkpoint.load or checkpoint.pretrained_checkpoint):
+        yield (
+            f"--lora-rank {lora.lora_rank} without a base model: adapters on random weights are "
+            "useless. Give --pretrained-checkpoint, or --load with --finetune"
+        )
+    if lora.lora_base_encoding is None:
+        return
+    encoding = f"--lora-base-encoding {lora.lora_base_encoding}"
+    if config.model.transformer_impl != "local":
+        yield (
+            f"{encoding} with --transformer-impl {config.model.transformer_impl}, whose products "
+            "need decoded weights. Use --transformer-impl local"
+        )
+    if lora.lora_dora:
+        yield (
+            f"{encoding} with --lora-dora: the norms of rows need decoded weights. Leave out one "
+            "of them"
+        )
+    if config.logging.log_params_norm:
+        yield f"{encoding} with --log-params-norm, which needs decoded weights. Leave it out"

@@ -1,0 +1,110 @@
+"""Adapters on a base model in nf4 train as on its decoded copy, at every layout."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron.training.adapters import nf4
+from tests.support.lora_runs import LORA, MODEL, TRAINING, widen_shape
+from tests.support.training_harness import DISTRIBUTED_OPTIMIZER, get_losses, train, whole
+
+# Each of the two TP ranks has whole blocks of 64 columns.
+SIZES = {64: 128, 112: 256, 32: 64}
+# Without the larger epsilon, the sign of gradients close to zero would decide on updates.
+FLAGS = f"{widen_shape(128, 256)} {TRAINING} {LORA} --adam-eps 1e-4 "
+NF4 = f"{FLAGS} --lora-base-encoding nf4 "
+LAYOUTS = {
+    "tp2": "--tensor-model-parallel-size 2",
+    "tp2_sp": "--tensor-model-parallel-size 2 --sequence-parallel",
+    "pp2": "--pipeline-model-parallel-size 2",
+    "dp2": DISTRIBUTED_OPTIMIZER,
+    "recompute": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Return the directories of a model of transformers, and of its copy decoded from nf4."""
+    directory = tmp_path_factory.mktemp("models")
+    generator = torch.Generator().manual_seed(0)
+    table = nf4.make_pair_table()
+    base = {}
+    decoded = {}
+    for name, tensor in load_file(MODEL / "model.safetensors").items():
+        shape = [SIZES.get(size, size) for size in tensor.shape]
+        values = torch.randn(shape, generator=generator) * 0.05
+        if name.endswith("norm.weight"):
+            values += 1
+        base[name] = values
+        decoded[name] = values
+        if name.endswith("_proj.weight"):
+            packed, scales = nf4.encode(values)
+            decoded[name] = nf4.decode(packed, scales, table, torch.float32)
+    write_model(base, directory / "base")
+    write_model(decoded, directory / "decoded")
+    return directory
+
+
+def write_model(tensors, directory):
+    directory.mkdir()
+    fields = json.loads((MODEL / "config.json").read_text())
+    fields["hidden_size"] = 128
+    fields["intermediate_size"] = 256
+    fields["head_dim"] = 32
+    (directory / "config.json").write_text(json.dumps(fields))
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+
+
+@pytest.fixture(scope="module")
+def saved(pool, models):
+    """Return the outcome of a run on the encoded base model with checkpoints every 2 iterations."""
+    flags = f"{NF4} --pretrained-checkpoint {models / 'base'} --save {models / 'run'}"
+    return pool.run(train, 1, f"{flags} --save-interval 2 --save-hf {models / 'adapter'}", "")
+
+
+def assert_same_adapters(outcomes, expected, **tolerances):
+    expected_tensors = whole(expected)
+    tensors = whole(outcomes)
+    assert tensors.keys() == expected_tensors.keys()
+    for key, tensor in tensors.items():
+        assert ".lora_" in key
+        torch.testing.assert_close(tensor, expected_tensors[key], **tolerances, msg=key)
+
+
+def test_losses_and_adapters_are_those_of_the_decoded_copy(pool, models, saved):
+    """Bitwise."""
+    flags = f"{FLAGS} --pretrained-checkpoint {models / 'decoded'}"
+    expected = pool.run(train, 1, flags, "")
+    assert get_losses(saved) == get_losses(expected)
+    assert_same_adapters(saved, expected, atol=0, rtol=0)
+    original = pool.run(train, 1, f"{FLAGS} --pretrained-checkpoint {models / 'base'}", "")
+    assert get_losses(saved) != get_losses(original)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_train_the_same_adapters(pool, models, saved, layout):
+    flags = f"{NF4} --pretrained-checkpoint {models / 'base'} {LAYOUTS[layout]}"
+    outcomes = pool.run(train, 2, flags, "")
+    assert get_losses(outcomes) == pytest.approx(get_losses(saved), abs=1e-5)
+    assert_same_adapters(outcomes, saved, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("layout", ["", "tp2_sp"])
+def test_resume_encodes_the_base_model_again(pool, models, saved, tmp_path, layout):
+    """Bitwise at the same layout; the identity of the base model does not depend on the layout."""
+    shutil.copytree(models / "run/iter_0000002", tmp_path / "run/iter_0000002")
+    (tmp_path / "run/latest_checkpointed_iteration.txt").write_text("2")
+    flags = f"{NF4} --load {tmp_path / 'run'} {LAYOUTS.get(layout, '')}"
+    losses = get_losses(pool.run(train, 2 if layout else 1, flags, ""))
+    if layout:
+        assert losses == pytest.approx(get_losses(saved)[2:], abs=1e-5)
+    else:
+        assert losses == get_losses(saved)[2:]
+
+
+def test_another_encoding_is_an_error(pool, models, saved):
+    with pytest.raises(ValueError, match="--lora-base-encoding: nf4 in the checkpoint, None now"):
+        pool.run(train, 1, f"{FLAGS} --load {models / 'run'}", "")

@@ -1,0 +1,150 @@
+"""Encoded weights have the products and gradients of decoded ones, and the bytes of bitsandbytes."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron.core.models import GPTModel
+from megatron.core.module import param_info
+from megatron.core.tensor_parallel import TensorParallelRng
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.adapters import nf4
+from megatron.training.adapters.encoded_layers import count_frozen_bytes, index_encoded_layers
+from megatron.training.adapters.targets import add_adapters
+from megatron.training.config.lora_options import LoraConfig
+from tests import ROOT
+from tests.support.live_tensors import LiveTensors
+
+DENSE = TransformerConfig(
+    num_layers=2,
+    hidden_size=64,
+    num_attention_heads=4,
+    ffn_hidden_size=128,
+    max_position_embeddings=16,
+    vocab_size=40,
+    position_embedding_type="rope",
+    swiglu=True,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+)
+EXPERTS = replace(
+    DENSE,
+    num_experts=4,
+    moe_ffn_hidden_size=128,
+    moe_shared_expert_intermediate_size=64,
+    add_bias_linear=False,
+)
+ENCODED = LoraConfig(lora_rank=3, lora_alpha=12.0, lora_base_encoding="nf4")
+TOKENS = torch.arange(20).view(2, 10) * 7 % 40
+
+
+def build(config, lora):
+    """Return a model with values of the same seed; adapters change its outputs."""
+    model = GPTModel(config)
+    add_adapters(model, lora, TensorParallelRng(0, 0))
+    model.initialize(1)
+    generator = torch.Generator().manual_seed(2)
+    for name, param in model.named_parameters():
+        if name.endswith("lora_B"):
+            param.data.normal_(0, 0.1, generator=generator)
+    return model
+
+
+def build_both(config, lora=ENCODED):
+    """Return a model with encoded weights, and one with the decoded values."""
+    plain = build(config, replace(lora, lora_base_encoding=None))
+    encoded = build(config, lora)
+    layers = index_encoded_layers([encoded])
+    for name, param in plain.named_parameters():
+        layer = layers.get(encoded.get_parameter(name))
+        if layer is not None:
+            sharding = param_info(layer.weight).sharding
+            for box in sharding.describe(name, layer.weight).boxes:
+                layer.encode_box(box.tensor, param.detach())
+            param.data.copy_(layer.decode_weight())
+    return encoded, plain
+
+
+def compute_loss(model):
+    positions = torch.arange(10).expand(2, 10)
+    return model(TOKENS, positions, labels=TOKENS.roll(-1, 1)).mean()
+
+
+def decode(packed, scales, dtype):
+    return nf4.decode(packed, scales, nf4.make_pair_table(), dtype)
+
+
+@pytest.mark.parametrize(
+    ("config", "num_layers"), [(DENSE, 8), (EXPERTS, 12)], ids=["dense", "experts"]
+)
+@pytest.mark.parametrize("targets", [["linear_qkv", "linear_fc1", "linear_fc2"], ["q_proj"]])
+def test_gradients_are_those_of_decoded_weights(config, num_layers, targets):
+    """Bitwise, with and without adapters on a layer."""
+    models = build_both(config, replace(ENCODED, lora_targets=targets))
+    losses = []
+    for model in models:
+        loss = compute_loss(model)
+        loss.backward()
+        losses.append(loss.item())
+    encoded, plain = models
+    assert losses[0] == losses[1]
+    assert len(index_encoded_layers([encoded])) == num_layers
+    num_gradients = 0
+    for name, param in plain.named_parameters():
+        if param.grad is not None:
+            assert torch.equal(encoded.get_parameter(name).grad, param.grad), name
+            num_gradients += param.grad.norm() > 0
+    assert num_gradients >= 2 * len(targets)
+
+
+def test_memory_is_that_of_the_encoding():
+    """Neither the model nor what is kept for the backward pass contains decoded weights."""
+    encoded, plain = build_both(DENSE)
+    layers = index_encoded_layers([encoded])
+    num_elements = sum(weight.numel() for weight in layers)
+    assert all(weight.is_meta for weight in layers)
+    saved = num_elements * 4 - num_elements // 2 - num_elements // 64 * 4
+    assert count_frozen_bytes(plain) - count_frozen_bytes(encoded) == saved
+    kept = []
+    for model in (encoded, plain):
+        compute_loss(model)  # makes tables
+        with LiveTensors() as live:
+            loss = compute_loss(model)
+            kept.append(live.live)  # with the weights, of which there are views
+        del loss
+    assert kept[1] - kept[0] == saved
+
+
+def test_nf4_has_the_bytes_of_bitsandbytes():
+    folder = ROOT / "tests/golden/quantized/bitsandbytes_nf4"
+    tensors = load_file(folder / "model.safetensors")
+    expected = load_file(folder / "expected.safetensors")["matrix.weight"]
+    packed, scales = nf4.encode(expected)
+    assert torch.equal(nf4.CODEBOOK, tensors["matrix.weight.quant_map"])
+    assert torch.equal(packed.view(-1, 1), tensors["matrix.weight"])
+    assert torch.equal(scales.view(-1), tensors["matrix.weight.absmax"])
+    assert torch.equal(decode(packed, scales, expected.dtype), expected)
+
+
+def test_nf4_rounds_to_the_nearest_value(monkeypatch):
+    """Also in blocks of zeros, and if a matrix is encoded in several runs of blocks."""
+    values = torch.randn(6, 128, generator=torch.Generator().manual_seed(0))
+    values[2, 64:] = 0.0
+    scales = values.view(-1, 64).abs().amax(1).view(6, 2)
+    grid = nf4.CODEBOOK * scales.repeat_interleave(64, 1).unsqueeze(-1)
+    distances = (grid - values.unsqueeze(-1)).abs()
+    nearest = distances.amin(-1)
+    for max_blocks in (1 << 18, 5):
+        monkeypatch.setattr(nf4, "_MAX_BLOCKS", max_blocks)
+        packed, scales = nf4.encode(values)
+        decoded = decode(packed, scales, torch.float32)
+        differences = (decoded - values).abs()
+        torch.testing.assert_close(differences, nearest, atol=1e-7, rtol=0)
+        assert not decoded[2, 64:].any()
+
+
+def test_columns_must_be_whole_blocks():
+    with pytest.raises(ValueError, match=r"linear_fc2 has 96 columns on a rank, .* multiple of 64"):
+        build(replace(DENSE, ffn_hidden_size=96), ENCODED)
