@@ -1,20 +1,16 @@
 """Adapters on a base model in nf4 train as on its decoded copy, at every layout."""
 
-import json
 import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from megatron.training.adapters import nf4
-from tests.support.lora_runs import LORA, MODEL, TRAINING, widen_shape
+from tests.support.lora_runs import LORA, TRAINING, WIDE_SHAPE, write_wide_model
 from tests.support.training_harness import DISTRIBUTED_OPTIMIZER, get_losses, train, whole
 
-# Each of the two TP ranks has whole blocks of 64 columns.
-SIZES = {64: 128, 112: 256, 32: 64}
 # Without the larger epsilon, the sign of gradients close to zero would decide on updates.
-FLAGS = f"{widen_shape(128, 256)} {TRAINING} {LORA} --adam-eps 1e-4 "
+FLAGS = f"{WIDE_SHAPE} {TRAINING} {LORA} --adam-eps 1e-4 "
 NF4 = f"{FLAGS} --lora-base-encoding nf4 "
 LAYOUTS = {
     "tp2": "--tensor-model-parallel-size 2",
@@ -29,33 +25,14 @@ LAYOUTS = {
 def models(tmp_path_factory):
     """Return the directories of a model of transformers, and of its copy decoded from nf4."""
     directory = tmp_path_factory.mktemp("models")
-    generator = torch.Generator().manual_seed(0)
-    table = nf4.make_pair_table()
-    base = {}
-    decoded = {}
-    for name, tensor in load_file(MODEL / "model.safetensors").items():
-        shape = [SIZES.get(size, size) for size in tensor.shape]
-        values = torch.randn(shape, generator=generator) * 0.05
-        if name.endswith("norm.weight"):
-            values += 1
-        base[name] = values
-        decoded[name] = values
-        if name.endswith("_proj.weight"):
-            packed, scales = nf4.encode(values)
-            decoded[name] = nf4.decode(packed, scales, table, torch.float32)
-    write_model(base, directory / "base")
-    write_model(decoded, directory / "decoded")
+    write_wide_model(directory / "base")
+    write_wide_model(directory / "decoded", decode_copy)
     return directory
 
 
-def write_model(tensors, directory):
-    directory.mkdir()
-    fields = json.loads((MODEL / "config.json").read_text())
-    fields["hidden_size"] = 128
-    fields["intermediate_size"] = 256
-    fields["head_dim"] = 32
-    (directory / "config.json").write_text(json.dumps(fields))
-    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+def decode_copy(values):
+    packed, scales = nf4.encode(values)
+    return nf4.decode(packed, scales, nf4.make_pair_table(), torch.float32)
 
 
 @pytest.fixture(scope="module")

@@ -19,18 +19,20 @@ from megatron.conversion.options import EditOptions, WriteOptions
 from megatron.core.run_checkpoint.formats import find_checkpoint
 from megatron.core.run_checkpoint.native_reader import open_run_checkpoint
 from megatron.core.tensor_parallel import TensorParallelRng
+from megatron.training.adapters.encoded_layers import index_encoded_layers
 from megatron.training.adapters.targets import add_adapters
 from megatron.training.config.lora_options import LoraConfig
 from tests import ROOT
 from tests.interop.peft_lora_gradients import TOKENS
 from tests.support.compare import read_whole
-from tests.support.lora_runs import FLAGS, MODEL
+from tests.support.lora_runs import LORA, MODEL, SHAPE, TRAINING, WIDE_SHAPE, write_wide_model
 from tests.unit_tests.conversion.filled_model import chunk
 
 CASES = {
     "lora": "",
     "dora": "--lora-dora",
     "some_targets": "--lora-targets q_proj v_proj linear_fc2",
+    "nf4": "--lora-base-encoding nf4",
 }
 NAMES = {
     "decoder.layers.": "layers.",
@@ -42,16 +44,23 @@ NAMES = {
 TOLERANCE = 1e-6
 
 
-def compute_gradients(run: Path) -> tuple[float, dict[str, torch.Tensor]]:
+def compute_gradients(run: Path, base: Path) -> tuple[float, dict[str, torch.Tensor]]:
     """Return the loss of our model with the adapters of a run, and their gradients."""
     ref = find_checkpoint(run)
     assert ref is not None
     source = open_run_checkpoint(ref.directory)
     assert source is not None
-    names = ("lora_rank", "lora_alpha", "lora_targets", "lora_dora")
+    names = ("lora_rank", "lora_alpha", "lora_targets", "lora_dora", "lora_base_encoding")
     lora = LoraConfig(**{name: source.args[name] for name in names})
-    model = chunk(open_checkpoint(MODEL))
+    model = chunk(open_checkpoint(base))
+    base_values = {name: param.detach() for name, param in model.named_parameters()}
     add_adapters(model, lora, TensorParallelRng(0, 0))
+    layers = index_encoded_layers([model])
+    for name, param in model.named_parameters():
+        if param in layers:
+            layers[param].encode_box(param, base_values[name])
+        elif name in base_values:
+            param.data.copy_(base_values[name])
     for key, entry in model.sharded_state_dict().items():
         if ".lora_" in key:
             entry.local.data.copy_(read_whole(source, key))
@@ -70,17 +79,25 @@ def compute_gradients(run: Path) -> tuple[float, dict[str, torch.Tensor]]:
 def check(python: str, work: Path, name: str, flags: str) -> None:
     """Train adapters, and compare them in peft."""
     run, adapter, result = (work / name / part for part in ("run", "adapter", "result.pt"))
-    argv = f"{FLAGS} --pretrained-checkpoint {MODEL} --save {run} --save-hf {adapter} {flags}"
+    is_quantized = "nf4" in flags
+    base = MODEL
+    shape = SHAPE
+    if is_quantized:
+        base = work / name / "base"
+        shape = WIDE_SHAPE
+        write_wide_model(base)
+    argv = f"{shape} {TRAINING} {LORA} --pretrained-checkpoint {base} --save {run} --save-hf {adapter} {flags}"
     program = [sys.executable, str(ROOT / "pretrain_gpt.py"), *argv.split()]
     subprocess.run(program, check=True, cwd=ROOT)
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
     script = str(Path(__file__).with_name("peft_lora_gradients.py"))
-    subprocess.run(
-        [python, script, str(MODEL), str(adapter), str(result)], check=True, env=environment
-    )
+    arguments = [str(base), str(adapter), str(result)]
+    if is_quantized:
+        arguments.append("nf4")
+    subprocess.run([python, script, *arguments], check=True, env=environment)
     expected = torch.load(result)
 
-    loss, gradients = compute_gradients(run)
+    loss, gradients = compute_gradients(run, base)
     assert abs(loss - expected["loss"]) <= TOLERANCE, (loss, expected["loss"])
     assert gradients.keys() == expected["gradients"].keys()
     error = 0.0
@@ -89,6 +106,9 @@ def check(python: str, work: Path, name: str, flags: str) -> None:
         error = max(error, (gradient - expected["gradients"][key]).abs().max().item())
     assert error <= TOLERANCE, f"{name}: gradients differ by {error}"
 
+    print(f"peft: {name}: {len(gradients)} gradients within {error:.1e}", flush=True)
+    if is_quantized:
+        return
     options = WriteOptions(edits=EditOptions(adapters=(adapter,)))
     convert(MODEL, work / name / "merged", "hf", options=options)
     merged = load_file(work / name / "merged/model.safetensors")
@@ -96,7 +116,6 @@ def check(python: str, work: Path, name: str, flags: str) -> None:
     for key, weight in merged.items():
         difference = (weight - expected["merged"][key]).abs().max().item()
         assert difference <= TOLERANCE, f"{name}: {key} differs by {difference}"
-    print(f"peft: {name}: {len(gradients)} gradients within {error:.1e}", flush=True)
 
 
 def main() -> None:

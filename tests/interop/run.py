@@ -516,7 +516,14 @@ PEERS = {
     ),
     "mergekit": Peer(("torch==2.13.0", "mergekit==0.1.5"), check_mergekit),
     "peft-trl": Peer(
-        ("torch==2.13.0", "transformers==5.23.0", "peft==0.21.2", "trl==1.16.0"), check_peft_trl
+        (
+            "torch==2.13.0",
+            "transformers==5.23.0",
+            "peft==0.21.2",
+            "trl==1.16.0",
+            "bitsandbytes==0.50.2",
+        ),
+        check_peft_trl,
     ),
     "trackers": Peer(
         (
