@@ -7,7 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.durable_files import committed
-from megatron.core.run_checkpoint.tokenizer_files import DIRECTORY, FILES, list_paths
+from megatron.core.run_checkpoint.keys import GGUF_FILES
+from megatron.core.run_checkpoint.tokenizer_files import (
+    DIRECTORY,
+    FILES,
+    list_paths,
+    read_gguf_tokenizer,
+)
 from megatron.core.safe_files.reading import MAX_JSON, read_regular
 
 
@@ -16,10 +22,14 @@ def copy_tokenizer_files(args: Mapping[str, Any], trusted: Sequence[Path]) -> di
     any file: only files in `trusted` directories, links resolved, are read.
     """
     roots = [root.resolve() for root in trusted]
-    contents = {}
+    contents: dict[str, bytes] = {}
     for name, path in list_paths(args).items():
         target = path.resolve()
-        if any(target.is_relative_to(root) for root in roots) and target.is_file():
+        if not any(target.is_relative_to(root) for root in roots) or not target.is_file():
+            continue
+        if target.match(GGUF_FILES):
+            contents |= read_gguf_tokenizer(target)
+        else:
             contents[f"{DIRECTORY}/{name}"] = read_regular(target, MAX_JSON)
     return contents
 

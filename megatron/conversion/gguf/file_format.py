@@ -86,6 +86,14 @@ def open_model(path: Path) -> GGUFModel:
     return GGUFModel(first.metadata, tensors)
 
 
+def read_arrays(path: Path) -> dict[str, Any]:
+    """Return the metadata of the model that a file belongs to, with all arrays.
+
+    Raises ValueError for a damaged file.
+    """
+    return _open_file(_list_shards(path)[0], keeps_arrays=True).metadata
+
+
 def _list_shards(path: Path) -> list[Path]:
     """Return the files of a model of which `path` is one."""
     match = _SHARD.fullmatch(path.name)
@@ -108,9 +116,10 @@ def _list_shards(path: Path) -> list[Path]:
 class _GGUFHeader:
     """The bytes of a file from its beginning, read as they are needed."""
 
-    def __init__(self, file: OpenFile, path: Path) -> None:
+    def __init__(self, file: OpenFile, path: Path, keeps_arrays: bool) -> None:
         self._file = file
         self._path = path
+        self._keeps_arrays = keeps_arrays
         self._end = min(file.size, _MAX_HEADER)
         self._chunk = b""
         self._chunk_start = 0
@@ -170,7 +179,7 @@ class _GGUFHeader:
         return count
 
     def read_value(self, value_type: int, name: str) -> Any:
-        """Return a metadata value; None for an array of strings, or of many numbers."""
+        """Return a metadata value; None for an array that is not kept."""
         if value_type in _NUMBERS:
             return self.read_number(value_type)
         if value_type == _STRING:
@@ -180,10 +189,15 @@ class _GGUFHeader:
         return self._read_array(name)
 
     def _read_array(self, name: str) -> list[Any] | None:
-        """Return the numbers of a short array, None for other arrays, which are skipped."""
+        """Return the elements of a short array of numbers, or of any array if arrays are kept.
+
+        Other arrays are skipped.
+        """
         element_type = self.read_u32()
         if element_type == _STRING:
             count = self.read_count(f"elements of {escape_control_chars(name)}", 8)
+            if self._keeps_arrays:
+                return [self.read_string() for _ in range(count)]
             for _ in range(count):
                 self.read(self.read_u64())
             return None
@@ -194,7 +208,7 @@ class _GGUFHeader:
         dtype = np.dtype(_NUMBERS[element_type])
         count = self.read_count(f"elements of {escape_control_chars(name)}", dtype.itemsize)
         content = self.read(count * dtype.itemsize)
-        if count > _MAX_LISTED:
+        if count > _MAX_LISTED and not self._keeps_arrays:
             return None
         return [_to_number(value) for value in np.frombuffer(content, dtype)]
 
@@ -211,10 +225,10 @@ def _to_number(value: np.generic) -> bool | int | float:
     return number
 
 
-def _open_file(path: Path) -> GGUFModel:
+def _open_file(path: Path, keeps_arrays: bool = False) -> GGUFModel:
     """Return the metadata and the tensors of one file."""
     with open_file(path) as file:
-        header = _GGUFHeader(file, path)
+        header = _GGUFHeader(file, path, keeps_arrays)
         _check_version(header)
         num_tensors = header.read_count("tensors", _MIN_TENSOR)
         num_entries = header.read_count("metadata entries", _MIN_ENTRY)

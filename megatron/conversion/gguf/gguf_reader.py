@@ -20,6 +20,7 @@ from megatron.conversion.gguf.architectures import (
 )
 from megatron.conversion.gguf.blocks import BlockEncoding
 from megatron.conversion.gguf.file_format import GGUFModel, GGUFTensor, open_model
+from megatron.conversion.gguf.tokenizer_reading import find_unread_tokenizer
 from megatron.conversion.huggingface.directory import HuggingFaceSource
 from megatron.conversion.model_space.lazy_tensors import (
     cast,
@@ -36,10 +37,7 @@ from megatron.core.dist_checkpointing.mapping import LazyTensor, Shape
 from megatron.core.safe_files import FileTensor
 
 _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
-_TOKENIZER = (
-    "the tokenizer in the GGUF file (give --tokenizer for an export, or the tokenizer's flags for "
-    "a run)"
-)
+_TOKENIZER_HINT = "give --tokenizer for an export, or the tokenizer's flags for a run"
 _PROJECTOR = "mmproj"  # begins the names of files with the vision tower of a model
 
 
@@ -57,9 +55,21 @@ def open_gguf(path: Path, read_options: ReadOptions | None = None) -> HuggingFac
     except ValueError as error:
         raise CheckpointError(f"{path}, as a model of transformers: {error}") from error
     source.description = f"GGUF file {path}"
-    if "tokenizer.ggml.model" in model.metadata:
-        source.unused.append(_TOKENIZER)
+    _add_tokenizer(source, model.metadata, path)
     return source
+
+
+def _add_tokenizer(source: HuggingFaceSource, metadata: Mapping[str, Any], path: Path) -> None:
+    """Name the tokenizer in the file, unless there is one next to it or in the user's arguments."""
+    is_contained = metadata.get("tokenizer.ggml.model", "none") != "none"
+    if not is_contained or source.args.get("tokenizer_type") is not None:
+        return
+    problem = find_unread_tokenizer(metadata)
+    if problem is not None:
+        source.unused.append(f"the tokenizer in the GGUF file ({problem}: {_TOKENIZER_HINT})")
+        return
+    source.args["tokenizer_type"] = "HuggingFaceTokenizer"
+    source.args["tokenizer_model"] = str(path)
 
 
 def _find_file(path: Path) -> Path:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import struct
+import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -26,8 +27,10 @@ from megatron.conversion.gguf.architectures import (
 )
 from megatron.conversion.gguf.blocks import ENCODINGS, BlockEncoding, encode_q8_0
 from megatron.conversion.gguf.gguf_reader import add, map_halves
+from megatron.conversion.gguf.tokenizer_writing import make_tokenizer_metadata
 from megatron.conversion.huggingface.directory_writer import collect_model
 from megatron.conversion.huggingface.families import find_family
+from megatron.conversion.huggingface.model_tokenizer import export_tokenizer
 from megatron.conversion.model_space.lazy_tensors import (
     cast,
     cut_blocks,
@@ -82,13 +85,50 @@ def write_gguf(
     metadata = make_metadata(name, architecture, config)
     metadata["general.file_type"] = _FILE_TYPES[encoding.name]
     _check_expressed(metadata, list(tensors), factors, config)
+    tokenizer, notes = _describe_tokenizer(source, options, config["vocab_size"])
+    metadata |= tokenizer
     encodings = {}
     for tensor_name, tensor in tensors.items():
         encodings[tensor_name] = _choose_encoding(tensor_name, tensor, encoding)
 
     make_empty_directory(directory)
     _write_file(directory / "model.gguf", metadata, tensors, encodings, options, progress)
-    return _list_notes(source, tensors, encodings, encoding)
+    return notes + _list_notes(source, tensors, encodings, encoding)
+
+
+def _describe_tokenizer(
+    source: Source, options: WriteOptions, vocab_size: int
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the entries of the tokenizer that an export to transformers would copy.
+
+    Also returns notes about the parts that the file does not have.
+    """
+    with tempfile.TemporaryDirectory() as work:
+        # The files of transformers
+        directory = Path(work)
+        exported = export_tokenizer(
+            source.args,
+            options.tokenizer,
+            directory,
+            options.trusted,
+        )
+        if exported.lost:
+            return {}, exported.lost
+        if not exported.copied:
+            return {}, [
+                "the tokenizer: the model has none, so programs take another one; give --tokenizer"
+            ]
+
+        # As metadata
+        try:
+            metadata = make_tokenizer_metadata(directory, vocab_size, exported.ids)
+        except ValueError as error:
+            return {}, [f"the tokenizer, which llama.cpp does not have: {error}"]
+
+    for copied in exported.copied:
+        path, _, _ = copied.partition(" -> ")
+        options.note(f"tokenizer: {path}")
+    return metadata, []
 
 
 def _make_factors(config: Mapping[str, Any]) -> torch.Tensor | None:
@@ -298,8 +338,10 @@ def _encode_string(text: str) -> bytes:
     return struct.pack("<Q", len(content)) + content
 
 
-def _encode_value(value: str | bool | int | float) -> bytes:
-    """Return the type and the value: string, boolean, u32 or fp32."""
+def _encode_value(value: str | bool | int | float | list[Any]) -> bytes:
+    """Return the type and the value: string, boolean, u32, fp32 or an array."""
+    if isinstance(value, list):
+        return struct.pack("<I", 9) + _encode_array(value)
     if isinstance(value, str):
         return struct.pack("<I", 8) + _encode_string(value)
     if isinstance(value, bool):
@@ -309,6 +351,26 @@ def _encode_value(value: str | bool | int | float) -> bytes:
     return struct.pack("<If", 6, value)
 
 
+def _encode_array(values: list[Any]) -> bytes:
+    """Return the type of the elements, their number and the elements.
+
+    Elements are strings, fp32 or i32, as the first one is.
+    """
+    count = len(values)
+    first = values[0] if values else 0
+
+    if isinstance(first, str):
+        elements = b"".join(map(_encode_string, values))
+        return struct.pack("<IQ", 8, count) + elements
+
+    if isinstance(first, float):
+        elements = struct.pack(f"<{count}f", *values)
+        return struct.pack("<IQ", 6, count) + elements
+
+    elements = struct.pack(f"<{count}i", *values)
+    return struct.pack("<IQ", 5, count) + elements
+
+
 def _list_notes(
     source: Source,
     tensors: Mapping[str, LazyTensor],
@@ -316,10 +378,7 @@ def _list_notes(
     encoding: BlockEncoding,
 ) -> list[str]:
     """Return notes about the parts that the file does not have."""
-    notes = [
-        "the tokenizer: the file has none, so programs take another one. llama.cpp's converter "
-        "adds it to the result of --saver hf"
-    ]
+    notes = []
     if any(key.startswith("optimizer.") for key in source.tensors):
         notes.append("optimizer state and training state")
     if encoding.name != "F16":

@@ -20,13 +20,15 @@ from megatron.conversion.huggingface.sentencepiece_model import (
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.durable_files import committed, write_json
 from megatron.core.object_path import path_of
-from megatron.core.run_checkpoint.keys import PROCESSOR_FILES
+from megatron.core.run_checkpoint.keys import GGUF_FILES, PROCESSOR_FILES
 from megatron.core.safe_files import schema
 from megatron.core.safe_files.named_files import find_named_file
 from megatron.core.safe_files.reading import parse_json, read_json, read_regular
+from megatron.core.wings import resolve
 
 _MARKS = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them makes a tokenizer
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_READ_GGUF = "megatron.conversion.gguf.tokenizer_reading:read_tokenizer"
 _TOKEN = schema.integer(-1, 2**31 - 1)
 
 
@@ -128,6 +130,8 @@ def export_tokenizer(
         return result
     if tokenizer.is_dir():
         _export_directory(tokenizer, directory, result, is_own)
+    elif tokenizer.match(GGUF_FILES):
+        _export_gguf(tokenizer, directory, result)
     elif tokenizer.is_file():
         _export_sentencepiece(tokenizer, directory, result)
     else:
@@ -168,6 +172,8 @@ def count_tokens(
         if args.get("tokenizer_type") != "NullTokenizer" or last is None:
             return None
         return int(last) + 1
+    if tokenizer.match(GGUF_FILES):
+        return int(resolve(_READ_GGUF)(tokenizer).num_tokens)
     if tokenizer.is_file():  # a SentencePiece model
         return _count_pieces(tokenizer)
     tokens = _collect_tokens(tokenizer)
@@ -250,6 +256,17 @@ def _export_directory(
                 continue
             if stated.get(id_name) is not None:
                 result.ids[id_name] = stated[id_name]
+
+
+def _export_gguf(model: Path, directory: Path, result: ExportedTokenizer) -> None:
+    """Write the tokenizer in a GGUF file."""
+    tokenizer = resolve(_READ_GGUF)(model)
+    for name, content in tokenizer.files.items():
+        with committed(directory / name) as temporary:
+            temporary.write_bytes(content)
+        result.copied.append(f"{model} -> {name}")
+    for id_name in _IDS:
+        result.ids[id_name] = tokenizer.ids.get(id_name)
 
 
 def _export_sentencepiece(model: Path, directory: Path, result: ExportedTokenizer) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.object_path import path_of
-from megatron.core.run_checkpoint.keys import PROCESSOR_FILES
+from megatron.core.run_checkpoint.keys import GGUF_FILES, PROCESSOR_FILES
+from megatron.core.wings import resolve
 
 DIRECTORY = "tokenizer"
 
@@ -39,15 +40,26 @@ _HUGGING_FACE = (
 )
 
 
+_READ_GGUF = "megatron.conversion.gguf.tokenizer_reading:read_tokenizer_files"
+
+
 def read_tokenizer_files(args: Mapping[str, Any]) -> dict[str, bytes]:
     """Return the content of the tokenizer's files by their path in a checkpoint, as Megatron-LM
     stores them; empty for a tokenizer without files here.
     """
-    contents = {}
+    contents: dict[str, bytes] = {}
     for name, path in list_paths(args).items():
-        if path.is_file():
+        if path.is_file() and path.match(GGUF_FILES):
+            contents |= read_gguf_tokenizer(path)
+        elif path.is_file():
             contents[f"{DIRECTORY}/{name}"] = path.read_bytes()
     return contents
+
+
+def read_gguf_tokenizer(path: Path) -> dict[str, bytes]:
+    """Return the content of `read_tokenizer_files` for the tokenizer in a GGUF file."""
+    files = resolve(_READ_GGUF)(path)
+    return {f"{DIRECTORY}/{name}": content for name, content in files.items()}
 
 
 def list_paths(args: Mapping[str, Any]) -> dict[str, Path]:
@@ -58,7 +70,7 @@ def list_paths(args: Mapping[str, Any]) -> dict[str, Path]:
         if not value or type(value) is not str or "\0" in value:
             continue
         tokenizer_path = path_of(value)
-        if name:
+        if name or tokenizer_path.match(GGUF_FILES):
             paths[name] = tokenizer_path
         else:
             # Only the files that exist are copied.

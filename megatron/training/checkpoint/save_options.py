@@ -13,9 +13,11 @@ from megatron.core.dist_checkpointing.policy import CheckpointOptions
 from megatron.core.dist_checkpointing.saving.retention import RetentionRules
 from megatron.core.dist_checkpointing.saving.run_saver import RunSaver
 from megatron.core.run_checkpoint.formats import FORMATS
-from megatron.core.run_checkpoint.tokenizer_files import read_tokenizer_files
+from megatron.core.wings import resolve
 from megatron.training.config.run_options import CheckpointConfig
 from megatron.training.reporting.console import report_line
+
+_TOKENIZER_FILES = "megatron.core.run_checkpoint.tokenizer_files:read_tokenizer_files"
 
 
 class SaveLog:
@@ -66,7 +68,7 @@ def make_saver(
     """
     options = make_options(config)
     if tokenizer is not None and config.save_tokenizer_assets:
-        options = replace(options, files=read_tokenizer_files(tokenizer))
+        options = replace(options, files=resolve(_TOKENIZER_FILES)(tokenizer))
     return RunSaver(options, (log or SaveLog()).add)
 
 

@@ -20,6 +20,8 @@ from megatron.core.datasets.gpt_dataset import find_cache_directory
 from megatron.core.datasets.index_cache import compute_digest
 from megatron.core.datasets.indexed_dataset import is_dataset
 from megatron.core.progress import ProgressBar
+from megatron.core.run_checkpoint.keys import GGUF_FILES
+from megatron.core.run_checkpoint.tokenizer_files import read_gguf_tokenizer
 from megatron.training.data.data_files import find_data_files
 from megatron.training.data.document_encoder import (
     DOCUMENT_CPU_SECONDS,
@@ -92,6 +94,9 @@ def _compute_path_digest(path: Path) -> str:
 
     A tokenizer.json may have a tokenizer_config.json next to it, which is read, too.
     """
+    if path.match(GGUF_FILES):
+        contents = read_gguf_tokenizer(path)
+        return compute_digest({name: contents[name].hex() for name in sorted(contents)})
     files = [path]
     if path.is_dir():
         files = sorted({file for pattern in TOKENIZER_FILES for file in path.glob(pattern)})

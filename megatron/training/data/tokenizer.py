@@ -38,8 +38,9 @@ class TokenizerConfig(FlagSection):
     tokenizer_model: str | None = flag(
         None, "--tokenizer-model", "--tokenizer-name-or-path", "--tokenizer-file"
     )
-    """SentencePiece: the .model file. HuggingFaceTokenizer: a directory, a tokenizer.json, or a
-    name on the hub. TikTokenizer: a JSON file of ranks. Llama3Tokenizer: Meta's tokenizer.model.
+    """SentencePiece: the .model file. HuggingFaceTokenizer: a directory, a tokenizer.json, a GGUF
+    file, or a name on the hub. TikTokenizer: a JSON file of ranks. Llama3Tokenizer: Meta's
+    tokenizer.model.
     """
     special_tokens: list[str] | None = flag(
         None, "--tokenizer-special-tokens", "--tiktoken-special-tokens"

@@ -7,6 +7,7 @@ import binascii
 import os
 import re
 import socket
+import tempfile
 import urllib.parse
 import urllib.request
 from collections.abc import Sequence
@@ -14,6 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron.core.run_checkpoint.keys import GGUF_FILES
+from megatron.core.run_checkpoint.tokenizer_files import read_gguf_tokenizer
 from megatron.core.safe_files.reading import parse_json, read_regular
 from megatron.core.safe_files.schema import limit
 from megatron.core.terminal import format_error
@@ -199,11 +202,24 @@ def load_huggingface(config: TokenizerConfig) -> Any:
     """Load a tokenizer of `transformers`, with the special tokens of the flags."""
     if config.tokenizer_model is None:
         raise ValueError("--tokenizer-type HuggingFaceTokenizer requires --tokenizer-model")
-    tokenizer = _load_huggingface(config.tokenizer_model, config.trust_remote_code)
+    if Path(config.tokenizer_model).match(GGUF_FILES):
+        tokenizer = _load_gguf(Path(config.tokenizer_model))
+    else:
+        tokenizer = _load_huggingface(config.tokenizer_model, config.trust_remote_code)
     # Documents can be longer than the context of a model: no warning.
     tokenizer.model_max_length = 10**30
     tokenizer.add_tokens(config.special_tokens or [], special_tokens=True)
     return tokenizer
+
+
+def _load_gguf(path: Path) -> Any:
+    """Load the tokenizer in a GGUF file."""
+    if not path.is_file():
+        raise ValueError(f"--tokenizer-model {path}: no such file")
+    with tempfile.TemporaryDirectory() as directory:
+        for name, content in read_gguf_tokenizer(path).items():
+            (Path(directory) / Path(name).name).write_bytes(content)
+        return _load_huggingface(directory, trust_remote_code=False)
 
 
 def _read_pipeline(path: Path) -> Any:

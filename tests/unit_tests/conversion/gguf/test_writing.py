@@ -118,7 +118,7 @@ def test_unchanged_matrices_keep_their_bytes_through_a_run(tmp_path: Path) -> No
         *("--save-dir", tmp_path / "b"),
     )
     assert result.returncode == 0, result.stderr
-    assert "not carried: the tokenizer: the file has none" in result.stdout
+    assert "not carried: the tokenizer: the model has none" in result.stdout
     first = (tmp_path / "a/model.gguf").read_bytes()
     assert first == (tmp_path / "b/model.gguf").read_bytes()
 
