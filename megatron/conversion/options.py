@@ -17,7 +17,7 @@ from megatron.core.object_path import path_of
 FORMAT_NAMES = ("torch_dist", "legacy", "hf", "universal")
 SAVERS = (*FORMAT_NAMES, "gguf")  # the last one contains weights only
 FOLDER_FORMATS = ("accelerate", "verl", "olmo_core", "automodel", "torch_checkpointing")
-READ_FORMATS = (*FORMAT_NAMES, *FOLDER_FORMATS, "deepspeed", "gguf")
+READ_FORMATS = (*FORMAT_NAMES, *FOLDER_FORMATS, "deepspeed", "gguf", "nemo")
 UNIVERSAL_STYLES = ("pipeline", "bigscience", "no-pipeline")  # of parameter names
 QKV_LAYOUTS = ("groups", "tp-blocks")  # of universal checkpoints
 NEW_ROWS = ("mean", "init", "zero")  # initial values of new rows of the vocabulary

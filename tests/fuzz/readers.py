@@ -24,6 +24,7 @@ from torch import nn
 import pretrain_gpt
 from megatron.checkpointer import Checkpointer
 from megatron.conversion.checkpoint_conversion import convert
+from megatron.conversion.gguf.tokenizer_reading import read_tokenizer
 from megatron.conversion.huggingface.directory_writer import write_huggingface
 from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
 from megatron.conversion.options import WriteOptions
@@ -115,6 +116,19 @@ def read_folder(folder: str, case: Case) -> None:
     """Read a folder of another trainer, which is in a directory of them."""
     saver = case.rng.choice(("torch_dist", "legacy", "hf"))
     run_convert(case.source / folder, case, saver, "--workers", "1")
+
+
+def read_vocabularies(case: Case) -> None:
+    """Read the tokenizers of GGUF files."""
+    for path in case.source.glob("*.gguf"):
+
+        def main(path: Path = path) -> None:
+            try:
+                read_tokenizer(path)
+            except ValueError as error:
+                raise SystemExit(f"error: {error}") from error
+
+        run_main(["tokenizer"], main)
 
 
 def read_hybrid(case: Case) -> None:
@@ -386,6 +400,17 @@ def build_gguf(root: Path) -> None:
     shutil.copy(GOLDEN / "gguf/quantized/model.gguf", root)
 
 
+def build_vocabulary(root: Path) -> None:
+    root.mkdir()
+    for name in ("llama", "llama-bpe"):
+        shutil.copy(GOLDEN / f"gguf_tokenizers/{name}/vocab.gguf", root / f"{name}.gguf")
+
+
+def build_nemo(root: Path) -> None:
+    root.mkdir()
+    shutil.copy(GOLDEN / "nemo/gpt.nemo", root / "model.nemo")
+
+
 def build_huggingface(root: Path) -> None:
     write_huggingface(build_source(), root, WriteOptions(optim_sidecar=True, max_shard_size=20_000))
 
@@ -577,6 +602,8 @@ BASES: dict[str, Callable[[Path], None]] = {
     "markers": build_markers,
     "quantized": build_golden("quantized"),
     "gguf": build_gguf,
+    "vocabulary": build_vocabulary,
+    "nemo": build_nemo,
     "plain": build_plain_run,
 }
 SLOW_BASES = (
@@ -726,6 +753,8 @@ READERS = {
         decode_quantized,
     ),
     "gguf": Reader("gguf", {"model.gguf": damaged_gguf}, read_checkpoint),
+    "gguf tokenizer": Reader("vocabulary", {"*.gguf": damaged_gguf}, read_vocabularies),
+    "nemo": Reader("nemo", {"*.nemo": None}, partial(read_folder, "model.nemo")),
     "dataset": Reader("data", {"data.idx": None, "data.bin": None}, read_data_set),
     "text": Reader("text", {"text.jsonl": damaged_lines}, preprocess),
     "index cache": Reader(

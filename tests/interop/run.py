@@ -200,6 +200,12 @@ def check_gguf(python: Path, work: Path) -> None:
     run(OURS, "-m", "tests.interop.gguf_check", python, work)
 
 
+def check_nemo(python: Path, work: Path) -> None:
+    """Read archives as NeMo writes them, around the checkpoints of its megatron-core."""
+    run(python, HERE / "nemo_write.py", work / "archives", quiet=True)
+    run(OURS, "-m", "tests.interop.nemo_check", work / "archives")
+
+
 def check_quantized(python: Path, work: Path) -> None:
     """Compare random matrices with what the libraries of their encodings decode."""
     # Only one file of each is used. They run with older versions of transformers and Python.
@@ -490,6 +496,7 @@ PEERS = {
     "megatron-core-layouts": Peer(
         ("torch==2.13.0", "numpy", "megatron-core==0.19.2"), check_layouts, (3, 12)
     ),
+    "nemo": Peer(("torch==2.13.0", "numpy", "pyyaml", "megatron-core==0.16.1"), check_nemo),
     "checkpointer": Peer(
         ("torch==2.13.0", "numpy", "xxhash", "setuptools", "megatron-core==0.16.1"),
         check_checkpointer,

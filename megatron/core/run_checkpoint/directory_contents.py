@@ -18,6 +18,7 @@ from megatron.core.run_checkpoint.keys import (
     ENGINE_LATEST,
     ENGINE_MODEL_FILES,
     LATEST,
+    NEMO_WEIGHTS,
     TRAINING_FOLDERS,
 )
 from megatron.core.wings import resolve
@@ -110,10 +111,11 @@ def describe_unread(root: Path) -> str | None:
                         f"{root} has checkpoints of {program}: give one of them, e.g. "
                         f"{path.parents[levels - 1]}"
                     )
-    if root.suffix == ".nemo" or (root / _NEMO_CONFIG).is_file():
+    if (root / _NEMO_CONFIG).is_file():
         return (
-            f"{root} is an archive of NeMo, or an unpacked one, which is not read: convert it to a "
-            "model of transformers with NeMo (scripts/checkpoint_converters), and give that"
+            f"{root} is an unpacked archive of NeMo without {NEMO_WEIGHTS}/, which is not read: "
+            "convert it to a model of transformers with NeMo (scripts/checkpoint_converters), and "
+            "give that"
         )
     for entry, patterns in _UNREAD.items():
         if any(any(root.glob(pattern)) for pattern in patterns):

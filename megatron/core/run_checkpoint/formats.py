@@ -45,6 +45,8 @@ from megatron.core.run_checkpoint.keys import (
     GGUF_FILES,
     LATEST,
     MODEL_FILE,
+    NEMO_ARCHIVES,
+    NEMO_WEIGHTS,
     PARAMS,
     RELEASE,
     TRAINING_FOLDERS,
@@ -112,6 +114,12 @@ def _is_gguf(path: Path) -> bool:
     return path.match(GGUF_FILES) or (any(path.glob(GGUF_FILES)) and not is_huggingface(path))
 
 
+def _is_nemo(path: Path) -> bool:
+    if path.match(NEMO_ARCHIVES):
+        return path.is_file()
+    return (path / NEMO_WEIGHTS).is_dir() and (path / "model_config.yaml").is_file()
+
+
 def _is_universal(directory: Path) -> bool:
     return (directory / ZERO).is_dir()
 
@@ -132,7 +140,7 @@ class Format(NamedTuple):
 
 
 _FOLDERS = "megatron.conversion.training_folders"
-# Those of TRAINING_FOLDERS and "deepspeed" are only read; the others are both read and written.
+# Those of TRAINING_FOLDERS, "deepspeed" and "nemo" are only read; the others are also written.
 FORMATS = {
     "torch_dist": Format(
         _is_torch_dist,
@@ -162,6 +170,7 @@ FORMATS = {
         "megatron.conversion.deepspeed.engine_files:list_engine_damage",
     ),
     "gguf": Format(_is_gguf, "megatron.conversion.gguf.gguf_reader:open_gguf"),
+    "nemo": Format(_is_nemo, "megatron.conversion.megatron_lm.nemo:open_nemo"),
 }
 
 _REQUIRE_CHECKSUMS = "megatron.conversion.opening:require_checksums"

@@ -191,19 +191,17 @@ def test_invalid_sources_are_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="file is a file: give the directory of a checkpoint"):
         convert(tmp_path / "file", tmp_path / "out", "hf")
-    for path in (tmp_path / "model.nemo", tmp_path / "unpacked/model_config.yaml"):
-        path.parent.mkdir(exist_ok=True)
-        path.write_text("")
-    for name in ("model.nemo", "unpacked"):
-        with pytest.raises(ValueError, match=f"{name} is an archive of NeMo, .*which is not read"):
-            convert(tmp_path / name, tmp_path / "out", "hf")
+    (tmp_path / "unpacked").mkdir()
+    (tmp_path / "unpacked/model_config.yaml").write_text("")
+    with pytest.raises(ValueError, match="unpacked is an unpacked archive of NeMo without model_w"):
+        convert(tmp_path / "unpacked", tmp_path / "out", "hf")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="no checkpoint in a known format .*; it is empty"):
         convert(tmp_path / "empty", tmp_path / "out", "hf")
     first_checkpoint(tmp_path / "run")
     with pytest.raises(ValueError, match="--ckpt-step 3: .* complete are: iter_0000007"):
         convert(tmp_path / "run", tmp_path / "out", "hf", step=3)
-    assert set(READABLE) - set(WRITERS) == {*TRAINING_FOLDERS, "deepspeed", "gguf"}
+    assert set(READABLE) - set(WRITERS) == {*TRAINING_FOLDERS, "deepspeed", "gguf", "nemo"}
 
 
 def test_checksums_of_earlier_releases_are_verified(tmp_path):
