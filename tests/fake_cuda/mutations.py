@@ -85,6 +85,7 @@ NOT_REMOVED = {
     "megatron/core/dist_checkpointing/saving/save_thread.py": "another thread, a timer of the device",
     "megatron/transfer/schedule.py": "messages of gloo",
     "megatron/training/operations/collectives.py": "passes on the waits of the product",
+    "megatron/training/adapters/encoded_layers.py": "adapters are not trained on the fake runtime",
     "megatron/training/adapters/adapted_layers.py": "adapters are not trained on the fake runtime",
     "megatron/training/operations/hangs.py": "another thread",
     "megatron/training/operations/straggler.py": "the device, to measure time",

@@ -30,7 +30,7 @@ class _Member(NamedTuple):
     size: int
 
 
-class _Stat(NamedTuple):
+class _MemberStatus(NamedTuple):
     st_size: int
 
 
@@ -57,11 +57,11 @@ class ArchivePath(type(Path())):  # type: ignore[misc]
         status = os.stat(self.archive)
         return _read_members(self.archive, status.st_size, status.st_mtime_ns)
 
-    def stat(self, *, follow_symlinks: bool = True) -> _Stat:  # type: ignore[override]
+    def stat(self, *, follow_symlinks: bool = True) -> _MemberStatus:  # type: ignore[override]
         member = self._members.get(self.member)
         if member is None:
             raise FileNotFoundError(2, "no such file in the archive", str(self))
-        return _Stat(member.size)
+        return _MemberStatus(member.size)
 
     def is_file(self) -> bool:
         return self.member in self._members

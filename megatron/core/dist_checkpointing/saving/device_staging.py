@@ -213,10 +213,10 @@ class StageFromDevice(StageAndWrite):
         while indices := self._take_copied(file):
             if not self._can_write():
                 return
-            pieces = []
+            pieces: list[Piece] = []
             for index in indices:
                 chunk = self._chunks[index]
-                pieces.append(Piece(chunk.offset, self._slots[index], chunk.length))
+                pieces.append((chunk.offset, self._slots[index], chunk.length))
             self._open_shard(file).write_pieces(pieces)
             for index in indices:
                 self._finish_chunk(self._chunks[index], self._slots[index])

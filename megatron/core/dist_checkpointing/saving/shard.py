@@ -12,7 +12,6 @@ import fcntl
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from megatron.core.dist_checkpointing.background import PAGE, Slot
 from megatron.core.dist_checkpointing.format.checksums import (
@@ -49,12 +48,8 @@ def reserve_space(descriptor: int, size: int) -> None:
         raise OSError(error_number, os.strerror(error_number))
 
 
-class Piece(NamedTuple):
-    """The first bytes of a slot, and where they are in a file."""
-
-    offset: int
-    slot: Slot
-    length: int
+Piece = tuple[int, Slot, int]
+"""Position in a file, and the slot whose first bytes belong there, with their number."""
 
 
 class Shard:
@@ -126,11 +121,13 @@ class ShardFile(Shard):
 
     def write_pieces(self, pieces: Sequence[Piece]) -> None:
         # Only the last piece of a file may be short.
-        whole = [piece for piece in pieces if piece.length % BLOCK_SIZE == 0]
-        addresses = [(piece.offset, piece.slot.address, piece.length) for piece in whole]
-        written = hash_and_write(self._descriptor, addresses)
-        for piece, digests in zip(whole, written, strict=False):
-            self._set_digests(piece.offset, digests)
+        whole = []
+        for offset, slot, length in pieces:
+            if length % BLOCK_SIZE == 0:
+                whole.append((offset, slot.address, length))
+        written = hash_and_write(self._descriptor, whole)
+        for (offset, _, _), digests in zip(whole, written, strict=False):
+            self._set_digests(offset, digests)
         super().write_pieces(pieces[len(written) :])
 
     def _write(self, offset: int, view: memoryview, length: int) -> None:
