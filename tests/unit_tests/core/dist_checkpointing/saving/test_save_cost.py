@@ -36,6 +36,17 @@ def test_slowdown_needs_iterations_without_a_save():
     assert compute_slowdown([], [1.0] * 3, waited=0.0) == 0.0
 
 
+def test_a_baseline_follows_slow_changes():
+    now = 0.0
+    times = IterationTimes(lambda: now)
+    save = SaveReport(Path("save"))
+    for report, seconds in [*[(None, 1.0)] * 20, *[(None, 1.25)] * 16, *[(save, 1.5)] * 8]:
+        with times.measure(report):
+            now += seconds
+    times.charge(save)
+    assert save.slowdown == pytest.approx(8 * 0.25)
+
+
 def test_iterations_are_charged_to_the_save_during_them():
     now = 0.0
     times = IterationTimes(lambda: now)
