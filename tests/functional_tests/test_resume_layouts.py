@@ -85,11 +85,12 @@ def test_saved_at_any_layout_loads_at_one_process(pool, tmp_path, uninterrupted,
 @pytest.mark.parametrize("model", MODELS)
 def test_one_checkpoint_resumes_at_every_layout(pool, tmp_path, uninterrupted, model):
     """Every bit of the state is the same everywhere, so that one model is enough to see it
-    go on.
+    go on. The other one has tied embeddings, which a pipeline separates.
     """
     saved = whole(train_and_save(pool, model, "tp2_pp2", tmp_path, DISTRIBUTED_OPTIMIZER))
-    for layout in SINGLE:
-        world_size, flags = SINGLE[layout]
+    for layout, (world_size, flags) in SINGLE.items():
+        if model == "gpt2" and "pp2" not in layout and layout != "tp2_dp2":
+            continue
         assert_same(whole(load_and_stop(pool, model, layout, tmp_path)), saved)
         if model == "llama":
             resumed = pool.run(
