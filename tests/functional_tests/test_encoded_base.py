@@ -1,11 +1,15 @@
 """Adapters on a base model in nf4 train as on its decoded copy, at every layout."""
 
+import json
 import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from megatron.training.adapters import nf4
+from megatron.conversion.checkpoint_conversion import convert
+from megatron.conversion.options import WriteOptions
+from megatron.training.adapters.encodings import ENCODINGS, decode
 from tests.support.lora_runs import LORA, TRAINING, WIDE_SHAPE, write_wide_model
 from tests.support.training_harness import DISTRIBUTED_OPTIMIZER, get_losses, train, whole
 
@@ -20,6 +24,8 @@ LAYOUTS = {
     "recompute": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
 }
 
+FAST = ("tp2_sp", "pp2")
+
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
@@ -31,8 +37,8 @@ def models(tmp_path_factory):
 
 
 def decode_copy(values):
-    packed, scales = nf4.encode(values)
-    return nf4.decode(packed, scales, nf4.make_pair_table(), torch.float32)
+    packed, scales = ENCODINGS["nf4"].encode(values)
+    return decode(packed, scales, ENCODINGS["nf4"].make_table(), torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +67,10 @@ def test_losses_and_adapters_are_those_of_the_decoded_copy(pool, models, saved):
     assert get_losses(saved) != get_losses(original)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST)) for name in LAYOUTS],
+)
 def test_layouts_train_the_same_adapters(pool, models, saved, layout):
     flags = f"{NF4} --pretrained-checkpoint {models / 'base'} {LAYOUTS[layout]}"
     outcomes = pool.run(train, 2, flags, "")
@@ -85,3 +94,58 @@ def test_resume_encodes_the_base_model_again(pool, models, saved, tmp_path, layo
 def test_another_encoding_is_an_error(pool, models, saved):
     with pytest.raises(ValueError, match="--lora-base-encoding: nf4 in the checkpoint, None now"):
         pool.run(train, 1, f"{FLAGS} --load {models / 'run'}", "")
+
+
+def write_bitsandbytes(source, directory):
+    """Write a model in nf4 with double quantization, whose scales are not bf16 numbers."""
+    shutil.copytree(source, directory)
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (directory / "config.json").write_text(json.dumps(config))
+    encoding = ENCODINGS["nf4"]
+    tensors = load_file(directory / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        values = tensors.pop(name)
+        packed, scales = encoding.encode(values)
+        state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16"}
+        state |= {"shape": list(values.shape), "nested_blocksize": 256, "nested_offset": 0.15}
+        tensors[name] = packed.view(-1, 1)
+        codes = torch.arange(scales.numel()) * 7 % 256
+        tensors[f"{name}.absmax"] = codes.byte()
+        tensors[f"{name}.quant_map"] = encoding.values.clone()
+        tensors[f"{name}.nested_absmax"] = torch.full((-(-scales.numel() // 256),), 0.0377)
+        tensors[f"{name}.nested_quant_map"] = torch.linspace(-1, 1, 256)
+        content = json.dumps(state).encode()
+        tensors[f"{name}.quant_state.bitsandbytes__nf4"] = torch.tensor(list(content)).byte()
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("encoding", "method", "layout"),
+    [
+        ("nf4", "bitsandbytes", ""),
+        ("fp8", "fp8-block", "tp2_sp"),
+        pytest.param("fp8", "fp8-channel", "", marks=pytest.mark.slow),
+    ],
+)
+def test_quantized_base_keeps_its_encoding(pool, models, tmp_path, encoding, method, layout):
+    """Losses are those of the decoded copy, bitwise, which encoding again would change."""
+    quantized = tmp_path / "quantized"
+    if method == "bitsandbytes":
+        write_bitsandbytes(models / "base", quantized)
+    else:
+        options = WriteOptions(dtype="bf16", quantization=method)
+        convert(models / "base", quantized, "hf", options=options)
+    convert(quantized, tmp_path / "decoded", "hf", options=WriteOptions(dtype="bf16"))
+    losses = {}
+    for base, flags in (
+        (quantized, f"--lora-base-encoding {encoding}"),
+        (tmp_path / "decoded", ""),
+        (tmp_path / "decoded", f"--lora-base-encoding {encoding}"),
+    ):
+        flags = f"{FLAGS} --bf16 --pretrained-checkpoint {base} {flags} {LAYOUTS.get(layout, '')}"
+        outcomes = pool.run(train, 2 if layout else 1, flags, "")
+        losses[base, len(losses)] = get_losses(outcomes)
+    kept, expected, encoded_again = losses.values()
+    assert kept == expected
+    assert encoded_again != expected

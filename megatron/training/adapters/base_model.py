@@ -31,6 +31,7 @@ from megatron.core.wings import resolve
 from megatron.training.adapters.adapted_layers import AdaptedExperts, reset_magnitudes
 from megatron.training.adapters.encoded_layers import (
     EncodedLayer,
+    Tensors,
     index_encoded_layers,
     load_encoded_weights,
 )
@@ -49,6 +50,7 @@ _BASE_MODEL = sequence(text(4096), limit=3, least=3)
 logger = logging.getLogger(__name__)
 
 _READ_ADAPTER = "megatron.conversion.huggingface.adapter_reader:read_adapter"
+_OPEN_COMPONENTS = "megatron.conversion.quantization.components:open_components"
 _MAX_ELEMENTS = 1 << 22  # whose bits are summed up at once
 _SAME_IN_ALL_LAUNCHES = (
     "lora_rank",
@@ -102,7 +104,13 @@ def load_base_model(run: Run, checkpoint: ChosenCheckpoint[Source]) -> bool:
     for warning in check_same_model(run.config.flags(), base_args, base.description):
         logger.warning(warning)
     layers = index_encoded_layers(run.chunks)
-    _load_frozen(frozen, layers, base, flags.dist_ckpt_strictness)
+    components = None
+    encoding = run.config.lora.lora_base_encoding
+    if encoding is not None:
+        components = Coordination.of(None).run_on_all(
+            lambda: resolve(_OPEN_COMPONENTS)(path_of(directory), encoding)
+        )
+    _load_frozen(frozen, layers, base, components, flags.dist_ckpt_strictness)
     for chunk in run.chunks:
         reset_magnitudes(chunk)
     identity = compute_identity(frozen, run.ps, layers)
@@ -119,7 +127,11 @@ def load_base_model(run: Run, checkpoint: ChosenCheckpoint[Source]) -> bool:
 
 
 def _load_frozen(
-    state: ShardedStateDict, layers: Mapping[Tensor, EncodedLayer], base: Source, strictness: str
+    state: ShardedStateDict,
+    layers: Mapping[Tensor, EncodedLayer],
+    base: Source,
+    components: tuple[Tensors, Tensors] | None,
+    strictness: str,
 ) -> None:
     """Load the frozen weights, and encode those of `layers`. Collective."""
     dense: ShardedStateDict = {}
@@ -137,7 +149,9 @@ def _load_frozen(
         strictness=strictness,
         skip=lambda key: key in encoded_keys or is_skipped(key, False, base.tensors),
     )
-    Coordination.of(None).run_on_all(lambda: load_encoded_weights(encoded, layers, base))
+    Coordination.of(None).run_on_all(
+        lambda: load_encoded_weights(encoded, layers, base, components)
+    )
 
 
 def _load_peft_files(run: Run, adapters: ShardedStateDict) -> None:

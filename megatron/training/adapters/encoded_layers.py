@@ -17,61 +17,84 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing import CheckpointError
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import LazyTensor, ShardedStateDict, ShardedTensor
 from megatron.core.module import MegatronModule, param_info, set_param_info
 from megatron.core.private_operators import multiply_by_weight
 from megatron.core.run_checkpoint.source import Source
 from megatron.core.tensor_parallel.layers import LinearLayout, compute_linear
 from megatron.core.tensor_parallel.mappings import start_input_gather, start_output_sum
 from megatron.core.transformer.grouped_linear import GroupedLinear, compute_grouped_product
-from megatron.training.adapters import nf4
+from megatron.training.adapters.encodings import BLOCK_SIZE, ENCODINGS, Encoding, decode
+
+Tensors = Mapping[str, LazyTensor]
 
 
 class EncodedLayer(MegatronModule):
     """Base of the classes that a linear layer gets with an encoded weight."""
 
     weight: nn.Parameter
-    packed: Tensor  # indices of the weight, [..., rows, columns / 2]
+    encoding: Encoding
+    packed: Tensor  # bytes of the weight, [..., rows, bytes]
     scales: Tensor  # [..., rows, columns / 64]
-    table: Tensor  # values of the indices
+    table: Tensor  # values of a byte
 
     def decode_weight(self) -> Tensor:
         """Return the weight in its dtype."""
-        return nf4.decode(self.packed, self.scales, self.table, self.weight.dtype)
+        return decode(self.packed, self.scales, self.table, self.weight.dtype)
 
     def encode_box(self, box: Tensor, values: Tensor) -> None:
         """Encode the values of `box`, which is a contiguous view of `weight`."""
+        packed, scales = self.encoding.encode(values.to(self.packed.device, self.weight.dtype))
+        packed_box, scales_box = self._locate(box)
+        packed_box.copy_(packed.view(-1))
+        scales_box.copy_(scales.view(-1))
+
+    def keep_box(self, box: Tensor, elements: Tensor, scales: Tensor) -> None:
+        """Store rows of `box` that have the encoding in the checkpoint: those with scales.
+
+        `elements` are not multiplied by their scales. Both have the shape of the box.
+        """
+        scales = scales[..., ::BLOCK_SIZE].to(self.packed.device)
+        is_kept = (scales >= 0).all(-1, keepdim=True)
+        codes = self.encoding.read_codes(elements.to(self.packed.device))
+        packed = self.encoding.pack(codes)
+        packed_box, scales_box = self._locate(box)
+        packed_box = packed_box.view(packed.shape)
+        scales_box = scales_box.view(scales.shape)
+        packed_box.copy_(torch.where(is_kept, packed, packed_box))
+        scales_box.copy_(torch.where(is_kept, scales, scales_box))
+
+    def _locate(self, box: Tensor) -> tuple[Tensor, Tensor]:
+        """Return bytes and scales of a box, as vectors."""
         assert box.is_contiguous()
         start = box.storage_offset()
         stop = start + box.numel()
-        packed, scales = nf4.encode(values.to(self.packed.device, self.weight.dtype))
-        self.packed.view(-1)[start // 2 : stop // 2] = packed.view(-1)
-        first_block = start // nf4.BLOCK_SIZE
-        end_block = stop // nf4.BLOCK_SIZE
-        self.scales.view(-1)[first_block:end_block] = scales.view(-1)
-
-    def compute_output(self, x: Tensor, weight: Tensor, counts: Tensor | None) -> Tensor:
-        """Return the product of x and the decoded weight."""
-        raise NotImplementedError
-
-    def compute_input_grad(self, dy: Tensor, weight: Tensor, counts: Tensor | None) -> Tensor:
-        """Return the gradient of x."""
-        raise NotImplementedError
+        per_byte = self.encoding.codes_per_byte
+        packed = self.packed.view(-1)[start // per_byte : stop // per_byte]
+        scales = self.scales.view(-1)[start // BLOCK_SIZE : stop // BLOCK_SIZE]
+        return packed, scales
 
 
 class _FrozenProduct(torch.autograd.Function):
     """The product of a layer with its weight, which is decoded again in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: EncodedLayer, counts: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        layer: EncodedDenseLayer | EncodedExperts,
+        counts: Tensor | None,
+    ) -> Tensor:
         ctx.layer = layer
         ctx.save_for_backward(counts)
-        return layer.compute_output(x, layer.decode_weight(), counts)
+        weight = layer.decode_weight()
+        return layer.compute_output(x, weight, counts)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         (counts,) = ctx.saved_tensors
-        dx = ctx.layer.compute_input_grad(dy, ctx.layer.decode_weight(), counts)
+        weight = ctx.layer.decode_weight()
+        dx = ctx.layer.compute_input_grad(dy, weight, counts)
         return dx, None, None
 
 
@@ -86,9 +109,11 @@ class EncodedDenseLayer(EncodedLayer):
         return y
 
     def compute_output(self, x: Tensor, weight: Tensor, counts: Tensor | None) -> Tensor:
+        """Return the product of x and the decoded weight."""
         return compute_linear(x, weight, self.bias, self.layout)
 
     def compute_input_grad(self, dy: Tensor, weight: Tensor, counts: Tensor | None) -> Tensor:
+        """Return the gradient of x."""
         tp, column, sequence_parallel = self.layout
         if column:
             partial_dx = multiply_by_weight(dy, weight.t())
@@ -105,10 +130,12 @@ class EncodedExperts(EncodedLayer):
         return y
 
     def compute_output(self, x: Tensor, weight: Tensor, counts: Tensor | None) -> Tensor:
+        """Return the product of x and the decoded weight."""
         assert counts is not None
         return compute_grouped_product(x, weight.mT, counts)
 
     def compute_input_grad(self, dy: Tensor, weight: Tensor, counts: Tensor | None) -> Tensor:
+        """Return the gradient of x."""
         assert counts is not None
         return compute_grouped_product(dy, weight, counts)
 
@@ -120,26 +147,30 @@ def _make_class(layer_class: Any) -> Any:
     return type(f"Encoded{layer_class.__name__}", (base, layer_class), {})
 
 
-def encode_layer(layer: Any, path: str, table: Tensor) -> None:
-    """Replace the weight of a linear layer by an encoded one of zeros, on the device of `table`."""
+def encode_layer(layer: Any, path: str, encoding_name: str, device: torch.device) -> None:
+    """Replace the weight of a linear layer by an encoded one of zeros."""
+    encoding = ENCODINGS[encoding_name]
     weight = layer.weight
     num_columns = weight.shape[-1]
-    if num_columns % nf4.BLOCK_SIZE:
+    if num_columns % BLOCK_SIZE:
         raise ValueError(
-            f"--lora-base-encoding nf4: {path} has {num_columns} columns on a rank, which is not a "
-            f"multiple of {nf4.BLOCK_SIZE}, the elements of a block with one scale. Use a smaller "
-            "--tensor-model-parallel-size, or leave out --lora-base-encoding"
+            f"--lora-base-encoding {encoding_name}: {path} has {num_columns} columns on a rank, "
+            f"which is not a multiple of {BLOCK_SIZE}, the elements of a block with one scale. Use "
+            "a smaller --tensor-model-parallel-size, or leave out --lora-base-encoding"
         )
     meta_weight = nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
     set_param_info(meta_weight, replace(param_info(weight), trained=False))
     layer.weight = meta_weight
 
     lead = weight.shape[:-1]
-    packed = torch.zeros(*lead, num_columns // 2, dtype=torch.uint8, device=table.device)
-    scales = torch.zeros(*lead, num_columns // nf4.BLOCK_SIZE, device=table.device)
+    num_bytes = num_columns // encoding.codes_per_byte
+    packed = torch.zeros(*lead, num_bytes, dtype=torch.uint8, device=device)
+    scales = torch.zeros(*lead, num_columns // BLOCK_SIZE, device=device)
+    table = encoding.make_table().to(device)
     for name, tensor in (("packed", packed), ("scales", scales), ("table", table)):
         layer.register_buffer(name, tensor, persistent=False)
     layer.__class__ = _make_class(layer.__class__)
+    layer.encoding = encoding
 
 
 def index_encoded_layers(models: Iterable[nn.Module]) -> dict[Tensor, EncodedLayer]:
@@ -153,10 +184,14 @@ def index_encoded_layers(models: Iterable[nn.Module]) -> dict[Tensor, EncodedLay
 
 
 def load_encoded_weights(
-    state: ShardedStateDict, layers: Mapping[Tensor, EncodedLayer], source: Source
+    state: ShardedStateDict,
+    layers: Mapping[Tensor, EncodedLayer],
+    source: Source,
+    components: tuple[Tensors, Tensors] | None,
 ) -> None:
     """Encode the weights in `state`, which are read one box at a time.
 
+    `components` are the elements and scales of a base model that has the encoding; these are kept.
     Raises CheckpointError if a weight is missing or has another shape.
     """
     for key, entry in state.items():
@@ -169,9 +204,18 @@ def load_encoded_weights(
                 f"{source.description}: does not fit this model:\n  {key}: {tensor.shape} in the "
                 f"checkpoint, {entry.global_shape} here"
             )
+        layer = layers[entry.local]
         for box in entry.boxes:
             values = tensor.read(box.offset, box.shape)
-            layers[entry.local].encode_box(box.tensor, values)
+            layer.encode_box(box.tensor, values)
+            if components is None:
+                continue
+            elements, scales = components
+            layer.keep_box(
+                box.tensor,
+                elements[key].read(box.offset, box.shape),
+                scales[key].read(box.offset, box.shape),
+            )
 
 
 def count_frozen_bytes(model: nn.Module) -> int:

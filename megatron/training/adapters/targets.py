@@ -11,7 +11,6 @@ from megatron.core.module import MegatronModule, param_info, set_param_info
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, TensorParallelRng
 from megatron.core.transformer.grouped_linear import GroupedLinear
 from megatron.core.transformer.layer_spec import FP8StateMixin
-from megatron.training.adapters import nf4
 from megatron.training.adapters.adapted_layers import AdapterOptions, Linear, RowLayout, adapt_layer
 from megatron.training.adapters.encoded_layers import encode_layer
 from megatron.training.config.lora_options import LoraConfig
@@ -43,12 +42,11 @@ def add_adapters(model: MegatronModule, lora: LoraConfig, rng: TensorParallelRng
     for param in model.parameters():
         param.requires_grad_(False)
         set_param_info(param, replace(param_info(param), trained=False))
-    table = nf4.make_pair_table().to(device)
     layers = list(iterate_linear_layers(model))
     has_adapters = False
     for path, layer in layers:
         if lora.lora_base_encoding is not None:
-            encode_layer(layer, path, table)
+            encode_layer(layer, path, lora.lora_base_encoding, device)
         rows = _find_rows(layer)
         names = [
             name if any(_is_target(path, name, target) for target in lora.lora_targets) else None

@@ -69,8 +69,8 @@ class LoraConfig(FlagSection):
     lora_load: str | None = flag(None, requires=_WITH_RANK)
     """Directory of an adapter of PEFT from which the adapters of a new run start."""
 
-    lora_base_encoding: str | None = flag(None, choices=("nf4",), requires=_WITH_RANK)
-    """Keep the frozen weights of linear layers in memory in this encoding (QLoRA): nf4 encodes them
-    in 4 bits while they are loaded, as bitsandbytes does, with blocks of 64 elements. They are
-    decoded for each product.
+    lora_base_encoding: str | None = flag(None, choices=("nf4", "fp8"), requires=_WITH_RANK)
+    """Keep the frozen weights of linear layers in memory in this encoding (QLoRA), with a scale for
+    64 elements, and decode them for each product. They are encoded while they are loaded, nf4 as by
+    bitsandbytes; those that have the encoding in a base model of transformers are kept.
     """

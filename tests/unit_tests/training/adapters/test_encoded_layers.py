@@ -10,7 +10,7 @@ from megatron.core.models import GPTModel
 from megatron.core.module import param_info
 from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.adapters import nf4
+from megatron.training.adapters import encodings
 from megatron.training.adapters.encoded_layers import count_frozen_bytes, index_encoded_layers
 from megatron.training.adapters.targets import add_adapters
 from megatron.training.config.lora_options import LoraConfig
@@ -37,6 +37,7 @@ EXPERTS = replace(
     add_bias_linear=False,
 )
 ENCODED = LoraConfig(lora_rank=3, lora_alpha=12.0, lora_base_encoding="nf4")
+NF4 = encodings.ENCODINGS["nf4"]
 TOKENS = torch.arange(20).view(2, 10) * 7 % 40
 
 
@@ -73,16 +74,20 @@ def compute_loss(model):
 
 
 def decode(packed, scales, dtype):
-    return nf4.decode(packed, scales, nf4.make_pair_table(), dtype)
+    return encodings.decode(packed, scales, NF4.make_table(), dtype)
 
 
 @pytest.mark.parametrize(
     ("config", "num_layers"), [(DENSE, 8), (EXPERTS, 12)], ids=["dense", "experts"]
 )
-@pytest.mark.parametrize("targets", [["linear_qkv", "linear_fc1", "linear_fc2"], ["q_proj"]])
-def test_gradients_are_those_of_decoded_weights(config, num_layers, targets):
+@pytest.mark.parametrize(
+    ("encoding", "targets"),
+    [("nf4", ["linear_qkv", "linear_fc1", "linear_fc2"]), ("fp8", ["q_proj"])],
+)
+def test_gradients_are_those_of_decoded_weights(config, num_layers, encoding, targets):
     """Bitwise, with and without adapters on a layer."""
-    models = build_both(config, replace(ENCODED, lora_targets=targets))
+    lora = replace(ENCODED, lora_targets=targets, lora_base_encoding=encoding)
+    models = build_both(config, lora)
     losses = []
     for model in models:
         loss = compute_loss(model)
@@ -121,8 +126,8 @@ def test_nf4_has_the_bytes_of_bitsandbytes():
     folder = ROOT / "tests/golden/quantized/bitsandbytes_nf4"
     tensors = load_file(folder / "model.safetensors")
     expected = load_file(folder / "expected.safetensors")["matrix.weight"]
-    packed, scales = nf4.encode(expected)
-    assert torch.equal(nf4.CODEBOOK, tensors["matrix.weight.quant_map"])
+    packed, scales = NF4.encode(expected)
+    assert torch.equal(NF4.values, tensors["matrix.weight.quant_map"])
     assert torch.equal(packed.view(-1, 1), tensors["matrix.weight"])
     assert torch.equal(scales.view(-1), tensors["matrix.weight.absmax"])
     assert torch.equal(decode(packed, scales, expected.dtype), expected)
@@ -133,16 +138,28 @@ def test_nf4_rounds_to_the_nearest_value(monkeypatch):
     values = torch.randn(6, 128, generator=torch.Generator().manual_seed(0))
     values[2, 64:] = 0.0
     scales = values.view(-1, 64).abs().amax(1).view(6, 2)
-    grid = nf4.CODEBOOK * scales.repeat_interleave(64, 1).unsqueeze(-1)
+    grid = NF4.values * scales.repeat_interleave(64, 1).unsqueeze(-1)
     distances = (grid - values.unsqueeze(-1)).abs()
     nearest = distances.amin(-1)
     for max_blocks in (1 << 18, 5):
-        monkeypatch.setattr(nf4, "_MAX_BLOCKS", max_blocks)
-        packed, scales = nf4.encode(values)
+        monkeypatch.setattr(encodings, "_MAX_BLOCKS", max_blocks)
+        packed, scales = NF4.encode(values)
         decoded = decode(packed, scales, torch.float32)
         differences = (decoded - values).abs()
         torch.testing.assert_close(differences, nearest, atol=1e-7, rtol=0)
         assert not decoded[2, 64:].any()
+
+
+def test_fp8_rounds_elements_to_e4m3():
+    values = torch.randn(6, 128, generator=torch.Generator().manual_seed(0))
+    fp8 = encodings.ENCODINGS["fp8"]
+    packed, scales = fp8.encode(values)
+    decoded = encodings.decode(packed, scales, fp8.make_table(), torch.float32)
+    blocks = values.view(-1, 64)
+    largest = blocks.abs().amax(1, keepdim=True)
+    assert torch.equal(scales.view(-1, 1), largest / 448)
+    rounding = torch.maximum(blocks.abs() / 16, largest / 448 / 1024)
+    assert ((decoded.view(-1, 64) - blocks).abs() <= rounding * 1.001).all()
 
 
 def test_columns_must_be_whole_blocks():
