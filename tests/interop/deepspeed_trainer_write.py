@@ -134,8 +134,8 @@ def run_trainer(case: TrainerCase, directory: Path) -> None:
         learning_rate=LEARNING_RATE,
         lr_scheduler_type="constant_with_warmup",
         warmup_steps=STEPS_BEFORE - 1,
-        # With an optimizer in its configuration, DeepSpeed decays norms and biases, too.
-        weight_decay=0.0 if case.offload else 0.1,
+        # With an optimizer in its configuration (offload), DeepSpeed decays norms and biases, too.
+        weight_decay=0.1,
         adam_beta2=0.95,
         train_sampling_strategy="sequential",
         logging_steps=1,

@@ -24,6 +24,7 @@ from megatron.conversion.deepspeed.engine_megatron import MegatronEngineFiles
 from megatron.conversion.deepspeed.names import has_megatron_names
 from megatron.conversion.deepspeed.training_state import (
     check_groups,
+    decays_all,
     list_lost_state,
     read_training,
 )
@@ -96,8 +97,10 @@ class TransformersEngineSource:
         # Optimizer
         state = dict(rank.state)
         optimizer = None
+        has_full_decay = False
         if not read_options.no_optim:
             optimizer = {"param_groups": rank.groups}
+            has_full_decay = decays_all(rank.groups, rank.members)
             self._add_optimizer(model, rank)
         scheduler = state.get("lr_scheduler")
         if not isinstance(scheduler, dict) or _SCHEDULE_MARK not in scheduler:
@@ -106,7 +109,7 @@ class TransformersEngineSource:
                 self.unused.append("state: lr_scheduler")
         self.unused += [f"state: {name}" for name in list_lost_state(state, optimizer)]
         self.training: TrainingState | None = read_training(
-            state, optimizer, find_step(rank, self.description), self.args
+            state, optimizer, find_step(rank, self.description), self.args, has_full_decay
         )
 
     def _open(self, weights: Mapping[str, LazyTensor]) -> HuggingFaceSource:

@@ -185,11 +185,12 @@ def read_training(
     optimizer: Mapping[str, Any] | None,
     step: int,
     args: Mapping[str, Any],
+    decays_all: bool = False,
 ) -> TrainingState:
     """Return the training state.
 
     It comes from a model-state file, `optimizer_state.pt` (missing in BLOOM-era directories) and
-    Adam's step.
+    Adam's step. With `decays_all`, biases and norms have weight decay, too.
     """
     scheduler = _read_scheduler(state.get("lr_scheduler"), args)
     samples = args.get("consumed_train_samples") or state.get("global_samples") or 0
@@ -202,7 +203,7 @@ def read_training(
         consumed_valid_samples=args.get("consumed_valid_samples") or 0,
         num_floating_point_operations_so_far=float(operations),
         grad_scaler=grad_scaler or None,
-        param_groups=groups or _read_groups(optimizer, scheduler, step, args),
+        param_groups=groups or _read_groups(optimizer, scheduler, step, args, decays_all),
         scheduler=scheduler,
     )
 
@@ -231,11 +232,12 @@ def _read_groups(
     scheduler: Mapping[str, Any] | None,
     step: int,
     args: Mapping[str, Any],
+    decays_all: bool,
 ) -> list[dict[str, Any]] | None:
-    """Return Megatron-LM's two groups, with and without weight decay.
+    """Return Megatron-LM's two groups: matrices, and biases and norms.
 
-    BigScience's fork splits the first one in two. Values that the groups lack come from the
-    schedule and the arguments.
+    The second one has no weight decay, unless all parameters have. BigScience's fork splits the
+    first one in two. Values that the groups lack come from the schedule and the arguments.
     """
     if optimizer is None and "lr" not in args:
         return None
@@ -252,7 +254,7 @@ def _read_groups(
         "lr_mult": 1.0,
     }
     result = []
-    for decays in (True, False):
+    for decays in (True, decays_all):
         group: dict[str, Any] = {
             "is_expert_parallel": False,
             "is_decoupled_lr": False,
@@ -264,7 +266,7 @@ def _read_groups(
         group |= defaults
         group |= _copy_fields(_find_group(optimizer_groups, decays), defaults)
         group["betas"] = tuple(group["betas"])
-        # Biases and norms are not decayed, regardless of the stored defaults.
+        # Otherwise, the stored defaults would apply.
         if not decays:
             group["weight_decay"] = 0.0
         group["wd_mult"] = float(decays)
@@ -300,16 +302,22 @@ def check_groups(
     have weight decay here. Training would continue with other hyperparameters.
     """
     problem = _compare_groups(groups)
-    # Without weight decay, all parameters are treated equally.
-    has_members = len(members) == len(groups) and any(map(_has_weight_decay, groups))
-    if problem is None and has_members:
+    # With or without weight decay of all parameters, they are treated equally.
+    is_uniform = decays_all(groups, members) or not any(map(_has_weight_decay, groups))
+    if problem is None and len(members) == len(groups) and not is_uniform:
         problem = _compare_members(groups, members, decayed)
     if problem is not None:
         raise ValueError(
             f"{description}: {problem}. Runs here have two parameter groups: matrices with weight "
-            "decay, biases and norms without. Leave the optimizer out (--no-optim of convert.py, "
-            "--no-load-optim of a run)"
+            "decay, biases and norms without, or with the same one. Leave the optimizer out "
+            "(--no-optim of convert.py, --no-load-optim of a run)"
         )
+
+
+def decays_all(groups: Sequence[Mapping[str, Any]], members: Sequence[Iterable[str]]) -> bool:
+    """Return whether all parameters are known to have weight decay, biases and norms included."""
+    are_known = len(groups) > 0 and len(members) == len(groups)
+    return are_known and all(map(_has_weight_decay, groups))
 
 
 def _compare_groups(groups: Sequence[Mapping[str, Any]]) -> str | None:
@@ -344,6 +352,12 @@ def build_groups(training: TrainingState, counts: tuple[int, int]) -> list[dict[
     Its loader copies every key.
     """
     num_decayed, num_others = counts
+    stored_groups = training.param_groups or []
+    if num_others > 0 and stored_groups and all(group.get("wd_mult") for group in stored_groups):
+        raise ValueError(
+            "the optimizer has weight decay of biases and norms, which DeepSpeed's universal files "
+            "of Megatron cannot express: leave it out (--no-optim), or write torch_dist"
+        )
     result = []
     for index in range(num_decayed + num_others):
         is_decayed = index < num_decayed

@@ -14,6 +14,7 @@ from megatron.conversion.deepspeed.engine_megatron import MegatronEngineFiles
 from megatron.conversion.deepspeed.training_state import (
     BLOCKS_MARK,
     check_groups,
+    decays_all,
     list_lost_state,
     read_args,
     read_training,
@@ -109,23 +110,27 @@ class UniversalSource:
             self.unused += foreign
 
         # Training state
-        self._check_groups(optimizer, config)
+        has_full_decay = self._check_groups(optimizer, config)
         step = files.read_step()
-        training = read_training(files.state, optimizer, step, self.args)
+        training = read_training(files.state, optimizer, step, self.args, has_full_decay)
         if read_options.no_optim:
             training.param_groups = None
             training.grad_scaler = None
         self.training: TrainingState | None = training
 
-    def _check_groups(self, optimizer: Mapping[str, Any] | None, config: TransformerConfig) -> None:
-        """Raise ValueError for parameter groups that runs here do not have."""
+    def _check_groups(self, optimizer: Mapping[str, Any] | None, config: TransformerConfig) -> bool:
+        """Return whether all parameters have weight decay.
+
+        Raises ValueError for parameter groups that runs here do not have.
+        """
         if optimizer is None or self._files.state.get("megatron_param_groups"):
-            return
+            return False
         decayed = {}
         for parameter in model_parameters(config):
             decayed[self._files.names[parameter.name]] = parameter.group.weight_decay
         members = self._files.state.get("param_shapes") or []
         check_groups(optimizer["param_groups"], members, decayed, self.description)
+        return decays_all(optimizer["param_groups"], members)
 
     def _read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
         """Return a box of a weight or an optimizer state."""

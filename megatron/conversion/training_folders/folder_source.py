@@ -11,7 +11,11 @@ from typing import Any
 
 import torch
 
-from megatron.conversion.deepspeed.training_state import check_groups, read_training
+from megatron.conversion.deepspeed.training_state import (
+    check_groups,
+    decays_all,
+    read_training,
+)
 from megatron.conversion.huggingface.directory import HuggingFaceSource
 from megatron.conversion.model_space.lazy_tensors import cast
 from megatron.conversion.model_space.model import check_optimizer_complete, model_parameters
@@ -98,13 +102,15 @@ class FolderSource:
         # Optimizer and step
         optimizer = None
         step = 0
+        has_full_decay = False
         if not read_options.no_optim and contents.read_optimizer is not None:
             stored = contents.read_optimizer(self._list_trained(model))
             step = self._add_optimizer(model, stored)
             optimizer = {"param_groups": stored.groups}
+            has_full_decay = decays_all(stored.groups, stored.members)
         iteration = step if contents.iteration is None else contents.iteration
         self.training: TrainingState | None = read_training(
-            {"iteration": iteration}, optimizer, step, self.args
+            {"iteration": iteration}, optimizer, step, self.args, has_full_decay
         )
         if optimizer is None:
             self.training.param_groups = None
@@ -152,7 +158,7 @@ class FolderSource:
             if is_trained(key):
                 decays_by_name[name] = decays[key]
         members = stored.members
-        if self._contents.has_own_decay:
+        if self._contents.has_own_decay and not decays_all(stored.groups, members):
             self._report_decay(stored, decays_by_name)
             members = []
         check_groups(stored.groups, members, decays_by_name, self.description)

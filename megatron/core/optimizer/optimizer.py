@@ -302,8 +302,9 @@ class MegatronOptimizer:
         """Finish a load after the tensors of `state_to_load` have been filled.
 
         Restores the step and the loss scale, and computes the weights from the main parameters.
-        Hyperparameters stay as configured; differences are logged. Collective over all ranks.
-        Raises ValueError when the stored step is missing or ambiguous.
+        Hyperparameters stay as configured; differences are logged. Biases and norms get weight
+        decay if they had it, e.g. in DeepSpeed. Collective over all ranks. Raises ValueError when
+        the stored step is missing or ambiguous.
         """
         self._finish_param_sync()
         # Step and hyperparameters
@@ -320,6 +321,10 @@ class MegatronOptimizer:
             # Shards of all groups have taken the same number of steps.
             for step in steps:
                 step.fill_(groups[0]["step"])
+        if len(groups) > 1 and all(group.get("wd_mult") for group in groups):
+            for group in self.param_groups:
+                group["wd_mult"] = 1.0
+                group["weight_decay"] = self.param_groups[0]["weight_decay"]
         self._log_differences(groups)
         self.grad_scaler.load_state_dict(state.get("grad_scaler", {}))
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from megatron.conversion.checkpoint_conversion import convert
 from megatron.conversion.deepspeed.universal import UniversalSource
 from megatron.conversion.deepspeed.universal_writer import write_universal
 from megatron.conversion.huggingface.directory_writer import write_huggingface
@@ -401,12 +402,6 @@ def test_flat_tensors_of_zero_3(written: Path) -> None:
     assert torch.equal(part, values[QKV][7:18, 3:8])
 
 
-def merge_groups(groups: list[dict[str, Any]], shapes: list[dict[str, Any]]) -> str:
-    shapes[0] |= shapes.pop()
-    groups.pop()
-    return r"\.bias is in a parameter group with weight decay"
-
-
 def exclude_embedding(groups: list[dict[str, Any]], shapes: list[dict[str, Any]]) -> str:
     name = "tied_modules.embed.word_embeddings.weight"
     shapes[1][name] = shapes[0].pop(name)
@@ -419,7 +414,26 @@ def split_group(groups: list[dict[str, Any]], shapes: list[dict[str, Any]]) -> s
     return "parameter groups have different values of lr"
 
 
-@pytest.mark.parametrize("change", [merge_groups, exclude_embedding, split_group])
+def test_weight_decay_of_all_parameters_is_kept(written: Path, tmp_path: Path) -> None:
+    """One group, as of an optimizer that DeepSpeed makes. Universal files cannot express it."""
+    state = torch.load(written / "mp_rank_00_model_states.pt", weights_only=False)
+    del state["megatron_param_groups"]  # an entry of this program
+    state["param_shapes"] = [state["param_shapes"][0] | state["param_shapes"][1]]
+    torch.save(state, written / "mp_rank_00_model_states.pt")
+    edit(
+        written / "zero" / "optimizer_state.pt",
+        lambda optimizer: optimizer | {"param_groups": optimizer["param_groups"][:1]},
+    )
+    source = opened(written)
+    assert source.training is not None and source.training.param_groups is not None
+    groups = source.training.param_groups
+    assert [group["wd_mult"] for group in groups] == [1.0, 1.0]
+    assert groups[0]["weight_decay"] == groups[1]["weight_decay"] == 0.1
+    with pytest.raises(ValueError, match="weight decay of biases and norms, which DeepSpeed's"):
+        convert(written, tmp_path / "again", "universal")
+
+
+@pytest.mark.parametrize("change", [exclude_embedding, split_group])
 def test_other_parameter_groups_are_refused(written: Path, change: Any) -> None:
     """Training would continue with other hyperparameters of some parameters."""
     state = torch.load(written / "mp_rank_00_model_states.pt", weights_only=False)

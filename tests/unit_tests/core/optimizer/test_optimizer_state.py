@@ -63,6 +63,26 @@ def test_resumed_run_equals_uninterrupted_run(config, dtype):
     assert repr(optimizer.state_dict()) == repr(other_optimizer.state_dict())
 
 
+def test_weight_decay_of_norms_follows_the_checkpoint():
+    """As from DeepSpeed's own optimizer: without gradients, all weights shrink alike."""
+    config = OptimizerConfig(**ADAM, clip_grad=0.0)
+    chunk, optimizer = build(ONE, config=config)
+    state = optimizer.state_dict()
+    assert [group["wd_mult"] for group in state["optimizer"]["param_groups"]] == [1.0, 0.0]
+    for group in state["optimizer"]["param_groups"]:
+        group["wd_mult"] = 1.0
+    optimizer.load_state_dict(state, chunk.sharded_state_dict())
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.1]
+
+    before = snapshot(chunk, optimizer)
+    optimizer.step()
+    after = snapshot(chunk, optimizer)
+    for name in chunk.sharded_state_dict():
+        torch.testing.assert_close(after[name], before[name] * (1 - 0.01 * 0.1))
+    saved = optimizer.state_dict()["optimizer"]["param_groups"]
+    assert [group["wd_mult"] for group in saved] == [1.0, 1.0]
+
+
 def test_weights_are_computed_from_loaded_main_parameters():
     """A bf16 checkpoint resumed in fp32 uses the main parameters, which are more precise."""
     chunk, optimizer = build(ONE, dtype=torch.bfloat16)
