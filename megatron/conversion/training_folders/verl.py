@@ -66,9 +66,7 @@ def open_verl(directory: Path, read_options: ReadOptions | None = None) -> Folde
         description, (directory / "huggingface", directory), read_options.hf_config
     )
     files = [read_named(path) for path in _list_files(directory, "model", world_size)]
-    contents = FolderContents(
-        description, config_dir, join_named(files, description), has_own_decay=True
-    )
+    contents = FolderContents(description, config_dir, join_named(files, description))
     if (directory / f"optim_world_size_{world_size}_rank_0.pt").exists():
         paths = _list_files(directory, "optim", world_size)
         contents.read_optimizer = partial(_read_optimizer, paths, contents.weights)

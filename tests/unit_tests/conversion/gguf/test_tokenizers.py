@@ -15,6 +15,7 @@ from megatron.conversion.gguf.tokenizer_writing import make_tokenizer_metadata
 from megatron.conversion.gguf.writer import write_gguf
 from megatron.conversion.options import WriteOptions
 from megatron.core.dist_checkpointing.saving.commit import no_progress
+from megatron.core.run_checkpoint.tokenizer_files import read_tokenizer_files
 from megatron.training.data.tokenizer import TokenizerConfig
 from megatron.training.data.tokenizer_libraries import build_huggingface
 from tests import ROOT
@@ -123,6 +124,8 @@ def test_tokenizer_of_a_model_survives_every_format(name: str, tmp_path: Path) -
     exported = PreTrainedTokenizerFast.from_pretrained(tmp_path / "hf")
     args = open_gguf(path).args
     assert (args["tokenizer_type"], args["tokenizer_model"]) == ("HuggingFaceTokenizer", str(path))
+    for file, content in read_tokenizer_files(args).items():  # in checkpoints of such a run
+        assert (tmp_path / "run/release" / file).read_bytes() == content
     tokenizer = build_huggingface(
         TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(path))
     )
