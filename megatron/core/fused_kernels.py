@@ -19,6 +19,8 @@ _KERNELS = {
     "adamw": "megatron.core.triton_kernels:adamw",
     "residual_norm": "megatron.core.triton_norms:add_and_normalize",
     "rotate": "megatron.core.triton_rotary:rotate",
+    "split_and_rotate": "megatron.core.triton_rotary:split_and_rotate",
+    "split_and_rotate_backward": "megatron.core.triton_rotary:split_and_rotate_backward",
     "softmax": "megatron.core.triton_kernels:softmax",
     "softmax_gradient": "megatron.core.triton_kernels:softmax_gradient",
     "swiglu": "megatron.core.triton_kernels:swiglu",
@@ -41,7 +43,7 @@ def enable_kernels(is_enabled: bool) -> None:
 def find_kernel(name: str, x: Tensor) -> Callable[..., Any] | None:
     """Return the function `name` of a kernel, or None if there is none or it does not support `x`.
 
-    Only "residual_norm" and "swiglu" are differentiable.
+    Only "residual_norm", "split_and_rotate" and "swiglu" are differentiable.
     """
     if torch.compiler.is_compiling():
         return _traceable.get(name)
@@ -58,7 +60,7 @@ def prepare_tracing(param: Tensor) -> None:
     """
     _traceable.clear()
     if _is_enabled and supports(param):
-        for name in ("residual_norm", "swiglu"):
+        for name in ("residual_norm", "split_and_rotate", "swiglu"):
             _traceable[name] = _load(name)
 
 

@@ -51,7 +51,7 @@ def test_layers_are_one_graph(tmp_path):
     assert result.returncode == 0, result.stderr[-4000:]
     outcome = json.loads(result.stdout.splitlines()[-1])
     assert outcome["kernels"] > 0
-    forward = ["linear", "residual_norm", "swiglu"]
+    forward = ["linear", "residual_norm", "split_and_rotate", "swiglu"]
     backward = [f"{name}_backward" for name in forward]
     assert sorted(outcome["operators"]) == sorted(forward + backward)
     assert not outcome["breaks"]

@@ -104,6 +104,24 @@ def test_rotation(heads, width, pairs, dtype, interleaved):
         assert torch.equal(device_x, y)
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_split_and_rotation(dtype, interleaved):
+    mixed = torch.randn(33, 2, 4, 5, 80).to(dtype)
+    angles = torch.outer(torch.arange(33.0), 1.0 / 100 ** (torch.arange(20) / 20))
+    cos = angles.cos().view(33, 1, 1, 1, 20).to(dtype)
+    sin = angles.sin().view(33, 1, 1, 1, 20).to(dtype)
+    expected = rotary.compute_split(mixed, cos, sin, interleaved)
+    device_mixed = mixed.cuda().requires_grad_()
+    results = rotary.split_and_rotate(device_mixed, cos.cuda(), sin.cuda(), interleaved)
+    for actual, reference in zip(results, expected, strict=True):
+        assert_close(actual.detach(), reference)
+    gradients = [torch.randn_like(x) for x in expected]
+    torch.autograd.backward(results, [dy.cuda() for dy in gradients])
+    dmixed = rotary.compute_split_backward(*gradients, cos, sin, interleaved)
+    assert_close(device_mixed.grad, dmixed)
+
+
 @pytest.mark.parametrize("norm", ["rms", "layer"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "size"), [(3001, 2048), (7, 1001), (2, 16384)])

@@ -249,6 +249,46 @@ def test_rotation_of_views():
     assert (dmixed[..., 3, :] == 7).all()
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("shape", "pairs"), [((5, 2, 3, 4, 16), 8), ((2, 3, 5, 3, 10), 3), ((0, 2, 1, 3, 4), 2)]
+)
+def test_split_and_rotation(shape, pairs, dtype, interleaved):
+    mixed = torch.randn(shape).to(dtype)
+    tables = make_tables(shape[0], pairs, dtype)
+    expected = rotary.compute_split(mixed, *tables, interleaved)
+    actual = rotary.run_split(mixed, *tables, interleaved)
+    for result, reference in zip(actual, expected, strict=True):
+        assert result.is_contiguous()
+        assert_close(result, reference, dtype, scale=2)
+    # Gradients in the layout of attention, and one that is expanded
+    dq, dk, dv = (
+        torch.randn_like(x).permute(1, 2, 3, 0, 4).contiguous().permute(3, 0, 1, 2, 4)
+        for x in expected
+    )
+    dv = dv[..., :1].expand_as(dv)
+    dmixed = rotary.run_split_backward(dq, dk, dv, *tables, interleaved)
+    reference = rotary.compute_split_backward(dq, dk, dv, *tables, interleaved)
+    assert_close(dmixed, reference, dtype, scale=2)
+
+
+def test_gradient_of_split_and_rotation():
+    mixed = torch.randn(5, 2, 3, 4, 12, dtype=torch.float64, requires_grad=True)
+    tables = make_tables(5, 5, torch.float64)
+    gradients = [torch.randn_like(x) for x in rotary.split_and_rotate(mixed, *tables, False)]
+    results = rotary.split_and_rotate(mixed, *tables, False)
+    (dmixed,) = torch.autograd.grad(results, mixed, gradients)
+    with torch.no_grad():
+        change = torch.randn_like(mixed)
+        changed = rotary.split_and_rotate(mixed + change, *tables, False)
+    # The operation is linear.
+    expected = sum(
+        ((y - x) * dy).sum() for x, y, dy in zip(results, changed, gradients, strict=True)
+    )
+    assert_close((dmixed * change).sum(), expected, scale=10)
+
+
 NORM_SHAPES = [((3, 2, 33), "sum"), ((7, 64), None), ((1, 1), "sum"), ((0, 5), "sum")]
 
 

@@ -94,7 +94,12 @@ def test_graphs_contain_the_kernels(options):
         expected = run_model(2, **options)
         gradients = run_model(2, compiler, **options)
     forward, backward = graphs
-    assert sorted(forward) == ["linear"] * 4 + ["residual_norm"] * 2 + ["swiglu"]
+    assert sorted(forward) == [
+        *["linear"] * 4,
+        *["residual_norm"] * 2,
+        "split_and_rotate",
+        "swiglu",
+    ]
     assert sorted(backward) == sorted(f"{name}_backward" for name in forward)
     torch.testing.assert_close(gradients, expected)
 

@@ -196,6 +196,10 @@ def split_qkv(
     if not torch.compiler.is_compiling():
         return _SplitQKV.apply(mixed, num_query_heads, rotary)
 
+    kernel = _find_rotation("split_and_rotate", mixed, rotary)
+    if rotary is not None and kernel is not None:
+        return kernel(mixed, rotary.cos, rotary.sin, rotary.interleaved)
+
     # Plain operations, which the compiler fuses
     query, key, value = _split_heads(mixed, num_query_heads)
     if rotary is None:
@@ -247,7 +251,8 @@ class _SplitQKV(torch.autograd.Function):
         ctx.num_query_heads = num_query_heads
         ctx.rotary = rotary
         query, key, value = _split_heads(mixed, num_query_heads)
-        if rotary is not None and rotary.in_place and _find_rotation(mixed, rotary) is not None:
+        has_kernel = _find_rotation("rotate", mixed, rotary) is not None
+        if rotary is not None and rotary.in_place and has_kernel:
             return _rotate_in_place(mixed, num_query_heads, rotary)
         query_out = mixed.new_empty(query.shape)
         key_out = mixed.new_empty(key.shape)
@@ -264,13 +269,17 @@ class _SplitQKV(torch.autograd.Function):
         dk: Tensor,
         dv: Tensor,
     ) -> tuple[Tensor, None, None]:
+        rotary = ctx.rotary
+        kernel = _find_rotation("split_and_rotate_backward", dq, rotary)
+        if kernel is not None:
+            return kernel(dq, dk, dv, rotary.cos, rotary.sin, rotary.interleaved), None, None
         length, batch, groups, num_query_heads, head_dim = dq.shape
         num_heads = num_query_heads + 2
         dmixed = dq.new_empty(length, batch, groups, num_heads, head_dim)
         # Views of `dmixed`, into which the gradients are written
         dquery, dkey, dvalue = _split_heads(dmixed, num_query_heads)
-        _rotate_into(dquery, dq, ctx.rotary, inverse=True)
-        _rotate_into(dkey, dk, ctx.rotary, inverse=True)
+        _rotate_into(dquery, dq, rotary, inverse=True)
+        _rotate_into(dkey, dk, rotary, inverse=True)
         dvalue.copy_(dv)
         return dmixed, None, None
 
@@ -311,11 +320,11 @@ class _Rotate(torch.autograd.Function):
         return dx, None
 
 
-def _find_rotation(x: Tensor, rotary: Rotary) -> Callable[..., None] | None:
-    """Return the kernel of a rotation of `x`, if there is one."""
-    if not rotary.fused:
+def _find_rotation(name: str, x: Tensor, rotary: Rotary | None) -> Callable[..., Any] | None:
+    """Return the kernel `name` for a rotation of `x`, if there is one."""
+    if rotary is None or not rotary.fused:
         return None
-    return find_kernel("rotate", x)
+    return find_kernel(name, x)
 
 
 def _rotate_into(
@@ -333,7 +342,7 @@ def _rotate_into(
         return out.copy_(x)
     cos = rotary.cos
     sin = rotary.sin
-    kernel = _find_rotation(x, rotary)
+    kernel = _find_rotation("rotate", x, rotary)
     if kernel is not None:
         if x.stride(-1) != 1:
             x = x.contiguous()
