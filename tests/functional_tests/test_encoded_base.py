@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron.conversion.checkpoint_conversion import convert
 from megatron.conversion.options import WriteOptions
-from megatron.training.adapters.encodings import ENCODINGS, decode
+from megatron.training.adapters.base_encodings import ENCODINGS, decode
 from tests.support.lora_runs import LORA, TRAINING, WIDE_SHAPE, write_wide_model
 from tests.support.training_harness import DISTRIBUTED_OPTIMIZER, get_losses, train, whole
 

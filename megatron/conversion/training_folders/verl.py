@@ -97,7 +97,9 @@ def _find_world_size(directory: Path) -> int:
 def _list_files(directory: Path, name: str, world_size: int) -> list[Path]:
     """Return the files of the ranks in order. Raises CheckpointError if some are missing."""
     RANKS(world_size, f"{directory}: the number of ranks")
-    names = [f"{name}_world_size_{world_size}_rank_{rank}.pt" for rank in range(world_size)]
+    names = []
+    for rank in range(world_size):
+        names.append(f"{name}_world_size_{world_size}_rank_{rank}.pt")
     existing = set(os.listdir(directory))
     missing = [file_name for file_name in names if file_name not in existing]
     if missing:

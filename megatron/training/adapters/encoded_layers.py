@@ -24,7 +24,7 @@ from megatron.core.run_checkpoint.source import Source
 from megatron.core.tensor_parallel.layers import LinearLayout, compute_linear
 from megatron.core.tensor_parallel.mappings import start_input_gather, start_output_sum
 from megatron.core.transformer.grouped_linear import GroupedLinear, compute_grouped_product
-from megatron.training.adapters.encodings import BLOCK_SIZE, ENCODINGS, Encoding, decode
+from megatron.training.adapters.base_encodings import BLOCK_SIZE, ENCODINGS, BaseEncoding, decode
 
 Tensors = Mapping[str, LazyTensor]
 
@@ -33,7 +33,7 @@ class EncodedLayer(MegatronModule):
     """Base of the classes that a linear layer gets with an encoded weight."""
 
     weight: nn.Parameter
-    encoding: Encoding
+    encoding: BaseEncoding
     packed: Tensor  # bytes of the weight, [..., rows, bytes]
     scales: Tensor  # [..., rows, columns / 64]
     table: Tensor  # values of a byte

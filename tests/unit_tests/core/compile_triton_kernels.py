@@ -72,19 +72,25 @@ CONSTANTS = {
 }
 
 
+# Heads are copied by a rotation of no pairs.
+COPY = {**CONSTANTS["_rotate_kernel"], "PAIRS": 1, "UNCHANGED": 128}
+
+
 def compile_kernels() -> int:
+    variants = [*CONSTANTS.items(), ("_rotate_kernel", COPY)]
     count = 0
-    for name, signature in SIGNATURES.items():
+    for name, constants_by_name in variants:
         kernel = KERNELS[name]
+        signature = SIGNATURES[name]
         for half in ("bf16", "fp16", "fp32"):
             types = {}
             for argument in signature.replace("HALF", half).split(", "):
                 argument_name, dtype = argument.split()
                 types[argument_name] = dtype
             constants = {
-                (kernel.arg_names.index(key),): value for key, value in CONSTANTS[name].items()
+                (kernel.arg_names.index(key),): value for key, value in constants_by_name.items()
             }
-            types |= dict.fromkeys(CONSTANTS[name], "constexpr")
+            types |= dict.fromkeys(constants_by_name, "constexpr")
             source = ASTSource(fn=kernel, signature=types, constexprs=constants)
             capabilities = CAPABILITIES if half == "bf16" else CAPABILITIES[1:2]
             for capability in capabilities:

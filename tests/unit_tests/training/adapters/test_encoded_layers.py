@@ -10,7 +10,7 @@ from megatron.core.models import GPTModel
 from megatron.core.module import param_info
 from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.adapters import encodings
+from megatron.training.adapters import base_encodings
 from megatron.training.adapters.encoded_layers import count_frozen_bytes, index_encoded_layers
 from megatron.training.adapters.targets import add_adapters
 from megatron.training.config.lora_options import LoraConfig
@@ -37,7 +37,7 @@ EXPERTS = replace(
     add_bias_linear=False,
 )
 ENCODED = LoraConfig(lora_rank=3, lora_alpha=12.0, lora_base_encoding="nf4")
-NF4 = encodings.ENCODINGS["nf4"]
+NF4 = base_encodings.ENCODINGS["nf4"]
 TOKENS = torch.arange(20).view(2, 10) * 7 % 40
 
 
@@ -74,7 +74,7 @@ def compute_loss(model):
 
 
 def decode(packed, scales, dtype):
-    return encodings.decode(packed, scales, NF4.make_table(), dtype)
+    return base_encodings.decode(packed, scales, NF4.make_table(), dtype)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_nf4_rounds_to_the_nearest_value(monkeypatch):
     distances = (grid - values.unsqueeze(-1)).abs()
     nearest = distances.amin(-1)
     for max_blocks in (1 << 18, 5):
-        monkeypatch.setattr(encodings, "_MAX_BLOCKS", max_blocks)
+        monkeypatch.setattr(base_encodings, "_MAX_BLOCKS", max_blocks)
         packed, scales = NF4.encode(values)
         decoded = decode(packed, scales, torch.float32)
         differences = (decoded - values).abs()
@@ -152,9 +152,9 @@ def test_nf4_rounds_to_the_nearest_value(monkeypatch):
 
 def test_fp8_rounds_elements_to_e4m3():
     values = torch.randn(6, 128, generator=torch.Generator().manual_seed(0))
-    fp8 = encodings.ENCODINGS["fp8"]
+    fp8 = base_encodings.ENCODINGS["fp8"]
     packed, scales = fp8.encode(values)
-    decoded = encodings.decode(packed, scales, fp8.make_table(), torch.float32)
+    decoded = base_encodings.decode(packed, scales, fp8.make_table(), torch.float32)
     blocks = values.view(-1, 64)
     largest = blocks.abs().amax(1, keepdim=True)
     assert torch.equal(scales.view(-1, 1), largest / 448)

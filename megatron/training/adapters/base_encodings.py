@@ -47,7 +47,7 @@ NF4_VALUES = torch.tensor(
 _NF4_MIDPOINTS = (NF4_VALUES[1:] + NF4_VALUES[:-1]) / 2
 
 
-class Encoding(NamedTuple):
+class BaseEncoding(NamedTuple):
     """An encoding of the elements of blocks, which are divided by their scale."""
 
     largest: float  # magnitude of an element after the division
@@ -119,8 +119,8 @@ def _round_to_fp8(elements: Tensor) -> Tensor:
 
 
 ENCODINGS = {
-    "nf4": Encoding(1.0, _round_to_nf4, 2, NF4_VALUES, Tensor.byte),
-    "fp8": Encoding(
+    "nf4": BaseEncoding(1.0, _round_to_nf4, 2, NF4_VALUES, Tensor.byte),
+    "fp8": BaseEncoding(
         torch.finfo(_FP8).max,
         _round_to_fp8,
         1,
