@@ -81,7 +81,8 @@ def test_end_of_the_run_is_exported(pool, tmp_path):
 def test_export_lost_between_commit_and_export_is_reported(launcher, tmp_path, iteration):
     """No later launch would train iteration 4, the last one."""
     directories = f"--save {tmp_path / 'run'} --load {tmp_path / 'run'} --save-hf {tmp_path / 'hf'}"
-    flags = f"{COMMON}{RUN}{LLAMA} --lr-decay-iters 8 --save-hf-dtype bf16 {directories}"
+    flags = f"{COMMON}{RUN}{LLAMA} --num-layers 1 --lr-decay-iters 8 --save-hf-dtype bf16 "
+    flags += directories
     launcher.run(1, f"{flags} --train-iters {iteration}")
     # A kill after the commit of the checkpoint leaves this state.
     export = tmp_path / "hf" / f"iter_{iteration:07d}"

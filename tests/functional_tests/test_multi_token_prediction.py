@@ -69,12 +69,14 @@ def test_factor_zero_does_not_change_the_run(pool):
 
 @pytest.mark.parametrize("kind", ["llama", "tied"])
 def test_checkpoint_resumes_at_another_layout(pool, tmp_path, kind):
-    save = f"--save {tmp_path} --exit-interval 3"
+    batch = "--global-batch-size 4"
+    save = f"--save {tmp_path} --exit-interval 3 {batch}"
+    load = f"--load {tmp_path} {batch}"
     saved = train_kind(pool, kind, "tp2_pp2", f"{DISTRIBUTED_OPTIMIZER} {save}")
-    expected = train_reference(pool, kind)
+    expected = train_reference(pool, kind, batch)
     for way in ("single", "cp2_tp2"):
-        loaded = train_kind(pool, kind, way, f"--load {tmp_path} --skip-train")
+        loaded = train_kind(pool, kind, way, f"{load} --skip-train")
         assert_same(whole(loaded), whole(saved))
-    resumed = train_kind(pool, kind, "pp2_interleaved", f"--load {tmp_path}")[0].measured
+    resumed = train_kind(pool, kind, "pp2_interleaved", load)[0].measured
     assert resumed.losses == pytest.approx(expected.losses[3:], rel=1e-5)
     assert resumed.metrics[-1] == pytest.approx(expected.metrics[-1], rel=1e-5)
