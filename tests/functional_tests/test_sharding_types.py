@@ -72,7 +72,9 @@ def list_problems(
 ) -> list[str]:
     """Return which gradients do not have the declared type; raises ShardingError before that."""
     name, dim = AXES[layout]
-    flags = flags_of(model).replace(FEATURES["batches"]["growing"], CONSTANT)
+    flags = flags_of(model, LAYOUTS[layout].min_layers).replace(
+        FEATURES["batches"]["growing"], CONSTANT
+    )
     config = parse_args(shlex.split(f"{flags} {LAYOUTS[layout].flags} {SIZES}"), 2)
     config.set_vocab_size(60, None)
     has_split_experts = config.model.has_experts and layout in SPLIT_EXPERTS
