@@ -47,8 +47,17 @@ def torchelastic(logs: Path, restart: int, run_id: str = "none") -> dict[str, st
     }
 
 
-@pytest.mark.parametrize("way", ["renamed", "removed", "restored"])
-@pytest.mark.parametrize("mode", ["", "--async-save"])
+@pytest.mark.parametrize(
+    ("mode", "way"),
+    [
+        ("", "renamed"),
+        ("", "restored"),
+        ("--async-save", "renamed"),
+        ("--async-save", "removed"),
+        pytest.param("", "removed", marks=pytest.mark.slow),
+        pytest.param("--async-save", "restored", marks=pytest.mark.slow),
+    ],
+)
 def test_suspended_run_leaves_its_successor_alone(launcher, tmp_path, way, mode):
     """The directory is renamed, removed or restored, so that generation numbers begin again."""
     root = tmp_path / "run"
