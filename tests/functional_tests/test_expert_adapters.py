@@ -88,3 +88,16 @@ def test_files_of_peft_start_another_run(pool, tmp_path):
 
     with pytest.raises(ValueError, match="--save-hf with --lora-dora of experts"):
         pool.run(train, 1, f"{flags} --lora-dora --save-hf {tmp_path / 'dora'}", "")
+
+
+@pytest.mark.parametrize("layout", ["etp2", pytest.param("tp2_ep2_etp2", marks=pytest.mark.slow)])
+def test_encoded_experts_train_the_same_adapters(pool, tmp_path, layout):
+    """The rows of each expert and of gate and up are encoded separately on ETP ranks."""
+    sizes = "--hidden-size 128 --moe-ffn-hidden-size 128 --moe-shared-expert-intermediate-size 128"
+    model = f"{MODEL} {sizes} --init-method-std 0.05 {TRAINING} --train-iters 1"
+    pool.run(train, 1, f"{model} --save {tmp_path / 'base'}", "")
+    lora = f"{LORA} --lora-base-encoding nf4 --train-iters 2 --adam-eps 1e-4"
+    flags = f"{model} {lora} --pretrained-checkpoint {tmp_path / 'base'}"
+    expected = pool.run(train, 1, flags, "")
+    size, split = LAYOUTS[layout]
+    assert_same(pool.run(train, size, f"{flags} {split}", ""), expected)
