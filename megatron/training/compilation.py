@@ -36,7 +36,8 @@ def compile_layers(chunk: MegatronModule, seq_length: int) -> None:
 
     Layers of the same shape share one compilation. A dense local layer is one graph, in which the
     product of a linear layer is an operator (`opaque_linear`): a library call in any case, which
-    adds to gradient buffers and overlaps with collectives. Modules, hooks and keys stay the same.
+    adds to gradient buffers and overlaps with collectives. A graph ends before experts and before
+    losses of their router. Modules, hooks and keys stay the same.
     Rotary tables of `seq_length` positions are computed before: in a graph, the first layer would
     differ from all others.
     """
@@ -50,6 +51,10 @@ def compile_layers(chunk: MegatronModule, seq_length: int) -> None:
     for outermost in iterate_outermost_layers(chunk):
         # Those of multi-token prediction contain a transformer layer.
         layer = getattr(outermost, "transformer_layer", outermost)
+        if layer.has_experts:
+            experts: Any = layer.mlp
+            _leave_uncompiled(type(experts), "run_experts")
+            _leave_uncompiled(type(experts.router), "attach_losses")
         for module in layer.modules():
             if isinstance(module, ColumnParallelLinear | RowParallelLinear):
                 # Replace the method of the class: torch before 2.8 compiles again for every module

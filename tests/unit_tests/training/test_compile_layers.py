@@ -67,6 +67,21 @@ def test_number_of_compilations_does_not_grow_with_layers():
     assert 0 < count_graphs(12) == count_graphs(1)
 
 
+@of_current_torch
+def test_graphs_of_experts_end_at_the_experts_and_the_losses():
+    """They are attention, norm, reshaped input, router, shared expert, and residual sum."""
+    options = {"num_experts": 4, "moe_router_topk": 2, "moe_shared_expert_intermediate_size": 16}
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    gradients = run_model(2, count, **options)
+    assert len(graphs) == 6
+    torch.testing.assert_close(gradients, run_model(2, **options))
+
+
 def list_operators(graph):
     """Return the names of this project's operators in a graph."""
     targets = [str(node.target) for node in graph.graph.nodes]

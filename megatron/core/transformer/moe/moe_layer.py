@@ -25,7 +25,7 @@ from megatron.core.transformer.grouped_linear import GroupedLinear
 from megatron.core.transformer.layer_spec import select_layer_spec
 from megatron.core.transformer.mlp import MLP, get_activation
 from megatron.core.transformer.moe.dispatch import DISPATCHERS
-from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.router import Routing, TopKRouter
 from megatron.core.transformer.placement import Placement
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -72,7 +72,7 @@ class MoELayer(MegatronModule):
         _, batch, hidden_size = hidden_states.shape
         tokens = hidden_states.reshape(-1, hidden_size)  # [s * b, h]
         routing = self.router(tokens, batch)
-        output = self.dispatch(tokens, routing, self.experts, self.num_local, self.axes)
+        output = self.run_experts(tokens, routing)
         output = output.view_as(hidden_states)
         if self.shared_experts is not None:
             output = output + self.shared_experts(hidden_states)
@@ -81,6 +81,13 @@ class MoELayer(MegatronModule):
         if self.post_layernorm is not None:
             output = self.post_layernorm(output)
         return output
+
+    def run_experts(self, tokens: Tensor, routing: Routing) -> Tensor:
+        """Return the sum of the outputs of each token's experts `[t, h]`.
+
+        Not traced with --compile: the numbers of rows depend on the data.
+        """
+        return self.dispatch(tokens, routing, self.experts, self.num_local, self.axes)
 
 
 class SharedExperts(MLP):

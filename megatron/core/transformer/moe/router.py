@@ -114,7 +114,9 @@ class TopKRouter(MegatronModule):
         if config.moe_expert_capacity_factor is not None:
             kept = self._apply_capacity(experts, probs, config.moe_expert_capacity_factor, batch)
         if self.training and torch.is_grad_enabled():
-            probs = self._attach_losses(logits, experts, probs, kept, batch)
+            losses, coefficients = self._compute_losses(logits, batch)
+            loads = self._count_loads(experts, kept)
+            probs = self.attach_losses(probs, losses, coefficients, loads)
         return Routing(experts, probs, kept)
 
     def _compute_logits(self, tokens: Tensor) -> Tensor:
@@ -161,15 +163,13 @@ class TopKRouter(MegatronModule):
         is_within.scatter_(0, best, True)
         return is_within[local_rows].gather(1, experts)
 
-    def _attach_losses(
-        self, logits: Tensor, experts: Tensor, probs: Tensor, kept: Tensor | None, batch: int
+    def attach_losses(
+        self, probs: Tensor, losses: list[Tensor], coefficients: dict[str, float], loads: Tensor
     ) -> Tensor:
-        """Return `probs` with the auxiliary losses attached."""
-        losses, coefficients = self._compute_losses(logits, batch)
-        loads = self._count_loads(experts, kept)
+        """Return `probs` with the auxiliary losses attached; not traced with --compile."""
         scale: float | Tensor = self.loss_scale
         if self.per_token_loss:
-            num_tokens = len(logits) * self.axes.token_ranks  # of the micro-batch, in any layout
+            num_tokens = len(probs) * self.axes.token_ranks  # of the micro-batch, in any layout
             scale = scale * num_tokens
         report = _LossReport(self, coefficients, scale)
         return _AttachLosses.apply(probs, report, loads, *losses)
