@@ -172,3 +172,12 @@ def test_adapter_benchmark_smoke_measures_speeds():
     )
     assert result.returncode == 0, result.stderr
     assert len(re.findall(r"^  LoRA, .*: [\d.]+ ms, [\d,]+ tokens/s$", result.stdout, re.M)) == 2
+
+
+def test_bandwidth_of_every_kernel_is_measured():
+    pytest.importorskip("triton", reason="Triton is not in the environment: pip install triton")
+    program = [sys.executable, "benchmarks/triton_kernels.py", "--smoke"]
+    result = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    rows = result.stdout.splitlines()
+    assert len(rows) == 11 and all(" GB/s " in row for row in rows)
