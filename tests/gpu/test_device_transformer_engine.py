@@ -86,7 +86,7 @@ def test_narrow_formats_follow_bf16(recipe, more):
 
 @pytest.mark.parametrize("more", ["", WEIGHTS])
 def test_fp8_resumes_bitwise_and_goes_on_in_bf16(tmp_path, more):
-    """Scales at the end of the resumed and the uninterrupted run are bitwise equal."""
+    """Tensors and scales at the end of the resumed and the uninterrupted run are bitwise equal."""
     fp8 = f"{TE} --fp8-format hybrid {DELAYED} {more} "
     saving = f"{fp8} --save {tmp_path} --save-interval 5"
     straight = train_alone(saving, 10)
@@ -99,6 +99,12 @@ def test_fp8_resumes_bitwise_and_goes_on_in_bf16(tmp_path, more):
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
     elsewhere = tmp_path / "again"
     train_alone(f"{fp8} --load {tmp_path} --save {elsewhere}", 10)
+    resumed = Reader(elsewhere / "iter_0000010")
+    uninterrupted = Reader(tmp_path / "iter_0000010")
+    assert resumed.metadata.tensors.keys() == uninterrupted.metadata.tensors.keys()
+    for key in uninterrupted.metadata.tensors:
+        value = uninterrupted.view(key).read_all()
+        assert torch.equal(resumed.view(key).read_all(), value), key
     found = extra_states(elsewhere / "iter_0000010")
     assert found.keys() == expected.keys()
     for key, state in expected.items():

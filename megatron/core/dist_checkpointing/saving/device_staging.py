@@ -1,9 +1,9 @@
-"""Snapshot of tensors on a device, imported if there are any: see `staging.py`.
+"""Snapshot of tensors on a device, as `staging.py` for those in host memory.
 
 Copies have a thread of their own, which keeps few of them in flight: the driver accepts about a
 thousand, and then blocks the launches of training. The copies end during the next forward and
-backward pass. What is left before the update is copied on the device, if its memory permits, and
-from there to the host during the following iteration.
+backward pass. Before the update, the rest is copied on the device, if its memory permits, and from
+there to the host during the following iteration.
 
 Training also waits whenever another thread has the interpreter. So a task writes many megabytes in
 one call that does not need it, and a file has one task at a time.
@@ -44,7 +44,7 @@ _PRODUCTS = threading.Lock()
 
 
 class _DeviceBatch(NamedTuple):
-    """Copies from a device into several slots: elements of slots, and what is copied to them.
+    """Copies from a device into several slots: elements of slots, and the elements for them.
 
     A scale, if it is not None, is multiplied with the elements that are copied.
     """
@@ -116,7 +116,7 @@ class StageFromDevice(StageAndWrite):
     def before_change(self) -> None:
         """Return when the tensors may change in the current stream.
 
-        Copies what is not staged yet on the device, if its memory permits.
+        Chunks that are not staged yet are copied on the device, if its memory permits.
         """
         if self._may_change:
             return
@@ -206,7 +206,7 @@ class StageFromDevice(StageAndWrite):
                     self._futures.append(self._pool.submit(partial(self._write_copied, file)))
 
     def _write_copied(self, file: int) -> None:
-        """Write the chunks of a file that are copied, until there are no more.
+        """Write all copied chunks of a file, also those that are copied meanwhile.
 
         A file has one task at a time: file systems like tmpfs let one thread write to it.
         """
@@ -233,8 +233,8 @@ class StageFromDevice(StageAndWrite):
     def _take_snapshot(self, selected: dict[int, _DeviceBatch]) -> bool:
         """Copy the chunks that are not queued yet on the device, in the current stream.
 
-        `selected` has copies of batches by their first chunk. Returns False if there is nothing to
-        copy or too little memory.
+        `selected` has copies of batches by their first chunk. Returns False if all are queued, or
+        if there is too little memory.
         """
         nbytes = sum(self._chunks[index].length for batch in self._unqueued for index in batch)
         if nbytes == 0 or nbytes > _find_free_memory():

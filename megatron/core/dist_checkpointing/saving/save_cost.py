@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.saving.save_thread import SaveReport
 
 _MIN_BASELINE = 3  # iterations
 _MAX_BASELINE = 50
-_FEW = 16  # iterations of a baseline that suffice for a save during up to half as many
+_MIN_LATEST = 16  # iterations that the baseline of any save may have
 _LONGEST_USUAL = 2.0  # of a baseline iteration, relative to the median
 
 
@@ -95,7 +95,7 @@ class IterationTimes:
         self._during = remaining
         without = [begin.measure_until(end) for begin, end in self._without if end.is_reached()]
         # The latest ones: the first iterations on a GPU that is still cool are faster.
-        latest = without[-max(_FEW, 2 * len(during)) :]
+        latest = without[-max(_MIN_LATEST, 2 * len(during)) :]
         save.slowdown = compute_slowdown(during, latest, save.update_wait)
 
     def _mark(self) -> _Mark:
