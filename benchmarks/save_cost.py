@@ -5,8 +5,9 @@
 After 30 iterations to warm up, 4 windows of 15 iterations that begin with a save take turns with 4
 windows without one. The cost of a save is the difference of the times of both, divided by the
 number of saves; each must end within its window. The last line of the output is a JSON object with
-this cost, its standard error, and the cost that the run has logged, all in ms, the bytes of a save
-and their throughput. Costs that differ by less than two standard errors are not distinguishable.
+this cost, its standard error, its distribution over the iterations of a window, and the cost that
+the run has logged, all in ms, the bytes of a save and their throughput. Costs that differ by less
+than two standard errors are not distinguishable.
 """
 
 import itertools
@@ -31,6 +32,30 @@ PAIRS = 4
 TOTAL = WARM_UP + 2 * WINDOW * PAIRS
 
 
+class Mark:
+    """A time: of the device, which lags behind the host, if there is one."""
+
+    def __init__(self) -> None:
+        self._event = None
+        if torch.cuda.is_initialized():
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record()
+        self._seconds = time.perf_counter()
+
+    def measure(self, end: "Mark") -> float:
+        """Return the milliseconds until `end`."""
+        if self._event is not None and end._event is not None:
+            return self._event.elapsed_time(end._event)
+        return (end._seconds - self._seconds) * 1e3
+
+
+def average_windows(milliseconds: list[float], first: int) -> list[float]:
+    """Return the mean of each iteration over every other window, from the window `first` on."""
+    starts = range(first * WINDOW, len(milliseconds), 2 * WINDOW)
+    windows = [milliseconds[start : start + WINDOW] for start in starts]
+    return [statistics.mean(iterations) for iterations in zip(*windows, strict=True)]
+
+
 class Saves:
     """Writer that keeps the metrics of each save."""
 
@@ -53,11 +78,15 @@ def main() -> None:
     config = parse_args([*sys.argv[1:], "--train-iters", str(TOTAL), *flags], 1)
     iteration = 0
     times = []  # at the ends of windows, before the save that follows
+    marks: list[Mark] = []  # after each iteration
 
     def after_iteration() -> None:
         nonlocal iteration
         iteration += 1
-        if iteration >= WARM_UP and iteration % WINDOW == 0:
+        if iteration < WARM_UP:
+            return
+        marks.append(Mark())
+        if iteration % WINDOW == 0:
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize()
             times.append(time.perf_counter())
@@ -77,6 +106,13 @@ def main() -> None:
     differences = [
         saving - usual for saving, usual in zip(windows[::2], windows[1::2], strict=True)
     ]
+    milliseconds = [begin.measure(end) for begin, end in itertools.pairwise(marks)]
+    by_iteration = [
+        round(saving - usual, 1)
+        for saving, usual in zip(
+            average_windows(milliseconds, 0), average_windows(milliseconds, 1), strict=True
+        )
+    ]
     metrics = saves.metrics
     result = {
         "iteration_ms": plain / (PAIRS * WINDOW) * 1e3,
@@ -91,7 +127,8 @@ def main() -> None:
             row["save-gigabytes-per-second"] for row in metrics
         ),
     }
-    print(json.dumps({name: round(value, 3) for name, value in result.items()}))
+    rounded = {name: round(value, 3) for name, value in result.items()}
+    print(json.dumps(rounded | {"cost_ms_by_iteration": by_iteration}))
 
 
 if __name__ == "__main__":

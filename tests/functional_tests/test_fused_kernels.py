@@ -51,13 +51,19 @@ RUNS = {  # name -> (processes, flags)
     ),
     "residual sums by torch": (1, f"{LLAMA} --no-bias-dropout-fusion"),
 }
+# Rotates in place.
+_IN_PLACE = {"split_and_rotate"}
+# Rotates what has been split before.
+_SEPARATE = {"split_and_rotate", "split_and_rotate_backward"}
+# Rotates into new tensors, whose gradient the operator itself computes.
+_SPLIT = {"rotate", "split_and_rotate_backward"}
 _NORM_KERNELS = {"residual_norm"}
 WITHOUT_KERNELS = {
-    # Split and rotated in separate steps
-    "norms of queries": {"split_and_rotate_backward"},
-    "latent attention": {"split_and_rotate_backward"},
-    "recomputed norms": _NORM_KERNELS,
-    "residual sums by torch": _NORM_KERNELS,
+    "norms of queries": _SEPARATE,
+    "latent attention": _SEPARATE,
+    "CP 2": _SPLIT,
+    "recomputed norms": _IN_PLACE | _NORM_KERNELS,
+    "residual sums by torch": _IN_PLACE | _NORM_KERNELS,
 }
 
 
@@ -84,8 +90,7 @@ def test_operators_change_results_by_rounding_only(pool, name):
     outcomes = pool.run(train_with_operators, processes, flags)
     expected = pool.run(train, processes, flags, COMMON + "--mock-data --train-iters 3 ")
     for (outcome, names), plain in zip(outcomes, expected, strict=True):
-        expected_names = set(fused_kernels._KERNELS) - {"split_and_rotate"}  # for graphs
-        assert names == expected_names - WITHOUT_KERNELS.get(name, set())
+        assert names == set(fused_kernels._KERNELS) - WITHOUT_KERNELS.get(name, _IN_PLACE)
         assert outcome.measured.losses == pytest.approx(plain.measured.losses, rel=1e-6)
         assert outcome.measured.grad_norms == pytest.approx(plain.measured.grad_norms, rel=1e-5)
         for row, plain_row in zip(outcome.boxes, plain.boxes, strict=True):
@@ -115,6 +120,7 @@ def test_separate_norms_of_transformer_engine_use_the_kernel(pool):
     assert outcome.measured.grad_norms == pytest.approx(expected.measured.grad_norms, rel=1e-5)
     ((_, names),) = pool.run(train_with_operators, 1, f"{LLAMA} {te}")
     assert not names & _NORM_KERNELS
+    assert not names & _SPLIT
 
 
 def test_bf16_weights_are_the_rounded_main_parameters(pool):

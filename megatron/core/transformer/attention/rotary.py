@@ -193,12 +193,13 @@ def split_qkv(
     values `[s, b, g, 1, d]`. Both passes touch the memory once: the gradients are written directly
     into one tensor.
     """
-    if not torch.compiler.is_compiling():
+    is_eager = not torch.compiler.is_compiling()
+    if rotary is not None and not (is_eager and rotary.in_place):
+        kernel = _find_rotation("split_and_rotate", mixed, rotary)
+        if kernel is not None:
+            return kernel(mixed, rotary.cos, rotary.sin, rotary.interleaved)
+    if is_eager:
         return _SplitQKV.apply(mixed, num_query_heads, rotary)
-
-    kernel = _find_rotation("split_and_rotate", mixed, rotary)
-    if rotary is not None and kernel is not None:
-        return kernel(mixed, rotary.cos, rotary.sin, rotary.interleaved)
 
     # Plain operations, which the compiler fuses
     query, key, value = _split_heads(mixed, num_query_heads)

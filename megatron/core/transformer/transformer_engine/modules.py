@@ -17,7 +17,7 @@ from transformer_engine.pytorch.tensor import cast_master_weights_to_fp8, replac
 
 from megatron.core.module import param_info, set_param_info
 from megatron.core.parallel_state import group_of
-from megatron.core.tensor_parallel.layers import open_main_grad
+from megatron.core.tensor_parallel.layers import open_main_grad, take_stale_mark
 from megatron.core.transformer.layer_spec import FP8StateMixin, Precision
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -75,23 +75,32 @@ class Engine:
         self.module.training = owner.training
         weight = owner.weight
         assert isinstance(weight, Tensor)
-        has_main_grad = hasattr(weight, "main_grad")
-        if has_main_grad:
-            # Zeros, because the module adds to it except in the first micro-batch of a step.
-            open_main_grad(weight)
-        self.module.fuse_wgrad_accumulation = has_main_grad
         # Quantized weights are kept for the micro-batches of a step. None means that they are
         # quantized in every call, as outside of training.
         is_first_microbatch = None
         if STEP.index > 0:
             is_first_microbatch = self._step != STEP.index
         self._step = STEP.index
+        has_main_grad = hasattr(weight, "main_grad")
+        self.module.fuse_wgrad_accumulation = has_main_grad
+        # The first micro-batch of a step overwrites the gradient, the others add to it.
+        # An expert may have no rows that overwrite it.
+        overwrites = is_first_microbatch and not self.has_own_weights
+        if has_main_grad and not overwrites:
+            open_main_grad(weight)
         if self.has_own_weights:
             x = _RunGradHooks.apply(x, owner.weight)
         output: Tensor = self.module(x, *inputs, is_first_microbatch=is_first_microbatch)
+        if has_main_grad and overwrites and output.requires_grad:
+            output.register_hook(partial(_announce_overwriting, weight))
         if STEP.calibration is not None:
             STEP.calibration.record(owner, output)
         return output
+
+
+def _announce_overwriting(weight: Tensor, gradient: Tensor) -> None:
+    """Take the mark in the backward pass: without one, the gradient stays stale."""
+    take_stale_mark(weight)
 
 
 class _RunGradHooks(torch.autograd.Function):
