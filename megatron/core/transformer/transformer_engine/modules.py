@@ -90,6 +90,10 @@ class Engine:
             open_main_grad(weight)
         if self.has_own_weights:
             x = _RunGradHooks.apply(x, owner.weight)
+            # In bf16 the module computes with copies of weights in fp8, which have no `main_grad`;
+            # a calibration does not need their gradients.
+            for name in _find_weight_names(self.module):
+                getattr(self.module, name).requires_grad_(STEP.calibration is None)
         output: Tensor = self.module(x, *inputs, is_first_microbatch=is_first_microbatch)
         if has_main_grad and overwrites and output.requires_grad:
             output.register_hook(partial(_announce_overwriting, weight))

@@ -280,7 +280,7 @@ class _Product(torch.autograd.Function):
         if module is not None:
             dy = module.rounded_gradient(dy)
         dw = dy.flatten(0, -2).t() @ x.flatten(0, -2)
-        if ctx.fused:
+        if ctx.fused and ctx.parameter.requires_grad:
             main_grad = ctx.parameter.main_grad
             main_grad.copy_(dw) if ctx.overwrite else main_grad.add_(dw)
             dw = None
@@ -364,7 +364,11 @@ class Linear(_Module):
         inp = self.rounded(inp, 0) if self.fp8 else inp
         weight = self.weight_for(self.weight, is_first_microbatch)
         first = is_first_microbatch is True
-        out = _Product.apply(inp, weight, self.weight, self.fuse_wgrad_accumulation, first, self)
+        # Without fp8 the real module computes with a copy of a weight in fp8, as its parameter.
+        parameter = self.weight
+        if isinstance(parameter, Fp8Tensor) and not self.fp8:
+            parameter = weight.requires_grad_(self.weight.requires_grad)
+        out = _Product.apply(inp, weight, parameter, self.fuse_wgrad_accumulation, first, self)
         if self.mode == "row" and self.tp_size > 1:
             out = _Sum.apply(out, self.tp_group, True, self.sequence_parallel)
         return out if self.bias is None else out + self.bias
@@ -453,14 +457,14 @@ class GroupedLinear(_Module):
         assert not self.fp8 or all(rows % 16 == 0 for rows in m_splits), m_splits
         fused = self.fuse_wgrad_accumulation
         first = is_first_microbatch is True
-        return torch.cat(
-            [
-                _Product.apply(
-                    x, w.dequantize() if isinstance(w, Fp8Tensor) else w, w, fused, first, None
-                )
-                for x, w in zip(inp.split(m_splits), weights, strict=True)
-            ]
-        )
+        products = []
+        for x, parameter in zip(inp.split(m_splits), weights, strict=True):
+            weight = parameter.dequantize() if isinstance(parameter, Fp8Tensor) else parameter
+            # As in `Linear`
+            if isinstance(parameter, Fp8Tensor) and not self.fp8:
+                parameter = weight.requires_grad_(parameter.requires_grad)
+            products.append(_Product.apply(x, weight, parameter, fused, first, None))
+        return torch.cat(products)
 
 
 class Fp8Padding(nn.Module):
