@@ -33,7 +33,7 @@ TOTAL = WARM_UP + 2 * WINDOW * PAIRS
 
 
 class Mark:
-    """A time: of the device, which lags behind the host, if there is one."""
+    """A time: of the device if there is one. It lags behind the host, which does not wait for it."""
 
     def __init__(self) -> None:
         self._event = None
@@ -77,19 +77,13 @@ def main() -> None:
     flags = ["--async-save", "--keep-last-n", "1", "--save-interval", str(2 * WINDOW)]
     config = parse_args([*sys.argv[1:], "--train-iters", str(TOTAL), *flags], 1)
     iteration = 0
-    times = []  # at the ends of windows, before the save that follows
     marks: list[Mark] = []  # after each iteration
 
     def after_iteration() -> None:
         nonlocal iteration
         iteration += 1
-        if iteration < WARM_UP:
-            return
-        marks.append(Mark())
-        if iteration % WINDOW == 0:
-            if torch.cuda.is_initialized():
-                torch.cuda.synchronize()
-            times.append(time.perf_counter())
+        if iteration >= WARM_UP:
+            marks.append(Mark())
 
     saves = Saves()
     pretrain(
@@ -100,7 +94,9 @@ def main() -> None:
         writers=[saves],
         on_iteration=after_iteration,
     )
-    windows = [end - begin for begin, end in itertools.pairwise(times)]
+    # At the ends of windows, before the save that follows
+    window_marks = marks[::WINDOW]
+    windows = [begin.measure(end) for begin, end in itertools.pairwise(window_marks)]
     with_saves = sum(windows[::2])
     plain = sum(windows[1::2])
     differences = [
@@ -115,11 +111,11 @@ def main() -> None:
     ]
     metrics = saves.metrics
     result = {
-        "iteration_ms": plain / (PAIRS * WINDOW) * 1e3,
-        "iteration_with_saves_ms": with_saves / (PAIRS * WINDOW) * 1e3,
+        "iteration_ms": plain / (PAIRS * WINDOW),
+        "iteration_with_saves_ms": with_saves / (PAIRS * WINDOW),
         "num_saves": len(metrics),
-        "cost_ms": statistics.mean(differences) * 1e3,
-        "cost_error_ms": statistics.stdev(differences) / PAIRS**0.5 * 1e3,
+        "cost_ms": statistics.mean(differences),
+        "cost_error_ms": statistics.stdev(differences) / PAIRS**0.5,
         "logged_ms": statistics.mean(row["save-blocking-time"] for row in metrics) * 1e3,
         "waited_ms": statistics.mean(row["save-end-wait-time"] for row in metrics) * 1e3,
         "gigabytes": metrics[0]["save-gigabytes"],
