@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import re
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -118,7 +117,7 @@ class _GGUFHeader:
 
     def __init__(self, file: OpenFile, path: Path, keeps_arrays: bool) -> None:
         self._file = file
-        self._path = path
+        self.path = path
         self._keeps_arrays = keeps_arrays
         self._end = min(file.size, _MAX_HEADER)
         self._chunk = b""
@@ -128,7 +127,7 @@ class _GGUFHeader:
     def fail(self, cause: str) -> CheckpointError:
         """Return the error for a file that cannot be read."""
         return CheckpointError(
-            f"{self._path}: {cause}: the file is damaged, or its download is incomplete"
+            f"{self.path}: {cause}: the file is damaged, or its download is incomplete"
         )
 
     def read(self, size: int) -> bytes:
@@ -168,7 +167,7 @@ class _GGUFHeader:
 
     def read_name(self) -> str:
         name = self.read_string(_MAX_NAME)
-        schema.key(name, f"{self._path}: a name")
+        schema.key(name, f"{self.path}: a name")
         return name
 
     def read_count(self, entries: str, min_bytes: int) -> int:
@@ -245,7 +244,7 @@ def _open_file(path: Path, keeps_arrays: bool = False) -> GGUFModel:
         if type(alignment) is not int or alignment <= 0 or alignment % 8:
             raise header.fail(f"general.alignment is {schema.format_value(alignment)}")
         data_start = -(-header.position // alignment) * alignment
-        tensors = _locate_tensors(header, path, descriptions, data_start, alignment, file.size)
+        tensors = _locate_tensors(header, descriptions, data_start, alignment, file.size)
     return GGUFModel(metadata, tensors)
 
 
@@ -264,17 +263,11 @@ def _check_version(header: _GGUFHeader) -> None:
         )
 
 
-class _Description(NamedTuple):
-    """The description of a tensor in the header."""
+def _read_description(header: _GGUFHeader) -> tuple[str, GGUFTensor]:
+    """Return the name of a tensor, and the tensor with its position in the data of the file.
 
-    name: str
-    shape: Shape
-    encoding: BlockEncoding
-    offset: int
-
-
-def _read_description(header: _GGUFHeader) -> _Description:
-    """Return the description of one tensor. Raises CheckpointError for an unknown encoding."""
+    Raises CheckpointError for an unknown encoding.
+    """
     name = header.read_name()
     label = escape_control_chars(name)
     num_dimensions = header.read_u32()
@@ -298,13 +291,12 @@ def _read_description(header: _GGUFHeader) -> _Description:
             f"{label} has rows of {dimensions[0]} elements, which are not blocks of "
             f"{encoding.block_size} ({encoding.name})"
         )
-    return _Description(name, tuple(reversed(dimensions)), encoding, offset)
+    return name, GGUFTensor(header.path, offset, encoding, tuple(reversed(dimensions)))
 
 
 def _locate_tensors(
     header: _GGUFHeader,
-    path: Path,
-    descriptions: list[_Description],
+    descriptions: list[tuple[str, GGUFTensor]],
     data_start: int,
     alignment: int,
     file_size: int,
@@ -312,25 +304,23 @@ def _locate_tensors(
     """Return the tensors of a file. Raises CheckpointError if they overlap or are outside of it."""
     tensors: dict[str, GGUFTensor] = {}
     end = 0
-    for description in sorted(descriptions, key=attrgetter("offset")):
-        label = escape_control_chars(description.name)
-        offset = description.offset
-        if description.name in tensors:
+    for name, tensor in sorted(descriptions, key=lambda description: description[1].position):
+        label = escape_control_chars(name)
+        offset = tensor.position
+        if name in tensors:
             raise header.fail(f"{label} occurs twice")
         if offset % alignment or offset < end:
             raise header.fail(
                 f"{label} begins at byte {offset} of the data, but the tensor before it ends at "
                 f"{end}, and tensors begin at multiples of {alignment}"
             )
-        num_blocks = math.prod(description.shape) // description.encoding.block_size
-        end = offset + num_blocks * description.encoding.block_bytes
+        num_blocks = math.prod(tensor.shape) // tensor.encoding.block_size
+        end = offset + num_blocks * tensor.encoding.block_bytes
         position = data_start + offset
         if data_start + end > file_size:
             raise header.fail(
                 f"{label} is at bytes {position} to {data_start + end}, but the file has "
                 f"{file_size}"
             )
-        tensors[description.name] = GGUFTensor(
-            path, position, description.encoding, description.shape
-        )
+        tensors[name] = tensor._replace(position=position)
     return tensors
