@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.deferred import start_copy
-from megatron.core.dist_checkpointing import save
+from megatron.core.dist_checkpointing import Box, save
 from megatron.core.dist_checkpointing.background import SLOT_SIZE
-from megatron.core.dist_checkpointing.loading.reader import Reader, Request
+from megatron.core.dist_checkpointing.loading.reader import Reader
 from megatron.core.dist_checkpointing.saving import device_staging
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_parallel
@@ -136,10 +136,8 @@ def load_to_device(rank: int, num_devices: int) -> bool:
         rounded = torch.zeros(300, 200, dtype=torch.bfloat16, device="cuda")
         torch.cuda.set_sync_debug_mode("error")
         reader = Reader(directory)
-        reader.read_into(
-            [Request(key, (0, 0), target) for key, target in targets.items()], workers=2
-        )
-        reader.read_into([Request("t0", (0, 7), columns), Request("t0", (0, 0), rounded)])
+        reader.read_into([(key, Box((0, 0), target)) for key, target in targets.items()], workers=2)
+        reader.read_into([("t0", Box((0, 7), columns)), ("t0", Box((0, 0), rounded))])
         torch.cuda.set_sync_debug_mode("default")
     whole = all(torch.equal(targets[key].cpu(), values) for key, values in host.items())
     part = torch.equal(columns.cpu(), host["t0"][:, 7:12])

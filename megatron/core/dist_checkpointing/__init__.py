@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.files import (
 from megatron.core.dist_checkpointing.format.metadata_codec import read_metadata
 from megatron.core.dist_checkpointing.format.verified_file import load_common
 from megatron.core.dist_checkpointing.loading.load import LoadReport, fill, load
-from megatron.core.dist_checkpointing.loading.reader import Reader, Request
+from megatron.core.dist_checkpointing.loading.reader import Reader
 from megatron.core.dist_checkpointing.mapping import (
     Box,
     Shape,
@@ -60,7 +60,6 @@ __all__ = [
     "Lineage",
     "LoadReport",
     "Reader",
-    "Request",
     "SaveFailedError",
     "SaveHandle",
     "SaveReport",

@@ -131,10 +131,10 @@ class _SourceReader:
 
     def read_into(self, requests: Sequence[Request], workers: int = 1) -> None:
         """Read in one thread: a `Source` need not support more."""
-        for key, offset, target in requests:
+        for key, box in requests:
             tensor = self.tensors[key]
-            target.copy_(tensor.read(offset, tuple(target.shape)))
-            self.bytes_needed += target.numel() * tensor.dtype.itemsize
+            box.tensor.copy_(tensor.read(box.offset, box.shape))
+            self.bytes_needed += box.tensor.numel() * tensor.dtype.itemsize
             self.bytes_read = self.bytes_needed
 
     def read_object(self, key: str) -> Any:
@@ -186,10 +186,7 @@ class _MainParametersFromWeights:
         return key in self._weights.values()
 
     def read_into(self, requests: Sequence[Request], workers: int = 1) -> None:
-        stored_requests = []
-        for request in requests:
-            stored_key = self._weights.get(request.key, request.key)
-            stored_requests.append(request._replace(key=stored_key))
+        stored_requests = [(self._weights.get(key, key), box) for key, box in requests]
         self._reader.read_into(stored_requests, workers)
         self.bytes_needed = self._reader.bytes_needed
         self.bytes_read = self._reader.bytes_read

@@ -247,7 +247,7 @@ def _read_local(
     requests = []
     for (key, offset), box in _index_boxes(state).items():
         if (key, offset) not in is_shared and key in contents.tensors:
-            requests.append(Request(key, offset, box.tensor))
+            requests.append((key, box))
     # This rank's share of the others
     if shares:
         requests += shares[dist.get_rank(group)]
@@ -320,7 +320,7 @@ def _divide_evenly(
         box = boxes[key, offset]
         start, shape = locate_rows(box.shape, first, count)
         target = narrow(box.tensor.detach(), start, shape)
-        shares[rank].append(Request(key, to_absolute(offset, start), target))
+        shares[rank].append((key, Box(to_absolute(offset, start), target)))
     return shares
 
 
@@ -340,7 +340,7 @@ def _all_gather_shares(shares: list[list[Request]], group: dist.ProcessGroup | N
     views_by_rank = []
     longest = 0
     for share in shares:
-        views = [request.target for request in share]
+        views = [box.tensor for _, box in share]
         views_by_rank.append(views)
         nbytes = sum(view.nbytes for view in views)
         longest = max(longest, nbytes)

@@ -22,6 +22,7 @@ from megatron.core.dist_checkpointing.files import METADATA
 from megatron.core.dist_checkpointing.format.metadata_codec import read_metadata
 from megatron.core.dist_checkpointing.format.verified_file import ChecksumVerifier, VerifiedFile
 from megatron.core.dist_checkpointing.mapping import (
+    Box,
     LazyTensor,
     Runs,
     Shape,
@@ -41,12 +42,8 @@ _BATCH = 64 << 20  # bytes: how much one task reads, and the largest temporary b
 _SPAN = 64 << 20  # bytes mapped at once where gaps are read through
 
 
-class Request(NamedTuple):
-    """Fill `target` (any device, any dtype, any strides) with the box of `key` at `offset`."""
-
-    key: str
-    offset: Shape
-    target: torch.Tensor
+# Fill a box of the tensor with this key: its memory has any device, dtype and strides.
+Request = tuple[str, Box]
 
 
 class _ChunkSlice(NamedTuple):
@@ -102,7 +99,7 @@ class Reader:
         Raises KeyError for an unknown key.
         """
         target = torch.empty(shape, dtype=self.metadata.tensors[key].dtype)
-        self.read_into([Request(key, offset, target)])
+        self.read_into([(key, Box(offset, target))])
         return target
 
     def view(self, key: str) -> LazyTensor:
@@ -130,8 +127,8 @@ class Reader:
         # Plan: a task reads one file from front to back, so that the disk receives few long reads,
         # independent of the order of the requests.
         by_file: dict[str, list[_ChunkSlice]] = defaultdict(list)
-        for request in requests:
-            for chunk_slice in self._find_slices(request):
+        for key, box in requests:
+            for chunk_slice in self._find_slices(key, box):
                 file = chunk_slice.chunk.location.file
                 by_file[file].append(chunk_slice)
         batches: list[list[_ChunkSlice]] = []
@@ -147,19 +144,18 @@ class Reader:
         with ThreadPoolExecutor(num_threads, "checkpoint-reader", same_cuda_device()) as pool:
             for _ in pool.map(self._read_batch, batches):
                 pass  # raises the error of the batch, if any
-        if any(request.target.is_cuda for request in requests):
+        if any(box.tensor.is_cuda for _, box in requests):
             _release_pinned_memory()
 
-    def _find_slices(self, request: Request) -> Iterable[_ChunkSlice]:
+    def _find_slices(self, key: str, box: Box) -> Iterable[_ChunkSlice]:
         """Yield the parts of stored chunks that overlap the requested box.
 
         Raises CheckpointError, after the last part, if the chunks do not cover the box.
         """
-        stored_tensor = self.metadata.tensors[request.key]
-        target = request.target.detach()
-        shape = tuple(target.shape)
+        stored_tensor = self.metadata.tensors[key]
+        target = box.tensor.detach()
         num_found = 0
-        for chunk_index, overlap in stored_tensor.chunks.overlaps(request.offset, shape):
+        for chunk_index, overlap in stored_tensor.chunks.overlaps(box.offset, box.shape):
             in_chunk, in_target, overlap_shape = overlap
             region = narrow(target, in_target, overlap_shape)
             num_found += region.numel()
@@ -170,8 +166,8 @@ class Reader:
         # missing.
         if num_found != target.numel():
             raise CheckpointError(
-                f"{self.directory / METADATA}: {request.key}: the box at {request.offset} of shape "
-                f"{shape} has {target.numel()} elements, the stored chunks give {num_found}"
+                f"{self.directory / METADATA}: {key}: the box at {box.offset} of shape "
+                f"{box.shape} has {target.numel()} elements, the stored chunks give {num_found}"
             )
 
     def _read_batch(self, slices: Sequence[_ChunkSlice]) -> None:

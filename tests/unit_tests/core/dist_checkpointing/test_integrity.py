@@ -18,7 +18,6 @@ from megatron.core.dist_checkpointing import (
     CheckpointError,
     Lineage,
     Reader,
-    Request,
     Segment,
     ShardedObject,
     ShardedTensor,
@@ -456,6 +455,6 @@ def test_a_load_reads_only_its_own_part_of_the_metadata(tmp_path, monkeypatch):
     )
     wanted = torch.zeros(2000, 1)
     reader = Reader(tmp_path / "c")
-    reader.read_into([Request("tensor_05", (0, 0), wanted)])
+    reader.read_into([("tensor_05", Box((0, 0), wanted))])
     assert bool((wanted == 5).all())
     assert sum(verifiers[0]._verified[".metadata"]) < num_blocks

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing import (
+    Box,
     CheckpointError,
     Reader,
-    Request,
     is_complete,
     load,
     load_common,
@@ -158,7 +158,7 @@ def test_an_unwritable_place_is_an_explained_error(tmp_path):
 
 def test_requests_outside_the_tensor_are_refused(saved):
     with pytest.raises(CheckpointError, match="layer.bias"):
-        Reader(saved).read_into([Request("layer.bias", (150,), torch.zeros(100))])
+        Reader(saved).read_into([("layer.bias", Box((150,), torch.zeros(100)))])
 
 
 def test_a_copied_checkpoint_is_still_one(saved, tmp_path):
