@@ -8,8 +8,8 @@ only copies and sends.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -17,12 +17,14 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.dist_checkpointing import Box, ShardedStateDict, ShardedTensor
-from megatron.core.dist_checkpointing.mapping import Shape, narrow, to_absolute
-from megatron.core.dist_checkpointing.planning.collection import LocalSpec, TensorSpec, describe
+from megatron.core.dist_checkpointing.mapping import Extent, Shape, narrow, to_absolute
+from megatron.core.dist_checkpointing.planning.collection import LocalSpec, TensorType, describe
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.transfer.sources import WeightSource, to_state
 
 _ALIGNMENT = 16  # bytes, of the first element of a message
+
+_Structure = Mapping[TensorType, tuple[Extent, ...]]  # boxes of a rank
 
 
 class Region(NamedTuple):
@@ -108,8 +110,8 @@ class TransferSchedule:
     rounds: tuple[Round, ...]
     bytes_by_rank: tuple[int, ...]
     """Bytes that each rank receives from other ranks: exactly those that it needs and lacks."""
-    source: tuple[TensorSpec, ...] = ()
-    target: tuple[TensorSpec, ...] = ()
+    source: _Structure = field(default_factory=dict)
+    target: _Structure = field(default_factory=dict)
 
     @property
     def bytes_moved(self) -> int:
@@ -138,9 +140,9 @@ class TransferSchedule:
                 source_keys.update(message.keys)
             for message in round.receives:
                 target_keys.update(message.keys)
-        source = [tensor for tensor in has.tensors if tensor.key in source_keys]
-        target = [tensor for tensor in needs.tensors if tensor.key in target_keys]
-        return replace(self, source=tuple(source), target=tuple(target))
+        source = _select_tensors(has, source_keys)
+        target = _select_tensors(needs, target_keys)
+        return replace(self, source=source, target=target)
 
     def bind(
         self,
@@ -168,6 +170,12 @@ class TransferSchedule:
         ranks = Coordination.of(group)
         transfer = ranks.run_on_all(lambda: self.bind(source, target, group))
         transfer.run()
+
+
+def _select_tensors(spec: LocalSpec, keys: Collection[str]) -> _Structure:
+    """Return the tensors of a rank with these keys."""
+    boxes_of_tensor = zip(spec.tensors, spec.boxes, strict=True)
+    return {tensor: boxes for tensor, boxes in boxes_of_tensor if tensor[0] in keys}
 
 
 class Transfer:
@@ -236,36 +244,36 @@ class Transfer:
 _Boxes = tuple[ShardedTensor, list[Box]]
 
 
-def _find_boxes(
-    state: ShardedStateDict, specs: Sequence[TensorSpec], name: str
-) -> dict[str, _Boxes]:
+def _find_boxes(state: ShardedStateDict, structure: _Structure, name: str) -> dict[str, _Boxes]:
     """Return the entries that the schedule uses, by key, with their boxes.
 
     Raises ValueError if one is missing, or has another structure.
     """
     entries = {entry.key: entry for entry in state.values() if isinstance(entry, ShardedTensor)}
     boxes_by_key = {}
-    for spec in specs:
-        if spec.key not in entries:
+    for tensor, extents in structure.items():
+        key, _, _ = tensor
+        if key not in entries:
             raise ValueError(
-                f"{spec.key}: the {name} does not have it, but had it when the transfer was "
+                f"{key}: the {name} does not have it, but had it when the transfer was "
                 "planned: plan it again"
             )
-        entry = entries[spec.key]
-        (current,) = describe({spec.key: entry}).tensors
-        if current != spec:
+        entry = entries[key]
+        current = describe({key: entry})
+        if current.tensors != (tensor,) or current.boxes != (extents,):
             raise ValueError(
-                f"{spec.key}: the {name} has {_format(current)}, the transfer was planned for "
-                f"{_format(spec)}: plan it again"
+                f"{key}: the {name} has {_format(current.tensors[0], current.boxes[0])}, the "
+                f"transfer was planned for {_format(tensor, extents)}: plan it again"
             )
-        boxes_by_key[spec.key] = (entry, [box for box in entry.boxes if 0 not in box.shape])
+        boxes_by_key[key] = (entry, [box for box in entry.boxes if 0 not in box.shape])
     return boxes_by_key
 
 
-def _format(spec: TensorSpec) -> str:
+def _format(tensor: TensorType, extents: tuple[Extent, ...]) -> str:
     """Return shape, dtype and boxes of a tensor for a message."""
-    boxes = ", ".join(f"{shape} at {offset}" for offset, shape in spec.boxes[:4])
-    return f"boxes {boxes} of {spec.shape} {spec.dtype}"
+    _, global_shape, dtype = tensor
+    boxes = ", ".join(f"{shape} at {offset}" for offset, shape in extents[:4])
+    return f"boxes {boxes} of {global_shape} {dtype}"
 
 
 def _view_region(boxes_by_key: dict[str, _Boxes], region: Region) -> torch.Tensor:

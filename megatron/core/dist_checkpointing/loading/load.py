@@ -273,10 +273,10 @@ def _find_shared_boxes(
     if group is None or dist.get_world_size(group) == 1:
         return []
     boxes = []
-    for tensor in spec.tensors:
-        if tensor.key in reader.metadata.tensors:
-            for offset, shape in tensor.boxes:
-                boxes.append((tensor.key, offset, shape, str(tensor.dtype)))
+    for (key, _, dtype), boxes_of_tensor in zip(spec.tensors, spec.boxes, strict=True):
+        if key in reader.metadata.tensors:
+            for offset, shape in boxes_of_tensor:
+                boxes.append((key, offset, shape, str(dtype)))
     # All ranks must list their boxes in the same order, although their models may have another one.
     boxes.sort()
 
@@ -412,20 +412,19 @@ def _compare_keys(spec: LocalSpec, contents: Contents) -> _KeyComparison:
     """Compare the keys that this rank requests with the checkpoint."""
     # Keys whose kind or shape differs
     wrong = []
-    for tensor in spec.tensors:
-        key = tensor.key
+    for key, shape, _ in spec.tensors:
         if key in contents.objects:
             wrong.append(f"{key}: an object in the checkpoint, a tensor here")
         elif key in contents.tensors:
             stored_shape = contents.tensors[key].shape
-            if stored_shape != tensor.shape:
-                wrong.append(f"{key}: {stored_shape} in the checkpoint, {tensor.shape} here")
+            if stored_shape != shape:
+                wrong.append(f"{key}: {stored_shape} in the checkpoint, {shape} here")
     for key in spec.objects:
         if key in contents.tensors:
             wrong.append(f"{key}: a tensor in the checkpoint, an object here")
 
     # Keys that only this rank has
-    requested = {tensor.key for tensor in spec.tensors}
+    requested = {key for key, _, _ in spec.tensors}
     requested.update(spec.objects)
     checkpoint_keys = _list_keys(contents)
     unexpected = sorted(requested - set(checkpoint_keys))

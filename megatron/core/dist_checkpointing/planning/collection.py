@@ -31,19 +31,11 @@ from megatron.core.safe_files.schema import abbreviate
 TensorType = tuple[str, Shape, torch.dtype]  # key, global shape, dtype
 
 
-class TensorSpec(NamedTuple):
-    """The boxes of one tensor on one rank."""
-
-    key: str
-    shape: Shape  # global
-    dtype: torch.dtype
-    boxes: tuple[Extent, ...]  # (offset, shape) of each
-
-
 class LocalSpec(NamedTuple):
     """The structure of one rank's state; a plan is valid while it is unchanged on every rank."""
 
-    tensors: tuple[TensorSpec, ...]
+    tensors: tuple[TensorType, ...]
+    boxes: tuple[tuple[Extent, ...], ...]  # of each tensor
     objects: tuple[str, ...]  # keys
 
 
@@ -65,6 +57,7 @@ class PackedSpec(NamedTuple):
 def describe(state: ShardedStateDict) -> LocalSpec:
     """Return the structure of `state`. Raises CheckpointError for an inconsistent tensor."""
     tensors = []
+    boxes = []
     objects = []
     for name, entry in state.items():
         if isinstance(entry, ShardedObject):
@@ -74,21 +67,15 @@ def describe(state: ShardedStateDict) -> LocalSpec:
             raise CheckpointError(
                 f"{name}: {type(entry).__name__} is neither ShardedTensor nor ShardedObject"
             )
-        tensors.append(_describe_tensor(entry))
+        # The boxes are kept with the entry.
+        if LocalSpec not in entry.derived:
+            entry.derived[LocalSpec] = _select_boxes(entry)
+        tensors.append((entry.key, entry.global_shape, entry.dtype))
+        boxes.append(entry.derived[LocalSpec])
 
-    tensor_keys = [tensor.key for tensor in tensors]
+    tensor_keys = [key for key, _, _ in tensors]
     _check_unique_keys(tensor_keys + objects)
-    return LocalSpec(tuple(tensors), tuple(objects))
-
-
-def _describe_tensor(entry: ShardedTensor) -> TensorSpec:
-    """Return the structure of a tensor, which is kept with the entry."""
-    spec: TensorSpec | None = entry.derived.get(TensorSpec)
-    if spec is None:
-        boxes = _select_boxes(entry)
-        spec = TensorSpec(entry.key, entry.global_shape, entry.dtype, boxes)
-        entry.derived[TensorSpec] = spec
-    return spec
+    return LocalSpec(tuple(tensors), tuple(boxes), tuple(objects))
 
 
 def _select_boxes(entry: ShardedTensor) -> tuple[Extent, ...]:
@@ -139,28 +126,22 @@ def _check_unique_keys(keys: Sequence[str]) -> None:
 
 def pack(spec: LocalSpec) -> PackedSpec:
     """Convert a spec to arrays in which all boxes have the same number of dimensions."""
-    types: list[TensorType] = []
-    counts: list[int] = []
-    dims = 0  # of the tensor that has the most
-    for tensor in spec.tensors:
-        types.append((tensor.key, tensor.shape, tensor.dtype))
-        counts.append(len(tensor.boxes))
-        dims = max(dims, len(tensor.shape))
-
     # Dimensions that a tensor lacks have the offset 0 and the size 1.
+    dims = max((len(shape) for _, shape, _ in spec.tensors), default=0)
     extents: list[Extent] = []
-    for tensor in spec.tensors:
-        missing = dims - len(tensor.shape)
+    for (_, global_shape, _), boxes_of_tensor in zip(spec.tensors, spec.boxes, strict=True):
+        missing = dims - len(global_shape)
         offset_end = (0,) * missing
         shape_end = (1,) * missing
-        for offset, shape in tensor.boxes:
+        for offset, shape in boxes_of_tensor:
             padded_offset = offset + offset_end
             padded_shape = shape + shape_end
             extents.append((padded_offset, padded_shape))
 
     boxes = BoxTable.of(extents, dims)
-    boxes = replace(boxes, tensor=np.repeat(np.arange(len(types)), counts))
-    return PackedSpec(pickle.dumps(tuple(types)), spec.objects, boxes.compact())
+    counts = list(map(len, spec.boxes))
+    boxes = replace(boxes, tensor=np.repeat(np.arange(len(counts)), counts))
+    return PackedSpec(pickle.dumps(spec.tensors), spec.objects, boxes.compact())
 
 
 # ---- Collection of the boxes of all ranks ----

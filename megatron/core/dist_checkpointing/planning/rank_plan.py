@@ -130,8 +130,8 @@ def make_data_files(spec: LocalSpec, items: BoxTable, rank: int) -> list[DataFil
     """Return the files that a rank writes. `items` are its part of a `SavePlan`."""
     # The plan numbers the boxes in the order of the spec.
     boxes = []
-    for tensor in spec.tensors:
-        for offset, _ in tensor.boxes:
+    for tensor, boxes_of_tensor in zip(spec.tensors, spec.boxes, strict=True):
+        for offset, _ in boxes_of_tensor:
             boxes.append((tensor, offset))
 
     # Encode the envelope of each item, and collect the items of each file.
@@ -139,14 +139,14 @@ def make_data_files(spec: LocalSpec, items: BoxTable, rank: int) -> list[DataFil
     columns = (items.box, items.offset, items.shape, items.file, items.position)
     # Lists: single elements of an array are slow.
     for box, offset, shape, file, position in zip(*(c.tolist() for c in columns), strict=True):
-        tensor, box_offset = boxes[box]
+        (key, global_shape, dtype), box_offset = boxes[box]
         # The arrays have the dimensions of the tensor that has the most.
-        dims = len(tensor.shape)
+        dims = len(global_shape)
         item_shape = tuple(shape[:dims])
-        prefix, suffix = make_tensor_envelope(tensor.dtype, item_shape)
+        prefix, suffix = make_tensor_envelope(dtype, item_shape)
         item = WriteItem(
-            key=tensor.key,
-            dtype=tensor.dtype,
+            key=key,
+            dtype=dtype,
             box=box_offset,
             offset=tuple(offset[:dims]),
             shape=item_shape,
@@ -283,10 +283,11 @@ def _make_structure_error(spec: LocalSpec | CheckpointError, before: LocalSpec) 
     if isinstance(spec, CheckpointError):
         return spec
     # Entries that are in one of the structures only
-    changed_tensors = set(spec.tensors) ^ set(before.tensors)
+    tensors = set(zip(spec.tensors, spec.boxes, strict=True))
+    tensors_before = set(zip(before.tensors, before.boxes, strict=True))
     changed_keys = set(spec.objects) ^ set(before.objects)
-    for tensor in changed_tensors:
-        changed_keys.add(tensor.key)
+    for (key, _, _), _ in tensors ^ tensors_before:
+        changed_keys.add(key)
     keys = ", ".join(sorted(changed_keys)[:10])
     return CheckpointError(
         f"assume_constant_structure: the structure has changed since the last save: {keys}"

@@ -17,7 +17,6 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.core.dist_checkpointing.planning.balancing import level_loads
 from megatron.core.dist_checkpointing.planning.collection import (
     LocalSpec,
-    TensorSpec,
     describe,
     pack,
 )
@@ -27,7 +26,8 @@ from megatron.core.safe_files.errors import CheckpointError
 
 def spec(*tensors, objects=()):
     return LocalSpec(
-        tuple(TensorSpec(key, shape, torch.float32, tuple(boxes)) for key, shape, boxes in tensors),
+        tuple((key, shape, torch.float32) for key, shape, _ in tensors),
+        tuple(tuple(boxes) for _, _, boxes in tensors),
         objects,
     )
 
@@ -226,7 +226,7 @@ def test_every_conflict_is_named():
         match=r"w: \(8, 4\) torch.float32 on rank 0, \(8, 5\) torch.float32 on rank 1",
     ):
         make_plan([good, spec(("w", (8, 5), [((0, 0), (8, 5))]))])
-    half = LocalSpec((TensorSpec("w", (8, 4), torch.bfloat16, (whole,)),), ())
+    half = LocalSpec((("w", (8, 4), torch.bfloat16),), ((whole,),), ())
     with pytest.raises(CheckpointError, match="torch.float32 on rank 0.*torch.bfloat16 on rank 1"):
         make_plan([good, half])
     with pytest.raises(CheckpointError, match=r"w \(8, 4\): element \(4, 0\) is held by no rank"):
