@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron.conversion.huggingface.export_plan import describe_model
+from megatron.conversion.huggingface.export_plan import describe_model, locate_elements
 from megatron.core.dist_checkpointing import Box, ShardedStateDict, ShardedTensor
 from megatron.core.dist_checkpointing.mapping import TensorInfo
 from megatron.core.safe_files.schema import abbreviate
@@ -43,14 +43,14 @@ def view_engine_tensors(
     _check_tensors(tensors, model.list_tensors())
     boxes: dict[str, list[Box]] = {}
     for parameter in model.parameters:
-        # Positions and strides count elements.
-        for place in parameter.locate([(name, 0) for name in parameter.names], itemsize=1):
-            if place.file not in tensors:
+        # Each tensor is a file whose positions and strides count elements.
+        starts = [(index, 0) for index in range(len(parameter.names))]
+        for (offset, shape), (index, position), strides in locate_elements(parameter, starts, 1):
+            tensor = tensors.get(parameter.names[index])
+            if tensor is None:
                 continue
-            tensor = tensors[place.file].detach()
-            position = tensor.storage_offset() + place.position
-            view = tensor.as_strided(place.shape, place.strides, position)
-            boxes.setdefault(parameter.key, []).append(Box(place.offset, view))
+            view = tensor.detach().as_strided(shape, strides, tensor.storage_offset() + position)
+            boxes.setdefault(parameter.key, []).append(Box(offset, view))
 
     state: ShardedStateDict = {}
     for key, key_boxes in boxes.items():

@@ -7,7 +7,8 @@ The plan lets the ranks of a run write the model from the tensors that they save
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,16 +29,20 @@ from megatron.conversion.huggingface.stored_parameters import (
 from megatron.conversion.huggingface.weight_files import lay_out_weight_files, write_index
 from megatron.conversion.model_space.model import model_config, model_tensors
 from megatron.conversion.options import WriteOptions
-from megatron.core.dist_checkpointing.mapping import Shape, TensorInfo
+from megatron.core.dist_checkpointing.mapping import Extent, Shape, TensorInfo
 from megatron.core.dist_checkpointing.saving.model_export import (
-    ExportedTensor,
     ExportFile,
     ExportPlan,
-    TensorPlace,
+    locate_boxes,
 )
 from megatron.core.run_checkpoint.keys import is_trained
 
 _STEM = "model"
+
+
+FilePosition = tuple[int, int]  # number of a file, and a byte in it
+# Offset and shape of a box, its first byte, and the bytes between neighbors along each axis.
+LocatedBox = tuple[Extent, FilePosition, Shape]
 
 
 class StoredModel(NamedTuple):
@@ -111,25 +116,75 @@ def plan_export(
     # Assign the tensors to files.
     weight_files = lay_out_weight_files(_STEM, model.list_tensors(), options.max_shard_size)
     files: dict[str, ExportFile] = {}
-    starts: dict[str, tuple[str, int]] = {}  # tensor -> file and position of its first byte
-    for file, tensors in weight_files.items():
+    starts: dict[str, FilePosition] = {}  # tensor -> file and position of its first byte
+    for index, (file, tensors) in enumerate(weight_files.items()):
         layout = lay_out_safetensors(tensors)
         files[file] = ExportFile(layout.header, layout.size)
         for name, start in layout.starts.items():
-            starts[name] = (file, start)
+            starts[name] = (index, start)
 
     # Locate every element.
-    places_by_key: dict[str, list[TensorPlace]] = {}
+    boxes_by_key: dict[str, list[LocatedBox]] = {}
     for parameter in model.parameters:
         tensor_starts = [starts[name] for name in parameter.names]
-        places = parameter.locate(tensor_starts, model.dtypes[parameter.key].itemsize)
-        places_by_key.setdefault(parameter.key, []).extend(places)
-    exported = {}
-    for key, tensor_places in places_by_key.items():
-        exported[key] = ExportedTensor(model.dtypes[key], tuple(tensor_places))
+        boxes = locate_elements(parameter, tensor_starts, model.dtypes[parameter.key].itemsize)
+        boxes_by_key.setdefault(parameter.key, []).extend(boxes)
+
+    # Write the boxes of each tensor as a table.
+    tables = {}
+    for key, located in boxes_by_key.items():
+        extents, box_starts, strides = zip(*located, strict=True)
+        tables[key] = locate_boxes(extents, box_starts, strides, list(files))
 
     def add_small_files(directory: Path) -> None:
         write_index(directory, _STEM, weight_files)
         write_small_files(directory, args, model.fields, options)
 
-    return ExportPlan(exported, files, add_small_files)
+    return ExportPlan(model.dtypes, tables, files, add_small_files)
+
+
+def locate_elements(
+    parameter: StoredParameter, starts: Sequence[FilePosition], itemsize: int
+) -> Iterator[LocatedBox]:
+    """Yield the boxes of the runs of rows of a parameter. The stored tensors begin at `starts`."""
+    shape = parameter.shape
+    stored_shapes = parameter.stored_shapes()
+    row_shape = shape[1:]
+    row_offset = (0,) * len(row_shape)
+    # A box has one expert.
+    one_expert = (1,) * len(parameter.lead)
+    no_stride = (0,) * len(parameter.lead)
+
+    first = 0  # row of the model
+    for run in parameter.row_map:
+        stored_shape = stored_shapes[run.source]
+        file, position = starts[run.source]
+        if parameter.packed is not None:
+            (expert,) = parameter.lead
+            matrix_bytes = math.prod(stored_shape[1:]) * itemsize
+            position += expert * matrix_bytes
+
+        # Bytes between neighbors along each axis of the model's parameter
+        strides = _compute_strides(shape, itemsize)
+        if parameter.transposed:
+            strides = [itemsize, stored_shape[-1] * itemsize]
+        row_stride = strides[0]
+
+        num_rows = len(run.rows)
+        box_offset = (*parameter.lead, first, *row_offset)
+        box_shape = (*one_expert, num_rows, *row_shape)
+        start = (file, position + run.rows.start * row_stride)
+        box_strides = (*no_stride, run.rows.step * row_stride, *strides[1:])
+        yield (box_offset, box_shape), start, box_strides
+        first += num_rows
+
+
+def _compute_strides(shape: Shape, itemsize: int) -> list[int]:
+    """Return the bytes between neighbors along each axis of a row-major tensor."""
+    strides = []
+    stride = itemsize
+    for size in reversed(shape):
+        strides.append(stride)
+        stride *= size
+    strides.reverse()
+    return strides

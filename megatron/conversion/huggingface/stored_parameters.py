@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +27,6 @@ from megatron.conversion.model_space.pieces import (
     swap_halves,
 )
 from megatron.core.dist_checkpointing.mapping import LazyTensor, Shape
-from megatron.core.dist_checkpointing.saving.model_export import TensorPlace
 from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -113,38 +111,6 @@ class StoredParameter:
                 tensor = select(tensor, 0)
             tensors.append(tensor)
         return tensors
-
-    def locate(self, starts: Sequence[tuple[str, int]], itemsize: int) -> Iterator[TensorPlace]:
-        """Yield the places in files of the runs of rows.
-
-        `starts` are the file and the position of the first byte of each stored tensor.
-        """
-        row_shape = self.shape[1:]
-        first = 0  # row of the model
-        for run in self.row_map:
-            stored_shape = self.stored_shapes()[run.source]
-            file, position = starts[run.source]
-            if self.packed is not None:
-                (expert,) = self.lead
-                position += expert * math.prod(stored_shape[1:]) * itemsize
-            # Bytes between neighbors along each axis of the model's parameter.
-            if self.transposed:
-                row_stride = itemsize
-                strides = [stored_shape[-1] * itemsize]
-            else:
-                row_stride = math.prod(row_shape) * itemsize
-                strides = [
-                    math.prod(row_shape[axis + 1 :]) * itemsize for axis in range(len(row_shape))
-                ]
-            lead = len(self.lead)
-            yield TensorPlace(
-                offset=(*self.lead, first, *(0,) * len(row_shape)),
-                shape=(*(1,) * lead, len(run.rows), *row_shape),
-                file=file,
-                position=position + run.rows.start * row_stride,
-                strides=(*(0,) * lead, run.rows.step * row_stride, *strides),
-            )
-            first += len(run.rows)
 
 
 def store_parameters(

@@ -53,6 +53,7 @@ class BoxTable:
     * Rank 0 collects them: `rank`, `box` (the index among the boxes of that rank), `nbytes`.
     * Rank 0 assigns them to files: `file` (an index in `files`), `position`, `length`. These are
       the columns of a stored tensor.
+    * In a file of another format, the elements of a box are `strides` apart.
 
     The tensors of one table may differ in their number of dimensions. `offset` and `shape` have
     those of the tensor that has the most; missing dimensions at the end are 0 and 1.
@@ -71,6 +72,7 @@ class BoxTable:
     length: np.ndarray = field(
         default_factory=_empty_column
     )  # bytes of raw data and envelope, without padding
+    strides: np.ndarray = field(default_factory=_empty_column)  # bytes, [boxes, dimensions]
     files: Sequence[str] = ()  # names
 
     @classmethod

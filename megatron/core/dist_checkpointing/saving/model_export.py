@@ -11,17 +11,18 @@ import itertools
 import logging
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from megatron.core.dist_checkpointing.background import Slot
 from megatron.core.dist_checkpointing.box_table import BoxTable
 from megatron.core.dist_checkpointing.files import pending_directory
 from megatron.core.dist_checkpointing.mapping import (
+    Extent,
     Shape,
     narrow,
     split_flat_range,
@@ -47,27 +48,16 @@ from megatron.core.safe_files.torch_zip import view_bytes
 logger = logging.getLogger(__name__)
 
 
-class TensorPlace(NamedTuple):
-    """Location of a box of a global tensor in an export.
-
-    The element at `index` inside the box is at byte `position` + sum(index * strides) of `file`.
-    """
-
-    offset: Shape
-    shape: Shape
-    file: str
-    position: int
-    strides: tuple[int, ...]
-
-
-class ExportedTensor(NamedTuple):
-    """The places of a global tensor in an export. They cover every element, copies several times.
-
-    Elements are cast from the dtype of the checkpoint to `dtype`.
-    """
-
-    dtype: torch.dtype
-    tensor_places: tuple[TensorPlace, ...]
+def locate_boxes(
+    extents: Sequence[Extent],
+    starts: Sequence[tuple[int, int]],
+    strides: Sequence[Shape],
+    files: Sequence[str],
+) -> BoxTable:
+    """Return a table of boxes that begin at these (file, position), for an `ExportPlan`."""
+    file, position = np.array(starts, dtype=np.int64).T
+    table = BoxTable.of(extents, len(strides[0]))
+    return replace(table, file=file, position=position, strides=np.array(strides), files=files)
 
 
 class ExportFile(NamedTuple):
@@ -81,7 +71,12 @@ class ExportFile(NamedTuple):
 class ExportPlan:
     """All files of an export."""
 
-    tensors: Mapping[str, ExportedTensor]
+    dtypes: Mapping[str, torch.dtype]  # of elements in the export, by key
+    tables: Mapping[str, BoxTable]
+    """Boxes of global tensors by key, with the columns `file`, `position` and `strides`. They cover
+    every element, copies several times. The element at `index` inside of a box is at byte
+    `position` + sum(index * strides) of `file`.
+    """
     files: Mapping[str, ExportFile]
     add_small_files: Callable[[Path], None]
     """Adds the files that contain no tensors; called on rank 0, in the background."""
@@ -90,17 +85,6 @@ class ExportPlan:
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(file.size - len(file.header) for file in self.files.values())
-
-    @cached_property
-    def tables(self) -> dict[str, BoxTable]:
-        """The boxes of the places, by key."""
-        tables = {}
-        for key, tensor in self.tensors.items():
-            extents = [
-                (tensor_place.offset, tensor_place.shape) for tensor_place in tensor.tensor_places
-            ]
-            tables[key] = BoxTable.of(extents, len(extents[0][0]))
-        return tables
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +164,7 @@ class StagedExport(PendingExport):
         try:
             for at, index, data in chunk.list_parts(items):
                 item = items[index]
-                if isinstance(data, bytes) or item.key not in self._plan.tensors:
+                if isinstance(data, bytes) or item.key not in self._plan.tables:
                     continue  # not the raw data of an exported tensor
                 itemsize = item.dtype.itemsize
                 assert data.start % itemsize == len(data) % itemsize == 0, data
@@ -222,16 +206,15 @@ class StagedExport(PendingExport):
 
     def _write_box(self, key: str, offset: Shape, values: torch.Tensor) -> None:
         """Write a box of the tensor `key` to all places that overlap it."""
-        dtype, tensor_places = self._plan.tensors[key]
-        for box_index, common in self._plan.tables[key].overlaps(offset, tuple(values.shape)):
-            tensor_place = tensor_places[box_index]
-            position = tensor_place.position
-            for start, stride in zip(common.in_first, tensor_place.strides, strict=True):
-                position += start * stride
+        dtype = self._plan.dtypes[key]
+        table = self._plan.tables[key]
+        for box_index, common in table.overlaps(offset, tuple(values.shape)):
+            file = self._open(table.files[table.file[box_index]])
+            strides: list[int] = table.strides[box_index].tolist()
+            position = int(table.position[box_index])
+            position += sum(map(operator.mul, common.in_first, strides))
             box_values = narrow(values, common.in_second, common.shape)
-            self._write_strided(
-                self._open(tensor_place.file), position, tensor_place.strides, box_values, dtype
-            )
+            self._write_strided(file, position, strides, box_values, dtype)
             with self._lock:
                 self._written += box_values.numel() * dtype.itemsize
 

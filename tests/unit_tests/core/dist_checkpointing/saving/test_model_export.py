@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,11 +15,10 @@ from megatron.core.dist_checkpointing import ShardedTensor, is_complete
 from megatron.core.dist_checkpointing.files import clean_up
 from megatron.core.dist_checkpointing.mapping import Box
 from megatron.core.dist_checkpointing.saving.model_export import (
-    ExportedTensor,
     ExportFile,
     ExportPlan,
     StagedTarget,
-    TensorPlace,
+    locate_boxes,
 )
 from megatron.core.dist_checkpointing.saving.saver import AsyncSaver
 from tests.support.processes import is_running
@@ -49,26 +49,23 @@ def make_plan(add_small_files=lambda directory: None):
     """Even rows of the matrix, then odd ones; transposed experts; the vector in another file."""
     row = COLUMNS * 4
     start = len(HEADER)
-    places = [
-        # Model rows [0, ROWS / 2) are rows 0, 2, 4, ... of the file, the others 1, 3, 5, ...
-        TensorPlace((0, 0), (ROWS // 2, COLUMNS), "a", start, (2 * row, 4)),
-        TensorPlace((ROWS // 2, 0), (ROWS // 2, COLUMNS), "a", start + row, (2 * row, 4)),
-    ]
+    # Model rows [0, ROWS / 2) are rows 0, 2, 4, ... of the file, the others 1, 3, 5, ...
+    half = (ROWS // 2, COLUMNS)
+    halves = [((0, 0), half), ((ROWS // 2, 0), half)]
+    starts = [(0, start), (0, start + row)]
+    matrix = locate_boxes(halves, starts, [(2 * row, 4)] * 2, "ab")
     end = start + ROWS * row
-    experts = []
-    for number in range(EXPERTS):  # [24, 40] each
-        position = end + number * 40 * 24 * 2
-        experts.append(TensorPlace((number, 0, 0), (1, 40, 24), "a", position, (0, 2, 40 * 2)))
-    tensors = {
-        "matrix": ExportedTensor(torch.float32, tuple(places)),
-        "experts": ExportedTensor(torch.bfloat16, tuple(experts)),
-        "vector": ExportedTensor(torch.float32, (TensorPlace((0,), (77,), "b", 0, (4,)),)),
-    }
+    extents = [((number, 0, 0), (1, 40, 24)) for number in range(EXPERTS)]
+    starts = [(0, end + number * 40 * 24 * 2) for number in range(EXPERTS)]  # [24, 40] each
+    experts = locate_boxes(extents, starts, [(0, 2, 40 * 2)] * EXPERTS, "ab")
+    vector = locate_boxes([((0,), (77,))], [(1, 0)], [(4,)], "ab")
+    tables = {"matrix": matrix, "experts": experts, "vector": vector}
+    dtypes = {"matrix": torch.float32, "experts": torch.bfloat16, "vector": torch.float32}
     files = {
         "a": ExportFile(HEADER, end + EXPERTS * 40 * 24 * 2),
         "b": ExportFile(b"", 77 * 4),
     }
-    return ExportPlan(tensors, files, add_small_files)
+    return ExportPlan(dtypes, tables, files, add_small_files)
 
 
 def to_bytes(tensor):
@@ -123,18 +120,16 @@ def test_large_runs_begin_at_any_position(tmp_path, position, dtype):
     torch.manual_seed(2)
     sizes = (1, 70_001, 900_000, 3, 1_500_000)  # elements, with direct writes for all but two
     tensors = {}
-    places = {}
+    tables = {}
     for number, size in enumerate(sizes):
         key = f"tensor {number}"
         tensors[key] = torch.randn(size)
         start = position + sum(sizes[:number]) * dtype.itemsize
-        place = TensorPlace((0,), (size,), "a", start, (dtype.itemsize,))
-        places[key] = ExportedTensor(dtype, (place,))
+        tables[key] = locate_boxes([((0,), (size,))], [(0, start)], [(dtype.itemsize,)], "a")
     header = bytes(range(1, 251)) * 17
     files = {"a": ExportFile(header[:position], position + sum(sizes) * dtype.itemsize)}
-    target = StagedTarget(
-        root=tmp_path / "exports", plan=ExportPlan(places, files, lambda directory: None)
-    )
+    plan = ExportPlan(dict.fromkeys(tables, dtype), tables, files, lambda directory: None)
+    target = StagedTarget(root=tmp_path / "exports", plan=plan)
     state = {key: ShardedTensor.replicated(key, tensor) for key, tensor in tensors.items()}
     with AsyncSaver() as saver:
         saver.save(
@@ -154,9 +149,8 @@ def test_large_runs_begin_at_any_position(tmp_path, position, dtype):
 def test_incomplete_export_is_not_committed(tmp_path):
     """A tensor that the plan misses a part of."""
     plan = make_plan()
-    first, _ = plan.tensors["matrix"].tensor_places
-    tensors = {**plan.tensors, "matrix": ExportedTensor(torch.float32, (first,))}
-    report = save(tmp_path, ExportPlan(tensors, plan.files, plan.add_small_files))
+    tables = {**plan.tables, "matrix": plan.tables["matrix"].take(slice(1))}
+    report = save(tmp_path, replace(plan, tables=tables))
     assert report.exported is None
     missing = math.prod((ROWS // 2, COLUMNS)) * 4
     assert f"have written {plan.nbytes - missing} of {plan.nbytes} bytes" in report.warning
