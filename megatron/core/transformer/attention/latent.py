@@ -12,8 +12,8 @@ from megatron.core.arithmetic import divide
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_parallel, gather_from_sequence
 from megatron.core.transformer.attention.multi_head import Attention
-from megatron.core.transformer.attention.rope_scaling import compute_yarn_mscale
-from megatron.core.transformer.attention.rotary import QueryScales, Rotary, RotaryTables, rotate
+from megatron.core.transformer.attention.rope_scaling import QueryScales, compute_yarn_mscale
+from megatron.core.transformer.attention.rotary import Rotary, RotaryTables, rotate
 from megatron.core.transformer.layer_spec import select_layer_spec
 from megatron.core.transformer.placement import Placement
 from megatron.core.transformer.transformer_config import TransformerConfig

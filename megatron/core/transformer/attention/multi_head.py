@@ -10,16 +10,14 @@ from torch import Tensor
 from megatron.core.arithmetic import divide
 from megatron.core.module import MegatronModule, param_info, set_param_info
 from megatron.core.transformer.attention.core import CoreAttention
-from megatron.core.transformer.attention.rotary import (
-    QueryScales,
-    RotaryTables,
-    rotate,
-    split_qkv,
-)
+from megatron.core.transformer.attention.rotary import RotaryTables, rotate, split_qkv
 from megatron.core.transformer.layer_spec import select_layer_spec
 from megatron.core.transformer.norm import Norm, NormAcrossHeads, NormPerHead
 from megatron.core.transformer.placement import Placement
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.wings import resolve
+
+_QUERY_SCALES = "megatron.core.transformer.attention.rope_scaling:QueryScales"
 
 
 class Attention(MegatronModule):
@@ -93,7 +91,7 @@ class SelfAttention(Attention):
             self.rotary = self._make_rotary_tables(has_window=window is not None)
         self.query_scales = None
         if config.query_length_scaling:
-            self.query_scales = QueryScales(config, self.cp.attention_axis)
+            self.query_scales = resolve(_QUERY_SCALES)(config, self.cp.attention_axis)
         self.core_attention = spec.core_attention(
             config,
             placement,

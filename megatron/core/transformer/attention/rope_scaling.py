@@ -1,4 +1,4 @@
-"""Rotary embeddings in a longer context than that of pretraining: YaRN, LongRoPE and Llama 3.1."""
+"""Attention in a longer context than that of pretraining: YaRN, LongRoPE, Llama 3.1 and 4."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from megatron.core.parallel_state import Axis
+from megatron.core.transformer.placement import compute_local_positions
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -78,3 +80,30 @@ def scale_as_llama3(frequencies: Tensor, config: TransformerConfig) -> Tensor:
     unchanged = ramp.clamp(0.0, 1.0)
     scaled = (1 - unchanged) * frequencies / config.rope_scaling_factor
     return unchanged * frequencies + scaled
+
+
+class QueryScales:
+    """Factors of queries by their position (Llama 4), kept per length, dtype and device.
+
+    A rank has a part of each sequence if `cp` has more than one rank.
+    """
+
+    def __init__(self, config: TransformerConfig, cp: Axis) -> None:
+        self._cp = cp
+        self._rate = config.query_length_scaling
+        self._original_length = config.original_max_position_embeddings
+        self._tables: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
+
+    def __call__(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return the factors of this rank's `length` positions, `[s, 1, 1, 1, 1]`."""
+        key = (length, dtype, device)
+        if key not in self._tables:
+            cp = self._cp
+            whole_length = length * cp.size
+            positions = compute_local_positions(whole_length, cp.rank, cp.size)  # [s]
+            # The factor grows with the number of original contexts before a position.
+            contexts = torch.floor(positions / self._original_length)
+            scales = 1 + self._rate * torch.log1p(contexts)
+            scales = scales.view(length, 1, 1, 1, 1)
+            self._tables[key] = scales.to(device, dtype)
+        return self._tables[key]

@@ -155,33 +155,6 @@ class RotaryTables:
         )
 
 
-class QueryScales:
-    """Factors of queries by their position (Llama 4), kept per length, dtype and device.
-
-    A rank has a part of each sequence if `cp` has more than one rank.
-    """
-
-    def __init__(self, config: TransformerConfig, cp: Axis) -> None:
-        self._cp = cp
-        self._rate = config.query_length_scaling
-        self._original_length = config.original_max_position_embeddings
-        self._tables: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
-
-    def __call__(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return the factors of this rank's `length` positions, `[s, 1, 1, 1, 1]`."""
-        key = (length, dtype, device)
-        if key not in self._tables:
-            cp = self._cp
-            whole_length = length * cp.size
-            positions = compute_local_positions(whole_length, cp.rank, cp.size)  # [s]
-            # The factor grows with the number of original contexts before a position.
-            contexts = torch.floor(positions / self._original_length)
-            scales = 1 + self._rate * torch.log1p(contexts)
-            scales = scales.view(length, 1, 1, 1, 1)
-            self._tables[key] = scales.to(device, dtype)
-        return self._tables[key]
-
-
 def split_qkv(
     mixed: Tensor,  # [s, b, g, q + 2, d]
     num_query_heads: int,
