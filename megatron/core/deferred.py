@@ -11,22 +11,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def start_max_reduce(
-    values: Sequence[int], device: torch.device, group: dist.ProcessGroup | None = None
-) -> Callable[[], list[int]]:
-    """Begin to reduce `values` to their maxima over the ranks of `group`. Collective.
+def start_max_reduce(values: Sequence[int], device: torch.device) -> Callable[[], list[int]]:
+    """Begin to reduce `values` to their maxima over all ranks. Collective.
 
-    `device` is the one that an NCCL group communicates from. Returns a function that waits for the
+    `device` is the one that NCCL communicates from. Returns a function that waits for the
     maxima. Without a process group they are the values of this process.
     """
     if not dist.is_initialized():
         local_values = list(values)
         return lambda: local_values
-    if dist.get_backend(group) == "nccl":
+    if dist.get_backend() == "nccl":
         # A pinned source, because a copy from pageable memory waits for the device.
         on_host = torch.tensor(values, dtype=torch.int32, pin_memory=True)
         on_device = on_host.to(device, non_blocking=True)
-        dist.all_reduce(on_device, op=dist.ReduceOp.MAX, group=group)
+        dist.all_reduce(on_device, op=dist.ReduceOp.MAX)
         copied = start_copy(on_device)
 
         def wait_for_copy() -> list[int]:
@@ -35,7 +33,7 @@ def start_max_reduce(
 
         return wait_for_copy
     on_host = torch.tensor(values, dtype=torch.int32)
-    work = dist.all_reduce(on_host, op=dist.ReduceOp.MAX, group=group, async_op=True)
+    work = dist.all_reduce(on_host, op=dist.ReduceOp.MAX, async_op=True)
 
     def wait_for_work() -> list[int]:
         work.wait()

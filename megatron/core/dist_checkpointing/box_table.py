@@ -37,9 +37,9 @@ _MAX_TILED_DIMS = 8  # of a tensor in several boxes: each box has 2^dimensions c
 _EMPTY = np.empty(0, dtype=np.int64)
 
 
-def _empty_column() -> np.ndarray:
-    """Return the default of all columns: one object, which a pickle contains once."""
-    return _EMPTY
+def _make_column() -> Any:
+    """Return a field that is empty by default: one array, which a pickle contains once."""
+    return field(default_factory=lambda: _EMPTY)
 
 
 @dataclass(frozen=True)
@@ -61,18 +61,14 @@ class BoxTable:
 
     offset: np.ndarray  # [boxes, dimensions]
     shape: np.ndarray  # [boxes, dimensions]
-    tensor: np.ndarray = field(default_factory=_empty_column)  # [boxes], like all columns below
-    rank: np.ndarray = field(default_factory=_empty_column)
-    box: np.ndarray = field(default_factory=_empty_column)
-    nbytes: np.ndarray = field(default_factory=_empty_column)  # raw data
-    file: np.ndarray = field(default_factory=_empty_column)
-    position: np.ndarray = field(
-        default_factory=_empty_column
-    )  # bytes from the beginning of the file
-    length: np.ndarray = field(
-        default_factory=_empty_column
-    )  # bytes of raw data and envelope, without padding
-    strides: np.ndarray = field(default_factory=_empty_column)  # bytes, [boxes, dimensions]
+    tensor: np.ndarray = _make_column()  # [boxes], like all columns below
+    rank: np.ndarray = _make_column()
+    box: np.ndarray = _make_column()
+    nbytes: np.ndarray = _make_column()  # raw data
+    file: np.ndarray = _make_column()
+    position: np.ndarray = _make_column()  # bytes from the beginning of the file
+    length: np.ndarray = _make_column()  # bytes of raw data and envelope, without padding
+    strides: np.ndarray = _make_column()  # bytes, [boxes, dimensions]
     files: Sequence[str] = ()  # names
 
     @classmethod

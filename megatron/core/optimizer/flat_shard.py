@@ -55,9 +55,7 @@ class FlatShard:
         if PARAM_PREFIX not in self.scales:
             self.param.copy_(values)
             return
-        for param_index, param_slice in enumerate(self.bucket.pieces()):
-            elements = slice(param_slice.start, param_slice.stop)
-            scale = self.get_scale(PARAM_PREFIX, param_index)
+        for elements, scale in self._list_scales():
             store_with_new_scale(self.param[elements], values[elements], scale)
 
     def copy_main_parameters(self, target: torch.Tensor) -> None:
@@ -65,10 +63,14 @@ class FlatShard:
         if PARAM_PREFIX not in self.scales:
             target.copy_(self.param)
             return
+        for elements, scale in self._list_scales():
+            copy_widened(target[elements], self.param[elements], scale)
+
+    def _list_scales(self) -> Iterator[tuple[slice, torch.Tensor | None]]:
+        """Yield the elements of each parameter, and the scale of its main parameters."""
         for param_index, param_slice in enumerate(self.bucket.pieces()):
             elements = slice(param_slice.start, param_slice.stop)
-            scale = self.get_scale(PARAM_PREFIX, param_index)
-            copy_widened(target[elements], self.param[elements], scale)
+            yield elements, self.get_scale(PARAM_PREFIX, param_index)
 
     @property
     def is_fp8(self) -> bool:

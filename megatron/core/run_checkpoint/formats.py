@@ -429,15 +429,13 @@ def find_checkpoint(
     """
     root = path_of(root)
     confine_links(root)
-    if step is None:
-        if is_checkpoint_itself(root, loader):
-            return CheckpointRef(root, detect_format(root, loader))
-        if isinstance(root, ObjectPath):
-            return _find_in_object_storage(root, loader)
+    if step is None and is_checkpoint_itself(root, loader):
+        return CheckpointRef(root, detect_format(root, loader))
 
-    # 1. The named checkpoint.
+    # 1. The named checkpoint. In object storage the tracker is only a hint.
     damaged: list[tuple[Path, str]] = []
-    named, reason = find_named_checkpoint(root, step)
+    ignores_tracker = step is None and isinstance(root, ObjectPath)
+    named, reason = (None, None) if ignores_tracker else find_named_checkpoint(root, step)
     if named is not None:
         problem = find_problem(named)
         if problem is None:
@@ -459,6 +457,8 @@ def find_checkpoint(
         problem = find_problem(directory)
         if problem is None:
             note = f"{reason}: taking {directory}, the newest complete checkpoint"
+            if ignores_tracker:
+                note = _find_alternative(root, directory)
             form = detect_format(directory, loader)
             return CheckpointRef(directory, form, note, tuple(damaged))
         damaged.append((directory, problem))
@@ -480,24 +480,6 @@ def _find_alternative(root: Path, named: Path) -> str | None:
         return None
     note: str | None = resolve(_DESCRIBE_ALTERNATIVE)(root, named)
     return note
-
-
-def _find_in_object_storage(root: ObjectPath, loader: str) -> CheckpointRef | None:
-    """Return the newest committed checkpoint; the tracker is only a hint there."""
-    directories = list_newest_first(root)
-    damaged: list[tuple[Path, str]] = []
-    for directory in directories:
-        problem = find_problem(directory)
-        if problem is None:
-            note = _find_alternative(root, directory)
-            form = detect_format(directory, loader)
-            return CheckpointRef(directory, form, note, tuple(damaged))
-        damaged.append((directory, problem))
-    if not directories:
-        _refuse_unread(root)
-        return None
-    contents = resolve(_DESCRIBE_CONTENTS)(root)
-    raise NoCheckpointError(f"{root}: there is no tracker file; {contents}")
 
 
 # ---- Opening a checkpoint ----
