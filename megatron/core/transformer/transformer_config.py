@@ -107,10 +107,7 @@ class TransformerConfig(ModelOptions, FlagSection):
             self.kv_channels = self.hidden_size // self.num_attention_heads
         if self.ffn_hidden_size is None:
             self.ffn_hidden_size = self._compute_default_ffn_size()
-        if not self.group_query_attention:
-            self.num_query_groups = self.num_attention_heads
-        elif self.num_query_groups is None:
-            self.num_query_groups = 1
+        self.num_query_groups = count_query_groups(vars(self))
         if self.has_experts and self.moe_ffn_hidden_size is None:
             self.moe_ffn_hidden_size = self.ffn_hidden_size
         super().__post_init__()
@@ -216,14 +213,10 @@ class TransformerConfig(ModelOptions, FlagSection):
     # Quantities derived from the fields
     @property
     def moe_layer_pattern(self) -> list[int]:
-        """1 for each layer with experts, 0 for each dense one."""
+        """1 for each layer with experts (the first of every `moe_layer_freq`), 0 for dense ones."""
         if not self.has_experts:
             return [0] * self.num_layers
-        freq = self.moe_layer_freq
-        if isinstance(freq, list):
-            return list(freq)
-        # Every `freq`-th layer has experts, starting with the first.
-        return [int(layer_number % freq == 0) for layer_number in range(self.num_layers)]
+        return self._mark_layers(self.moe_layer_freq, range(self.num_layers))
 
     @property
     def has_dense_layers(self) -> bool:
@@ -255,14 +248,17 @@ class TransformerConfig(ModelOptions, FlagSection):
 
     @property
     def no_rope_pattern(self) -> list[int]:
-        """1 for each layer without RoPE, 0 for each other one."""
-        freq = self.no_rope_freq
-        if freq is None:
+        """1 for each layer without RoPE (the last of every `no_rope_freq`), 0 for others."""
+        if self.no_rope_freq is None:
             return [0] * self.num_layers
+        return self._mark_layers(self.no_rope_freq, range(1, self.num_layers + 1))
+
+    @staticmethod
+    def _mark_layers(freq: list[int] | int, layer_numbers: range) -> list[int]:
+        """Return `freq` if it is a list, else 1 for each number that is a multiple of it."""
         if isinstance(freq, list):
             return list(freq)
-        # Every `freq`-th layer, counted from 1, has no RoPE.
-        return [int(layer_number % freq == 0) for layer_number in range(1, self.num_layers + 1)]
+        return [int(layer_number % freq == 0) for layer_number in layer_numbers]
 
     def get_window(self, layer_number: int) -> tuple[int, int] | None:
         """Return the sliding window of layer `layer_number`, if it has one."""
@@ -443,6 +439,14 @@ def select_architecture_fields(*decisions: str) -> list[dataclasses.Field[Any]]:
         if decides and (not decisions or decides in decisions):
             selected.append(field)
     return selected
+
+
+def count_query_groups(flag_values: Mapping[str, Any]) -> int:
+    """Return the number of key and value heads. Without groups, every query head has its own."""
+    num_groups: int | None = flag_values.get("num_query_groups")
+    if not flag_values.get("group_query_attention"):
+        num_groups = flag_values.get("num_attention_heads", 0)
+    return 1 if num_groups is None else num_groups
 
 
 def flag_name(argument: str) -> str:

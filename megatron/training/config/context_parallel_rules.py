@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron.core.transformer.transformer_config import count_query_groups
 from megatron.training.config.arguments import FlagValues
 from megatron.training.config.run_config import Config
 
@@ -61,7 +62,5 @@ def may_exchange_heads(flag_values: FlagValues) -> bool:
     # A wrong number of values is reported later.
     if len(types) not in (1, flag_values.get("num_layers")):
         return False
-    num_groups = flag_values.get("num_attention_heads", 0)
-    if flag_values.get("group_query_attention"):
-        num_groups = flag_values.get("num_query_groups", 1)
-    return num_groups % (flag_values.get("tensor_model_parallel_size", 1) * cp_size) == 0
+    ranks = flag_values.get("tensor_model_parallel_size", 1) * cp_size
+    return count_query_groups(flag_values) % ranks == 0
