@@ -10,6 +10,11 @@ from megatron.core.safe_files.schema import COUNT, boolean, number, optional, re
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
+def _make_groups(groups: int, count: int) -> Json:
+    """Return the arguments for key/value heads of a model with `count` query heads."""
+    return {"num_query_groups": groups, "group_query_attention": groups != count}
+
+
 def heads(always_written: bool = True, free_width: bool = True) -> Rule:
     """Map the number of key/value heads and the width of a head.
 
@@ -21,7 +26,7 @@ def heads(always_written: bool = True, free_width: bool = True) -> Rule:
         # Without key/value heads every query head has its own.
         count = args["num_attention_heads"]
         groups = args.get("num_query_groups") or hf_config.get("num_key_value_heads") or count
-        result = {"num_query_groups": groups, "group_query_attention": groups != count}
+        result = _make_groups(groups, count)
         width = hf_config.get("head_dim")
         if width is not None:
             if not free_width and width * count != args["hidden_size"]:
@@ -65,30 +70,23 @@ CODEGEN_HEADS = Rule({}, _check_codegen_heads)
 NO_GROUPS = Rule({"num_key_value_heads": "num_query_groups"}, _read_no_groups, _write_no_groups)
 
 
-def _check_rotated_width(hf_config: ConfigFields, args: Json) -> Json:
-    width = hf_config.stated.get("head_dim")
-    rotary_width = hf_config.first("qk_rope_head_dim")
-    if width not in (None, rotary_width):
-        # transformers takes the rotary frequencies of this width.
-        raise unsupported("head_dim", width, f"qk_rope_head_dim = {rotary_width} is")
-    return {}
+def _implied_head_dim(*fields: str) -> Rule:
+    """Accept only the sum of other fields as `head_dim`."""
+
+    def read(hf_config: ConfigFields, args: Json) -> Json:
+        width = hf_config.stated.get("head_dim")
+        implied_width = sum(map(hf_config.first, fields))
+        if width not in (None, implied_width):
+            raise unsupported("head_dim", width, f"{' + '.join(fields)} = {implied_width} is")
+        return {}
+
+    return Rule({"head_dim": COUNT}, read)
 
 
-LATENT_HEAD_DIM = Rule({"head_dim": COUNT}, _check_rotated_width)
-
-
-def _check_rotated_fraction(hf_config: ConfigFields, args: Json) -> Json:
-    width = hf_config.stated.get("head_dim")
-    head_width = hf_config.first("qk_nope_head_dim") + hf_config.first("qk_rope_head_dim")
-    if width not in (None, head_width):
-        raise unsupported(
-            "head_dim", width, f"qk_nope_head_dim + qk_rope_head_dim = {head_width} is"
-        )
-    return {}
-
-
+# transformers takes the rotary frequencies of this width.
+LATENT_HEAD_DIM = _implied_head_dim("qk_rope_head_dim")
 # Mistral 4 states the width of a whole head, and the rotated fraction of it.
-WHOLE_HEAD_DIM = Rule({"head_dim": COUNT}, _check_rotated_fraction)
+WHOLE_HEAD_DIM = _implied_head_dim("qk_nope_head_dim", "qk_rope_head_dim")
 
 
 def _read_query_scalar(hf_config: ConfigFields, args: Json) -> Json:
@@ -122,8 +120,7 @@ ATTENTION_MULTIPLIER = Rule(
 
 def _read_multi_query(hf_config: ConfigFields, args: Json) -> Json:
     count = args["num_attention_heads"]
-    groups = 1 if hf_config.first("multi_query") else count
-    return {"num_query_groups": groups, "group_query_attention": groups != count}
+    return _make_groups(1 if hf_config.first("multi_query") else count, count)
 
 
 def _write_multi_query(config: TransformerConfig) -> Json:
@@ -159,9 +156,7 @@ def _read_falcon_layers(hf_config: ConfigFields, args: Json) -> Json:
             raise unsupported("num_kv_heads", stated, f"num_attention_heads = {count} is")
     if norms not in accepted:
         raise unsupported("num_ln_in_parallel_attn", norms, f"{accepted[-1]} is")
-    return {
-        "num_query_groups": groups,
-        "group_query_attention": groups != count,
+    return _make_groups(groups, count) | {
         "parallel_residual": is_parallel,
         "share_parallel_norm": is_parallel and norms == 1,
     }

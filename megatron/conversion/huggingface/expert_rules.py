@@ -130,6 +130,11 @@ SIGMOID_NORMALIZATION = Rule(
 )
 
 
+def _make_pattern(pattern: list[int]) -> Json:
+    """Return the arguments for a list with 1 for each layer that has experts."""
+    return {"moe_layer_freq": 1 if all(pattern) else pattern}
+
+
 def _expert_layers(default_dense: tuple[int, ...]) -> Rule:
     """Give experts to every `decoder_sparse_step`-th layer, except those in `mlp_only_layers`.
 
@@ -141,13 +146,11 @@ def _expert_layers(default_dense: tuple[int, ...]) -> Rule:
         dense = hf_config.first("mlp_only_layers")
         if dense is None:
             dense = default_dense
-        pattern = []  # 1 for each layer that has experts
+        pattern = []
         for layer in range(args["num_layers"]):
             has_experts = (layer + 1) % step == 0 and layer not in dense
             pattern.append(int(has_experts))
-        if all(pattern):
-            return {"moe_layer_freq": 1}
-        return {"moe_layer_freq": pattern}
+        return _make_pattern(pattern)
 
     fields = {"decoder_sparse_step": COUNT, "mlp_only_layers": schema.sequence(COUNT, 10_000)}
     return Rule(fields, read, _write_expert_layers)
@@ -172,10 +175,7 @@ def _make_layer_pattern(num_dense: int, args: Json, field: str = _DENSE_PREFIX) 
     if num_dense > num_layers:
         supported = f"at most num_hidden_layers = {num_layers} is"
         raise unsupported(field, num_dense, supported)
-    pattern: int | list[int] = 1
-    if num_dense:
-        pattern = [0] * num_dense + [1] * (num_layers - num_dense)
-    return {"moe_layer_freq": pattern}
+    return _make_pattern([0] * num_dense + [1] * (num_layers - num_dense))
 
 
 def dense_prefix(field: str = _DENSE_PREFIX) -> Rule:
@@ -228,7 +228,7 @@ def _read_expert_interval(hf_config: ConfigFields, args: Json) -> Json:
             f"{last}, {_INTERVAL[2]} = {interval} and num_hidden_layers = {args['num_layers']}, "
             "which is not supported"
         )
-    return {"moe_layer_freq": 1 if all(pattern) else pattern}
+    return _make_pattern(pattern)
 
 
 def _write_expert_interval(config: TransformerConfig) -> Json:
@@ -271,8 +271,7 @@ def listed_expert_layers(num_dense: int | None) -> Rule:
             if len(layer_types) != args["num_layers"] or not set(layer_types) <= set(_LAYER_KINDS):
                 supported = f"{args['num_layers']} layers of {' and '.join(_LAYER_KINDS)} are"
                 raise unsupported("mlp_layer_types", layer_types, supported)
-            pattern = [_LAYER_KINDS.index(layer_type) for layer_type in layer_types]
-            arguments = {"moe_layer_freq": 1 if all(pattern) else pattern}
+            arguments = _make_pattern(list(map(_LAYER_KINDS.index, layer_types)))
         # Other models of transformers do not read this field.
         stated = None if num_dense is None else hf_config.stated.get(_DENSE_PREFIX)
         if stated is not None and _make_layer_pattern(stated, args) != arguments:

@@ -78,6 +78,12 @@ def _make_scaling_check() -> schema.Check:
 SCALING = _make_scaling_check()
 
 
+def _get_stated_rope(hf_config: ConfigFields) -> Json:
+    """Return the parameters of a rope in config.json, of either generation; {} without any."""
+    stated = hf_config.stated
+    return stated.get("rope_scaling") or stated.get("rope_parameters") or {}
+
+
 def rope(
     scalings: Sequence[str] = COMMON_SCALINGS,
     partial: bool = False,
@@ -104,7 +110,7 @@ def rope(
             or {}
         )
         base = hf_config.defaults.get("rope_theta")
-        parameters = hf_config.stated.get("rope_scaling") or hf_config.stated.get("rope_parameters")
+        parameters = _get_stated_rope(hf_config)
         if not parameters:
             base = default.get("rope_theta") or base
             # The default scaling; base and fraction have fields of their own.
@@ -137,12 +143,11 @@ def rope(
 
 
 def _read_ministral3_rope(hf_config: ConfigFields, args: Json) -> Json:
-    default = hf_config.defaults["rope_parameters"]
-    stated = hf_config.stated.get("rope_scaling") or hf_config.stated.get("rope_parameters")
-    base = (stated or default).get("rope_theta") or hf_config.defaults["rope_theta"]
+    rope_parameters = _get_stated_rope(hf_config) or hf_config.defaults["rope_parameters"]
+    base = rope_parameters.get("rope_theta") or hf_config.defaults["rope_theta"]
     # transformers reads the length from the model's own field.
-    parameters = leave_out(stated or default, (_QUERY_SCALING, "max_position_embeddings"))
-    rate = (stated or default).get(_QUERY_SCALING)
+    parameters = leave_out(rope_parameters, (_QUERY_SCALING, "max_position_embeddings"))
+    rate = rope_parameters.get(_QUERY_SCALING)
     if rate is None:
         raise unsupported(f"rope_parameters.{_QUERY_SCALING}", rate, "a number is")
     result = read_rope(hf_config, parameters, base, ("yarn",), False, args)
@@ -346,9 +351,7 @@ def _read_context_lengths(hf_config: ConfigFields, scaling: Json) -> Json:
     nested = scaling.pop(_ORIGINAL_LENGTH, None)
     if original is None:
         original = nested
-    if nested not in (None, original):
-        supported = f"that of the model, {original}, is"
-        raise unsupported(f"rope_scaling.{_ORIGINAL_LENGTH}", nested, supported)
+    _check_nested_length(nested, original)
     if original is None:
         raise ValueError(f"config.json: rope scaling longrope needs {_ORIGINAL_LENGTH!r}")
 
@@ -382,11 +385,15 @@ def _read_original_length(hf_config: ConfigFields, scaling: Json) -> Json:
     original = hf_config.first(_ORIGINAL_LENGTH)
     if original is None:
         return {}
-    nested = scaling.get(_ORIGINAL_LENGTH)
-    if nested not in (None, original):  # transformers 4 would use this one
+    _check_nested_length(scaling.get(_ORIGINAL_LENGTH), original)
+    return {_ORIGINAL_LENGTH: original}
+
+
+def _check_nested_length(nested: Any, original: Any) -> None:
+    """Refuse another original length among the parameters, which transformers 4 may use."""
+    if nested not in (None, original):
         supported = f"that of the model, {original}, is"
         raise unsupported(f"rope_scaling.{_ORIGINAL_LENGTH}", nested, supported)
-    return {_ORIGINAL_LENGTH: original}
 
 
 def _read_scaling(rope_type: str, scaling: Json, hf_config: ConfigFields, args: Json) -> Json:
@@ -491,9 +498,7 @@ COMMON_ROPE = rope()
 
 
 def _read_hunyuan_rope(hf_config: ConfigFields, args: Json) -> Json:
-    parameters = (
-        hf_config.stated.get("rope_scaling") or hf_config.stated.get("rope_parameters") or {}
-    )
+    parameters = _get_stated_rope(hf_config)
     alpha = parameters.get(_ALPHA)
     rope_type = parameters.get("rope_type") or parameters.get("type")
     if rope_type != "dynamic" or not alpha:

@@ -87,10 +87,8 @@ def alternating_windows(every: int, free: bool = False, full_first: bool = False
             layer_types = _list_kinds(pattern)
         return _make_windows(hf_config.get("sliding_window"), layer_types)
 
-    def write(config: TransformerConfig) -> Json:
-        return _write_listed_windows(config)
-
-    return Rule(LAYER_TYPES | {"sliding_window": COUNT, field: COUNT}, read, write)
+    fields = LAYER_TYPES | {"sliding_window": COUNT, field: COUNT}
+    return Rule(fields, read, _write_listed_windows)
 
 
 def _read_uniform_window(hf_config: ConfigFields, window: int | None) -> Json:
