@@ -7,7 +7,6 @@ weights in layer_XX-model_YY-model_states.pt are not read: main parameters are m
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,10 +14,10 @@ import torch
 
 from megatron.conversion.deepspeed.engine_files import EngineFiles, check_states, find_step
 from megatron.conversion.deepspeed.names import map_to_model_space
-from megatron.conversion.deepspeed.universal_files import MODEL_STATE_SCHEMA
+from megatron.conversion.deepspeed.universal_files import NamedStates
 from megatron.conversion.model_space.lazy_tensors import concatenate, gather_rows, make_zeros
 from megatron.conversion.model_space.pieces import RowRun
-from megatron.core.dist_checkpointing.mapping import LazyTensor, Shape
+from megatron.core.dist_checkpointing.mapping import LazyTensor
 
 # Ends of model-space keys whose parameters are split over columns, or equal on all ranks. All
 # others are split over rows.
@@ -34,18 +33,14 @@ _REPLICATED = (
 )
 
 
-class MegatronEngineFiles:
-    """The parameters of all ranks, with the interface of `UniversalFiles`."""
+class MegatronEngineFiles(NamedStates):
+    """The parameters of all ranks."""
 
     def __init__(self, files: EngineFiles) -> None:
-        self.directory = files.directory
-        self.description = files.description
+        super().__init__(files.directory, files.description)
         self._files = files
         first = files.ranks[0]
-        state = MODEL_STATE_SCHEMA(first.state, self.description)
-        self.state: dict[str, Any] = dict(state)
-        args = self.state.pop("args", argparse.Namespace())
-        self.args: dict[str, Any] = vars(args)
+        self.set_state(first.state, self.description)
         self._tensor_parallel = self._find_tensor_parallel_size()
         if first.moments:
             check_states(first, self.description)
@@ -61,7 +56,7 @@ class MegatronEngineFiles:
                 self._first_ranks.setdefault(name, index)
         self.names = map_to_model_space(list(self._first_ranks), self.description)
         self._keys = {name: key for key, name in self.names.items()}
-        self.shapes: dict[str, Shape] = {}
+        self.shapes = {}
         for key in self.names:
             self.shapes[key] = self.open_tensor(key, "param").shape
 
@@ -92,11 +87,6 @@ class MegatronEngineFiles:
                 names += rank.members[group]
             members.append(names)
         return members
-
-    def rename(self, old: str, new: str) -> None:
-        """Change the model-space key of a parameter."""
-        self.names[new] = self.names.pop(old)
-        self.shapes[new] = self.shapes.pop(old)
 
     def open_tensor(self, key: str, state: str) -> LazyTensor:
         """Return a state of a parameter, joined over the tensor-parallel ranks."""

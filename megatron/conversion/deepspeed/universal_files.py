@@ -115,7 +115,29 @@ def _list_parameter_folders(directory: Path) -> list[Path]:
     return sorted(path for path in (directory / ZERO).iterdir() if path.is_dir())
 
 
-class UniversalFiles:
+class NamedStates:
+    """Parameters of a checkpoint of DeepSpeed under keys of model space, and its other state."""
+
+    names: dict[str, str]  # key -> name in the files
+    shapes: dict[str, Shape]  # by key
+
+    def __init__(self, directory: Path, description: str) -> None:
+        self.directory = directory
+        self.description = description
+
+    def set_state(self, content: Any, location: str) -> None:
+        """Check and set arguments, schedule and counters, which all files of a model contain."""
+        self.state: dict[str, Any] = dict(MODEL_STATE_SCHEMA(content, location))
+        args = self.state.pop("args", argparse.Namespace())
+        self.args: dict[str, Any] = vars(args)  # under the names of their programs
+
+    def rename(self, old: str, new: str) -> None:
+        """Change the model-space key of a parameter."""
+        self.names[new] = self.names.pop(old)
+        self.shapes[new] = self.shapes.pop(old)
+
+
+class UniversalFiles(NamedStates):
     """The contents of the files. Tensors are mapped when they are read."""
 
     def __init__(self, directory: Path) -> None:
@@ -123,18 +145,12 @@ class UniversalFiles:
             raise ValueError(
                 f"{directory} is not a DeepSpeed universal checkpoint: it has no {ZERO}/ directory"
             )
-        self.directory = directory
-        self.description = f"DeepSpeed universal checkpoint {directory}"
-
-        # Arguments, schedule and counters, which all files contain
+        super().__init__(directory, f"DeepSpeed universal checkpoint {directory}")
         paths = _find_model_states(directory)
         if not paths:
             raise ValueError(f"{self.description} is incomplete: it has no {model_state_name(0)}")
         path = paths[0]
-        state = MODEL_STATE_SCHEMA(safe_load(path), str(path))
-        self.state: dict[str, Any] = dict(state)
-        args = self.state.pop("args", argparse.Namespace())
-        self.args: dict[str, Any] = vars(args)  # under the names of their programs
+        self.set_state(safe_load(path), str(path))
 
         # Parameters: model-space key -> folder
         if self.state.get("frozen_param_shapes"):
@@ -146,14 +162,9 @@ class UniversalFiles:
         folders = [path.name for path in _list_parameter_folders(directory)]
         sequence(check_key)(folders, str(directory / ZERO))
         self.names = map_to_model_space(folders, self.description)
-        self.shapes: dict[str, Shape] = {}
+        self.shapes = {}
         for key in self.names:
             self.shapes[key] = tuple(self.read_tensor(key, "param").shape)
-
-    def rename(self, old: str, new: str) -> None:
-        """Change the model-space key of a parameter."""
-        self.names[new] = self.names.pop(old)
-        self.shapes[new] = self.shapes.pop(old)
 
     def read_entry(self, key: str, state: str) -> Any:
         """Return the content of a file: a dict with `param`, or from ZeRO-3 the flat tensor.

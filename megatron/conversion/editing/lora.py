@@ -82,11 +82,7 @@ class PlainWeights(SourceView):
 
     def __init__(self, source: Source, dtype: torch.dtype | None) -> None:
         super().__init__(source)
-        self.drop_optimizer()
-        self.drop_average()
-        for key, new_dtype in self.choose_dtypes(dtype).items():
-            source_key = full_precision_key(key, source.tensors)
-            self.tensors[key] = cast(source.tensors[source_key], new_dtype)
+        self.set_weights(source, dtype, lambda key: full_precision_key(key, source.tensors))
 
 
 # ---- Tied embeddings ----

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -59,6 +60,15 @@ class SourceView:
             if key.startswith(AVERAGE_PREFIX):
                 del self.tensors[key]
 
+    def set_weights(
+        self, source: Source, dtype: torch.dtype | None, get_key: Callable[[str], str]
+    ) -> None:
+        """Keep weights alone, cast to `dtype` from the tensors of `source` with other keys."""
+        self.drop_optimizer()
+        self.drop_average()
+        for key, new_dtype in self.choose_dtypes(dtype).items():
+            self.tensors[key] = cast(source.tensors[get_key(key)], new_dtype)
+
     def drop_optimizer(self) -> None:
         """Leave out the optimizer state, and the parts of the training state that belong to it."""
         for key in list(self.tensors):
@@ -88,8 +98,4 @@ class AveragedWeights(SourceView):
                 f"--weights ema: {source.description} has no average of {missing[0]}: a run saves "
                 "one with --ema-decay"
             )
-        self.drop_optimizer()
-        self.drop_average()
-        for key, new_dtype in self.choose_dtypes(dtype).items():
-            source_key = average_key(key) if is_trained(key) else key
-            self.tensors[key] = cast(source.tensors[source_key], new_dtype)
+        self.set_weights(source, dtype, lambda key: average_key(key) if is_trained(key) else key)
