@@ -12,11 +12,13 @@ from megatron.core.module import MegatronModule, param_info, set_param_info
 from megatron.core.transformer.attention.core import CoreAttention
 from megatron.core.transformer.attention.rotary import RotaryTables, rotate, split_qkv
 from megatron.core.transformer.layer_spec import select_layer_spec
-from megatron.core.transformer.norm import Norm, NormAcrossHeads, NormPerHead
+from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.placement import Placement
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.wings import resolve
 
+_NORM_ACROSS_HEADS = "megatron.core.transformer.attention.head_norms:NormAcrossHeads"
+_NORM_PER_HEAD = "megatron.core.transformer.attention.head_norms:NormPerHead"
 _QUERY_SCALES = "megatron.core.transformer.attention.rope_scaling:QueryScales"
 
 
@@ -111,8 +113,9 @@ class SelfAttention(Attention):
         """Make a norm of queries or keys, of each head or across the `heads` of the model."""
         config = self.config
         if self.normalizes_all_heads:
-            norm = NormAcrossHeads if config.qk_layernorm_across_heads else NormPerHead
-            return norm(config, heads, placement.tp, placement.device)
+            name = _NORM_ACROSS_HEADS if config.qk_layernorm_across_heads else _NORM_PER_HEAD
+            norm: Norm = resolve(name)(config, heads, placement.tp, placement.device)
+            return norm
         # Each rank normalizes its own heads, so the gradients are partial sums even without
         # sequence parallelism.
         spec = select_layer_spec(config)

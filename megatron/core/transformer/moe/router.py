@@ -287,17 +287,27 @@ def _choose_by_softmax(
     scores = logits
     if config.moe_router_pre_softmax or expert_bias is not None:
         scores = _softmax_in_fp32(logits)
-    candidates = scores
-    if expert_bias is not None:
-        candidates = scores + expert_bias
-    candidates = _mask_other_groups(candidates, config)  # [t, experts]
-    experts = torch.topk(candidates, config.moe_router_topk, dim=1).indices  # [t, k]
+    experts = _choose_highest(scores, config, expert_bias)
 
     # Compute their weights.
     if config.moe_router_pre_softmax:
         return experts, scores.gather(1, experts)
     chosen_logits = logits.gather(1, experts)
     return experts, _softmax_in_fp32(chosen_logits)  # [t, k]
+
+
+def _choose_highest(
+    scores: Tensor, config: TransformerConfig, expert_bias: Tensor | None
+) -> Tensor:
+    """Return the experts with the highest scores of each token, `[t, k]`.
+
+    The bias affects the selection but not the weights.
+    """
+    candidates = scores  # [t, experts]
+    if expert_bias is not None:
+        candidates = scores + expert_bias
+    candidates = _mask_other_groups(candidates, config)
+    return torch.topk(candidates, config.moe_router_topk, dim=1).indices
 
 
 def _softmax_in_fp32(logits: Tensor) -> Tensor:
@@ -311,12 +321,7 @@ def _choose_by_sigmoid(
 ) -> tuple[Tensor, Tensor]:
     """Choose experts by the sigmoid of the logit plus the expert bias (DeepSeek-V3)."""
     scores = torch.sigmoid(logits.float()).to(logits.dtype)  # [t, experts]
-    candidates = scores
-    if expert_bias is not None:
-        # The bias affects the selection but not the weights.
-        candidates = scores + expert_bias
-    candidates = _mask_other_groups(candidates, config)
-    experts = torch.topk(candidates, config.moe_router_topk, dim=1).indices  # [t, k]
+    experts = _choose_highest(scores, config, expert_bias)
     probs = scores.gather(1, experts)  # [t, k]
     if config.normalizes_sigmoid:  # sigmoids do not add up to 1
         total = probs.sum(dim=-1, keepdim=True)  # [t, 1]
