@@ -67,15 +67,11 @@ MODEL_STATE_SCHEMA = record(
 )
 OPTIMIZER_SCHEMA = record({"param_groups": sequence(PARAM_GROUP)})
 
+MODEL_STATE = "mp_rank_00_model_states.pt"  # of the first rank
 OPTIMIZER_STATE = "optimizer_state.pt"
 FOREIGN_FILE = "foreign.pt"
 STEP = "step.pt"
 STATE_FILES = {"param": "fp32.pt"} | {name: f"{name}.pt" for name in OPTIMIZER_STATES[1:]}
-
-
-def model_state_name(rank: int) -> str:
-    """Return the name of a rank's model-state file."""
-    return f"mp_rank_{rank:02d}_model_states.pt"
 
 
 def _find_model_states(directory: Path) -> list[Path]:
@@ -103,7 +99,7 @@ def list_universal_damage(directory: Path) -> list[str]:
     # Check these files of every parameter, and all other files that there are.
     files = set(directory.rglob("*.pt"))
     if not _find_model_states(directory):
-        files.add(directory / model_state_name(0))
+        files.add(directory / MODEL_STATE)
     for folder in folders:
         for name in names:
             files.add(folder / name)
@@ -148,7 +144,7 @@ class UniversalFiles(NamedStates):
         super().__init__(directory, f"DeepSpeed universal checkpoint {directory}")
         paths = _find_model_states(directory)
         if not paths:
-            raise ValueError(f"{self.description} is incomplete: it has no {model_state_name(0)}")
+            raise ValueError(f"{self.description} is incomplete: it has no {MODEL_STATE}")
         path = paths[0]
         self.set_state(safe_load(path), str(path))
 

@@ -20,12 +20,12 @@ from megatron.conversion.deepspeed.training_state import (
 )
 from megatron.conversion.deepspeed.universal_files import (
     FOREIGN_FILE,
+    MODEL_STATE,
     MODEL_STATE_SCHEMA,
     OPTIMIZER_SCHEMA,
     OPTIMIZER_STATE,
     STATE_FILES,
     STEP,
-    model_state_name,
 )
 from megatron.conversion.model_space.foreign import write_foreign_file
 from megatron.conversion.model_space.foreign_arguments import plain_args
@@ -109,7 +109,7 @@ def write_universal(
     _save(parameters / OPTIMIZER_STATE, optimizer_state)
     model_state = writer.build_model_state(training, names)
     MODEL_STATE_SCHEMA(model_state, source.description)
-    _save(target / model_state_name(0), model_state)
+    _save(target / MODEL_STATE, model_state)
     write_tokenizer_files(copy_tokenizer_files(source.args, options.trusted), target)
 
     # `latest_universal` makes the directory a checkpoint, so everything else must be durable first.

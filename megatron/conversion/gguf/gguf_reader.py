@@ -50,7 +50,7 @@ def open_gguf(path: Path, read_options: ReadOptions | None = None) -> HuggingFac
     path = _find_file(path)
     model = open_model(path)
     try:
-        config, weights = _read_model(model, path)
+        config, weights = _read_model(model)
         source = HuggingFaceSource(path.parent, read_options, weights, config)
     except ValueError as error:
         raise CheckpointError(f"{path}, as a model of transformers: {error}") from error
@@ -89,7 +89,7 @@ def _find_file(path: Path) -> Path:
     return file
 
 
-def _read_model(model: GGUFModel, path: Path) -> tuple[dict[str, Any], dict[str, LazyTensor]]:
+def _read_model(model: GGUFModel) -> tuple[dict[str, Any], dict[str, LazyTensor]]:
     """Return the config.json and the tensors of a model as transformers names them."""
     _, architecture = find_architecture(model.metadata)
     stored = dict(model.tensors)

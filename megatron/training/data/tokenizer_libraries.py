@@ -50,11 +50,11 @@ def _read_file(path: Path, flag_name: str) -> bytes:
         raise ValueError(f"{flag_name}: {format_error(error)}") from None
 
 
-def _check_directory(directory: Path, flag_name: str) -> None:
+def _check_directory(directory: Path) -> None:
     """Raise ValueError if a file that transformers may open there is not a regular, small one."""
     for pattern in ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken"):
         for path in directory.glob(pattern):
-            _read_file(path, flag_name)
+            _read_file(path, "--tokenizer-model")
 
 
 def is_rust_panic(error: BaseException) -> bool:
@@ -246,12 +246,12 @@ def _load_huggingface(name: str, trust_remote_code: bool) -> Any:
             "Face hub"
         )
     if path.is_dir():
-        _check_directory(path, "--tokenizer-model")
+        _check_directory(path)
     elif exists:
         _read_pipeline(path)
         if (path.parent / "tokenizer_config.json").is_file():
             path = path.parent
-            _check_directory(path, "--tokenizer-model")
+            _check_directory(path)
 
     # Without a network the library would try to connect for a minute.
     hub_problem = None if exists else find_hub_problem()
