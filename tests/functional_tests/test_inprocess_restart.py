@@ -46,6 +46,11 @@ def test_rank_can_be_lost_while_others_create_their_process_group(launcher, tmp_
     assert [attempt for attempt, _ in attempts(tmp_path, 1)] == [0, 1]
 
 
+def test_new_process_of_a_rank_inherits_the_imports_of_the_lost_one(launcher, tmp_path):
+    start(launcher, tmp_path, "killed_after_import").succeed()
+    assert (tmp_path / "1.imported").read_text() == "True"
+
+
 def test_rank_with_a_defect_gets_a_new_process(launcher, tmp_path):
     job = start(launcher, tmp_path, "defect").succeed()
     assert attempts(tmp_path, 0)[0][1] == attempts(tmp_path, 0)[1][1]

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -25,6 +26,7 @@ from megatron.training.restart import interruption
 from megatron.training.restart.monitor import run_restartable
 
 LOST_RANK = 1
+WING = "megatron.planning.goodput"  # a module that nothing else imports here
 
 
 def wait_in_python() -> None:
@@ -54,6 +56,17 @@ def kill_rank_while_others_join(attempt: int) -> None:
         time.sleep(0.5)  # until the others wait for this rank
         os.kill(os.getpid(), signal.SIGKILL)
     wait_in_collective()
+
+
+def kill_after_import(on_iteration: Callable[[], None], record: Path, attempt: int) -> None:
+    """Lose a rank after its first iteration; record whether its next process has its imports."""
+    is_imported = WING in sys.modules
+    if attempt == 0:
+        import_module(WING)
+        on_iteration()
+    elif environment_rank() == LOST_RANK:
+        record.with_suffix(".imported").write_text(str(is_imported))
+    kill_rank(wait_in_python, attempt)
 
 
 def raise_error(error: Exception, attempt: int) -> None:
@@ -104,7 +117,9 @@ def main() -> None:
         attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         with record.open("a") as file:
             file.write(f"{attempt} {os.getpid()}\n")
-        PROGRAMS[name](attempt)
+        after_import = partial(kill_after_import, on_iteration, record)
+        programs = PROGRAMS | {"killed_after_import": after_import}
+        programs[name](attempt)
 
     if name != "killed_while_others_communicate":
         # A busy machine may take longer to leave an attempt.

@@ -29,6 +29,7 @@ from megatron.training.rendezvous import (
 )
 from megatron.training.restart.attempts import AttemptBoard, SharedProgress
 from megatron.training.restart.interruption import NEW_PROCESS
+from megatron.training.restart.preloading import ModulePipe
 from megatron.training.restart.worker import STACKS_SIGNAL, Program, Worker
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -74,6 +75,7 @@ class Monitor:
         self._prefix = self._join(timeout)
         self._board = AttemptBoard(self._prefix)
         self._progress = SharedProgress()
+        self._modules = ModulePipe()
         self._stops = False  # whether the launcher has sent a signal to the rank
         self._ended_at: float | None = None  # when the attempt of the worker was seen to have ended
         # Wait for these signals with `sigtimedwait` instead of handling them.
@@ -136,13 +138,15 @@ class Monitor:
         # Ctrl-C in a terminal reaches the monitor, which forwards it.
         os.setpgid(0, 0)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
-        return Worker(self._config, self._prefix, self._progress, self._program)
+        self._modules.enter_worker()
+        return Worker(self._config, self._prefix, self._progress, self._program, self._modules)
 
     def _watch(self, child: int) -> int:
         """Return the exit code of the worker `child`, negative for a signal."""
         pause = min(_LONGEST_PAUSE, self._config.inprocess_hard_timeout / 4)
         while True:
             received = signal.sigtimedwait(_WATCHED, pause)
+            self._modules.import_reported()
             if received is not None and received.si_signo in _FORWARDED:
                 self._stops = True
                 os.kill(child, received.si_signo)

@@ -25,6 +25,7 @@ from megatron.training.rendezvous import environment_rank, environment_world_siz
 from megatron.training.reporting.console import configure_logging
 from megatron.training.restart.attempts import AttemptBoard, Progress, SharedProgress
 from megatron.training.restart.interruption import NEW_PROCESS, AttemptEndedError, Interrupter
+from megatron.training.restart.preloading import ModulePipe
 
 logger = logging.getLogger(__name__)
 
@@ -44,12 +45,18 @@ class Worker:
     """Repeats `program` in this process, which a monitor has forked and watches."""
 
     def __init__(
-        self, config: RestartConfig, prefix: str, progress: SharedProgress, program: Program
+        self,
+        config: RestartConfig,
+        prefix: str,
+        progress: SharedProgress,
+        program: Program,
+        modules: ModulePipe,
     ) -> None:
         self._config = config
         self._prefix = prefix
         self._progress = progress
         self._program = program
+        self._modules = modules
         self._board = AttemptBoard(prefix)  # of the main thread; attempts cannot close it
         self._interrupter = Interrupter(prefix)
         # After an error of NCCL, torch's watchdog waits for this time four times (60 s by default)
@@ -75,13 +82,18 @@ class Worker:
         try:
             with self._interrupter.interruptible(attempt):
                 self._await_all_ranks(attempt)
-                self._program(self._progress.count_iteration)
+                self._program(self._count_iteration)
         except AttemptEndedError:
             return False
         except Exception as error:
             self._handle_error(attempt, error)
             return False
         return True
+
+    def _count_iteration(self) -> None:
+        self._progress.count_iteration()
+        if self._progress.read().iterations == 1:
+            self._modules.report()
 
     def _await_all_ranks(self, attempt: int) -> None:
         board = AttemptBoard(self._prefix)  # closed when the attempt ends, which ends the wait
