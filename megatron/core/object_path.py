@@ -5,8 +5,11 @@ Their requests are in `object_storage`, which is imported by the first one.
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import os
+from collections.abc import Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,6 +20,22 @@ if TYPE_CHECKING:
 
 SCHEMES = ("s3", "gs", "az")
 _OPEN_STORE = "megatron.core.object_storage:open_store"
+
+Listing = tuple[list[str], list[str]]  # keys of directories and of objects
+_listings: ContextVar[dict[str, Listing] | None] = ContextVar("listings", default=None)
+
+
+@contextlib.contextmanager
+def listing_once() -> Iterator[None]:
+    """List each directory in object storage at most once, and look up files in these lists.
+
+    For many questions about a few directories: each would be a request of milliseconds.
+    """
+    token = _listings.set({})
+    try:
+        yield
+    finally:
+        _listings.reset(token)
 
 
 class _Stat(NamedTuple):
@@ -68,14 +87,27 @@ class ObjectPath(type(Path())):  # type: ignore[misc]
         return _Stat(self.store.size(self.key))
 
     def is_file(self) -> bool:
+        if _listings.get() is not None and self.key:
+            _, objects = self.parent._list()
+            return self.key in objects
         try:
             return bool(self.key) and self.stat().st_size >= 0
         except FileNotFoundError:
             return False
 
     def is_dir(self) -> bool:
-        directories, objects = self.store.children(self.key)
+        directories, objects = self._list()
         return bool(directories or objects)
+
+    def _list(self) -> Listing:
+        """Return the directories and the objects in this directory, as keys."""
+        listings = _listings.get()
+        if listings is None:
+            return self.store.children(self.key)
+        url = str(self)
+        if url not in listings:
+            listings[url] = self.store.children(self.key)
+        return listings[url]
 
     def exists(self, *, follow_symlinks: bool = True) -> bool:
         return self.is_file() or self.is_dir()
@@ -87,7 +119,7 @@ class ObjectPath(type(Path())):  # type: ignore[misc]
         """Return at once: a directory exists as soon as it contains an object."""
 
     def iterdir(self) -> Any:
-        directories, objects = self.store.children(self.key)
+        directories, objects = self._list()
         paths = []
         for key in directories + objects:
             _, _, name = key.rpartition("/")

@@ -37,7 +37,7 @@ from megatron.core.dist_checkpointing.format.checksums import find_checksums
 from megatron.core.dist_checkpointing.ownership.fencing import find_interrupted_commit
 from megatron.core.dist_checkpointing.ownership.lineage import on_branch
 from megatron.core.dist_checkpointing.policy import CheckpointRef
-from megatron.core.object_path import ObjectPath, path_of
+from megatron.core.object_path import ObjectPath, listing_once, path_of
 from megatron.core.run_checkpoint.keys import (
     CONSOLIDATED,
     ENGINE_LATEST,
@@ -182,7 +182,8 @@ _DESCRIBE_CONTENTS = "megatron.core.run_checkpoint.directory_contents:describe_c
 
 def list_formats(directory: Path) -> list[str]:
     """Return the formats that `directory` looks like."""
-    return [name for name, form in FORMATS.items() if form.is_format(directory)]
+    with listing_once():
+        return [name for name, form in FORMATS.items() if form.is_format(directory)]
 
 
 def detect_format(directory: Path, loader: str = "auto") -> str:

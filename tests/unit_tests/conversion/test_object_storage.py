@@ -1,5 +1,6 @@
 """Conversion and checkpoint lookup in object storage."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,9 @@ from megatron.conversion.options import EditOptions, ReadOptions, WriteOptions
 from megatron.core import object_storage
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.object_path import path_of
-from megatron.core.run_checkpoint.formats import find_checkpoint
+from megatron.core.run_checkpoint.formats import find_checkpoint, list_formats
 from tests import GOLDEN
-from tests.support.object_server import object_server
+from tests.support.object_server import FaultyProxy, object_server
 from tests.unit_tests.conversion.convert_tool import run_convert
 from tests.unit_tests.tools.test_inspect import LLAMA, main
 
@@ -54,6 +55,25 @@ def test_newest_commit_overrides_the_tracker(converted):
     assert find_checkpoint(str(converted)) == found
     store.delete([unfinished])
     assert find_checkpoint("s3://bucket/nothing") is None
+
+
+def test_formats_are_recognized_with_one_list_of_each_directory(converted):
+    requests = []
+
+    def record(method, path, headers):
+        requests.append(f"{method} {path}")
+        return ""
+
+    (directory,) = converted.glob("iter_*")
+    with FaultyProxy(os.environ["AWS_ENDPOINT_URL"], record):
+        object_storage.open_store.cache_clear()
+        assert list_formats(directory) == ["torch_dist"]
+    object_storage.open_store.cache_clear()
+    lists = [request for request in requests if "list-type=2" in request]
+    assert 0 < len(lists) == len(set(lists))
+    # Besides lists, only metadata.json is read, which takes two requests.
+    remaining = set(requests) - set(lists)
+    assert all(request.endswith("/metadata.json") for request in remaining)
 
 
 @pytest.mark.parametrize(
