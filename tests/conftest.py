@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from megatron.core.safe_files.reading import FOLLOW_LINKS
-from tests.support.distributed import DistributedPool
+from tests.support.config_server import ConfigServer, use_config_server
+from tests.support.distributed import DistributedPool, collect_garbage_rarely
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -20,6 +21,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="also run tests marked slow (soak and fault injection)",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Start the process that all workers share; they inherit its address."""
+    if config.getoption("numprocesses", None):
+        server = ConfigServer()
+        config.add_cleanup(server.close)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -41,8 +49,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Exclude modules and tests from garbage collection, which would visit them again and again."""
     gc.collect()
-    gc.freeze()
+    gc.enable()
+    collect_garbage_rarely()
 
+
+gc.disable()  # until all tests are imported
+use_config_server()
 
 # As in the workers of the pool: results do not depend on how many cores there are, nor do processes
 # compete for them.

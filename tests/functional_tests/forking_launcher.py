@@ -19,6 +19,7 @@ from typing import Any
 
 import pretrain_gpt
 from tests.support import restart_programs
+from tests.support.config_server import use_config_server
 
 MAINS = {"pretrain_gpt.py": pretrain_gpt.main, "restart_programs": restart_programs.main}
 
@@ -59,6 +60,7 @@ def start(request: dict[str, Any], rank: int) -> int:
 
 
 def main() -> None:
+    use_config_server()
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
         request = json.loads(line)

@@ -16,7 +16,10 @@ from megatron.training.run import ForwardStep
 from megatron.training.training import pretrain
 from pretrain_gpt import datasets_provider, forward_step, model_provider
 from tests.support.boxes import index_box
+from tests.support.config_server import use_config_server
 from tests.support.tiny_ddp_model import copy_values
+
+use_config_server()  # also of the processes that are forked from one with this module
 
 COMMON = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 "
