@@ -45,10 +45,10 @@ demo: setup
 finetune-demo: setup
 	VENV=$(VENV) bash examples/demo/finetune.sh
 
-# Files run in the order of their names: the long ones of the functional tests first, so that the
-# two workers end at the same time.
+# Files run in the order of their names: the long ones of the functional tests first, so that all
+# workers end at the same time. Three workers for two cores: tests also wait, for other processes.
 test: setup
-	$(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=15 $(PYTEST_ARGS)
+	$(PY) -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --durations=15 $(PYTEST_ARGS)
 
 proof: setup
 	$(PY) -m tests.layout_proof

@@ -4,6 +4,7 @@ A run of that many processes would hang where they do not. Here each rank is tra
 """
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -46,6 +47,7 @@ LARGE_LAYOUTS = {
 }
 
 
+@functools.cache
 def trace_all_ranks(num_ranks, flags):
     cpu = torch.device("cpu")
     return [trace_training_step(rank, num_ranks, MODEL + flags, cpu) for rank in range(num_ranks)]

@@ -17,7 +17,9 @@ from tests.support.crash_harness import DEADLINE, ONE_THREAD, Job, free_port, st
 from tests.support.processes import wait_until
 from tests.support.training_harness import COMMON, LAYOUTS, LLAMA
 
-FLAGS = f"{COMMON} {LLAMA} --mock-data --async-save --train-iters 30 --save-interval 3 "
+FLAGS = (
+    f"{COMMON} {LLAMA} --num-layers 2 --mock-data --async-save --train-iters 20 --save-interval 2 "
+)
 ROUNDING = 1e-5
 
 
@@ -79,23 +81,23 @@ class Torchrun:
 def test_torchrun_restarts_the_job(launcher, undisturbed, tmp_path, nodes):
     """A rank dies; torchrun starts all again and they finish with the same bits.
 
-    They continue from the last save, although --ckpt-step 3 is still on the command line.
+    They continue from the last save, although --ckpt-step 2 is still on the command line.
     """
     world_size, layout = LAYOUTS["dp2_distributed_optimizer"]
     root = tmp_path / "run"
     flags = f"{FLAGS} {layout} --save {root} --load {root}"
-    launcher.run(world_size, f"{flags} --exit-interval 6")
-    job = Torchrun(nodes, world_size, f"{flags} --ckpt-step 3", tmp_path)
+    launcher.run(world_size, f"{flags} --exit-interval 4")
+    job = Torchrun(nodes, world_size, f"{flags} --ckpt-step 2", tmp_path)
     wait_until(
-        lambda: re.search(r"iteration +13/", job.output()), 2 * DEADLINE, job.output, pause=0.01
+        lambda: re.search(r"iteration +9/", job.output()), 2 * DEADLINE, job.output, pause=0.01
     )
     job.kill_last_worker()
     codes = job.wait()
     output = job.output()
     assert codes == [0] * nodes, output
     first, second = map(int, re.findall(r"> loaded .* at iteration (\d+)", output))
-    # At iteration 13 the save of iteration 12 may still be in progress; it has waited for that of 9.
-    assert first == 3 and second >= 9 and second % 3 == 0
+    # At iteration 9 the save of iteration 8 may still be in progress; it has waited for that of 6.
+    assert first == 2 and second >= 6 and second % 2 == 0
     assert "an earlier launch of this job has saved it" in output
     logged: dict[int, set[float]] = {}
     for iteration, loss in re.findall(r"iteration +(\d+)/.*? lm loss: ([\d.E+-]+) ", output):
@@ -103,7 +105,7 @@ def test_torchrun_restarts_the_job(launcher, undisturbed, tmp_path, nodes):
     _, losses, directory = undisturbed
     expected = {iteration: {loss} for iteration, loss in losses.items() if iteration > first}
     assert logged == expected, "also what was done twice"
-    final = "iter_0000030"
+    final = "iter_0000020"
     assert_same(stored_tensors(root / final), stored_tensors(directory / final))
 
 
@@ -125,17 +127,17 @@ def test_run_continues_with_other_ranks_after_a_kill(launcher, undisturbed, tmp_
             world_size, f"{FLAGS} {layout_flags} --save {tmp_path} --load {tmp_path}"
         )
         if number < len(layouts) - 1:
-            job.until_iteration(8 * (number + 1))
+            job.until_iteration(5 * (number + 1))
             job.kill(world_size - 1)
             job.kill()
             assert -signal.SIGKILL in job.wait()
         else:
             job.succeed()
         if number:
-            assert job.resumed_at() >= 8 * number - 6
+            assert job.resumed_at() >= 5 * number - 4
         losses |= job.losses()
     expected = undisturbed[0]
-    assert sorted(losses) == sorted(expected) == list(range(1, 31))
+    assert sorted(losses) == sorted(expected) == list(range(1, 21))
     assert losses == pytest.approx(expected, rel=ROUNDING)
 
 

@@ -1,6 +1,6 @@
 """A reader of damaged files gives a result or one clean error (see `harness`).
 
-The default suite tries 8 damages of each format, shared by its readers; `--run-slow` 1,000 of each
+The default suite tries 4 damages of each format, shared by its readers; `--run-slow` 1,000 of each
 reader.
 """
 
@@ -67,7 +67,7 @@ def test_intact_files_are_read_in_every_way(name: str, bases: Path, tmp_path: Pa
 def test_damaged_files_give_clean_errors(name: str, bases: Path, tmp_path: Path) -> None:
     reader = READERS[name]
     same_format = [other for other in READERS.values() if other.base == reader.base]
-    count = 2 if reader.base in SLOW_BASES else max(1, 8 // len(same_format))
+    count = 2 if reader.base in SLOW_BASES else max(1, 4 // len(same_format))
     check_reader(name, bases, tmp_path, range(count))
 
 

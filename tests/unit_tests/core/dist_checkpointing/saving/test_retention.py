@@ -273,14 +273,16 @@ def test_kill_at_every_step_leaves_a_complete_newest_checkpoint(tmp_path):
         job = start(root, after=2)
         apply(job, rules, 3, make(job, 3))
 
+    base = tmp_path / "base"
+    job = start(base)
+    make(job, 1)
+    make(job, 2)
     step = 0
     outcomes = set()
     while True:
         step += 1
         root = tmp_path / str(step)
-        job = start(root)
-        make(job, 1)
-        make(job, 2)
+        shutil.copytree(base, root)
         died = killed_at(step, next_one)
         newest = find_checkpoint(root)
         assert newest is not None and newest.directory.name in ("iter_0000002", "iter_0000003")
