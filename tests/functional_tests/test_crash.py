@@ -49,13 +49,13 @@ def while_training(job, root, interval, rng):
 def while_writing(job, root, interval, rng):
     """Wait for the middle of a save: shards are being written, or it is being committed."""
     some_iterations(job, rng.randrange(4))
-    job.until(lambda: found(root, ".generation-*/saving-*"), "a save")
+    job.until(lambda: found(root, ".generation-*/saving-*"), "a save", pause=0.001)
     time.sleep(rng.uniform(0, 0.01))
 
 
 def while_removing(job, root, interval, rng):
     """Wait for the middle of the removal of an old checkpoint."""
-    job.until(lambda: found(root, ".generation-*/deleting-*"), "a removal")
+    job.until(lambda: found(root, ".generation-*/deleting-*"), "a removal", pause=0.001)
 
 
 MOMENTS = [anywhere, while_training, while_writing, while_writing, while_removing]

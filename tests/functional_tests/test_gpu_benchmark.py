@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks.gpu import CALLS, PARTS, SMALL, Report, measure_checkpoint
 from tests import ROOT
+from tests.support.programs import run_program
 
 
 def test_gpu_benchmark_continues_after_a_failure(tmp_path, capsys):
@@ -46,9 +47,7 @@ with report.measuring("third", share=1.0):
         time.sleep(0.01)
 assert report.num_failures == 1
 """
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    result = run_program(code, timeout=60)
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines() == [
         "  first: stopped by the time limit of 1 s",
@@ -73,9 +72,7 @@ with report.measuring("next part"):
     report.add("  next part: done")
     time.sleep(3)  # longer than the limit of the part, which is over
 """
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    result = run_program(code, timeout=60)
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines() == [
         "  slow: stopped by the time limit of 1 s",

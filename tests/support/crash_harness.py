@@ -39,7 +39,12 @@ class Job:
         path = self._log.with_name(f"{self._log.name}.{rank}")
         return path.read_text() if path.exists() else ""
 
-    def until(self, happened: Callable[[], Any], what: str = "what was waited for") -> Any:
+    def until(
+        self,
+        happened: Callable[[], Any],
+        what: str = "what was waited for",
+        pause: float = 0.004,
+    ) -> Any:
         """Return the result of `happened` as soon as it is true, or as soon as rank 0 has ended."""
         deadline = time.monotonic() + DEADLINE
         while True:
@@ -48,7 +53,7 @@ class Job:
             if result or over:
                 return result
             assert time.monotonic() < deadline, f"{what} did not happen:\n{self.output()}"
-            time.sleep(0.001)
+            time.sleep(pause)
 
     def workers(self) -> list[int]:
         """Return the processes of the ranks under --inprocess-restart, without lost ones."""
