@@ -1,10 +1,10 @@
 """The C allocator keeps freed memory, unless the environment configures it."""
 
 import os
-import subprocess
-import sys
 
 import pytest
+
+from tests.support.programs import run_program
 
 _COUNT_FAULTS = """
 import resource, sys
@@ -22,34 +22,28 @@ print(agreed, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
-def count_faults(mode: str, environment: dict[str, str]) -> tuple[bool, int]:
-    result = subprocess.run(
-        [sys.executable, "-c", _COUNT_FAULTS, mode],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=environment,
-    )
+def count_faults(mode: str, **environment: str) -> tuple[bool, int]:
+    result = run_program(_COUNT_FAULTS, mode, **environment)
+    assert result.returncode == 0, result.stderr
     agreed, faults = result.stdout.split()
     return agreed == "True", int(faults)
 
 
-@pytest.fixture
-def environment():
-    configures = ("GLIBC_TUNABLES", "LD_PRELOAD")
-    return {
-        k: v for k, v in os.environ.items() if not k.startswith("MALLOC_") and k not in configures
-    }
+@pytest.fixture(autouse=True)
+def no_configured_allocator(monkeypatch):
+    for name in os.environ:
+        if name.startswith("MALLOC_") or name in ("GLIBC_TUNABLES", "LD_PRELOAD"):
+            monkeypatch.delenv(name)
 
 
-def test_later_steps_reuse_pages(environment):
-    _, usual = count_faults("leave", environment)
-    agreed, kept = count_faults("keep", environment)
+def test_later_steps_reuse_pages():
+    _, usual = count_faults("leave")
+    agreed, kept = count_faults("keep")
     if not agreed:
         pytest.skip("this C library is not glibc")
     assert kept < usual / 10
 
 
-def test_configured_allocator_is_left_alone(environment):
-    agreed, _ = count_faults("keep", {**environment, "MALLOC_TRIM_THRESHOLD_": "1000000"})
+def test_configured_allocator_is_left_alone():
+    agreed, _ = count_faults("keep", MALLOC_TRIM_THRESHOLD_="1000000")
     assert not agreed
