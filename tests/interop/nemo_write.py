@@ -8,7 +8,9 @@ uncompressed archive. Runs in an environment with torch and megatron-core. TARGE
 and NAME.npz with tokens [b, s], logits [b, s, vocab] and the weights of the model.
 """
 
+import json
 import os
+import shutil
 import sys
 import tarfile
 import tempfile
@@ -25,7 +27,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
 
-VOCAB_SIZE = 64
+TOKENIZERS = Path(__file__).parents[1] / "golden/gguf_tokenizers"
+VOCAB_SIZE = 344  # of the tokenizers, padded to a multiple of 8
 SEQ = 32
 # Fields of examples/nlp/language_modeling/conf/megatron_gpt_config.yaml and
 # megatron_llama_config.yaml
@@ -60,9 +63,6 @@ COMMON = dict(
     rotary_percentage=1.0,
     seq_len_interpolation_factor=None,
     scale_positional_embedding=False,
-    tokenizer=dict(
-        library="sentencepiece", type=None, model="nemo:0123_tokenizer.model", vocab_file=None
-    ),
     megatron_amp_O2=True,
     fp32_residual_connection=False,
     precision="bf16-mixed",
@@ -82,6 +82,14 @@ MODELS = {
         position_embedding_type="rope",
         share_embeddings_and_output_weights=False,
         bias_activation_fusion=False,
+        tokenizer=dict(
+            library="sentencepiece",
+            type=None,
+            model="nemo:0123_tokenizer.model",
+            vocab_file=None,
+            merge_file=None,
+            sentencepiece_legacy=False,
+        ),
     ),
     "gpt": dict(
         ffn_hidden_size=64,
@@ -92,6 +100,13 @@ MODELS = {
         position_embedding_type="learned_absolute",
         share_embeddings_and_output_weights=True,
         bias_activation_fusion=True,
+        tokenizer=dict(
+            library="megatron",
+            type="GPT2BPETokenizer",
+            model=None,
+            vocab_file="nemo:4567_vocab.json",
+            merge_file="nemo:89ab_merges.txt",
+        ),
     ),
 }
 
@@ -136,6 +151,18 @@ def build_model(config: dict) -> GPTModel:
     )
 
 
+def write_tokenizer(name: str, directory: Path) -> None:
+    """Write the files of the tokenizer under the names in the configuration."""
+    if name == "llama":
+        shutil.copy(TOKENIZERS / "llama/tokenizer.model", directory / "0123_tokenizer.model")
+        return
+    pipeline = json.loads((TOKENIZERS / "gpt-2/tokenizer.json").read_text())["model"]
+    vocabulary = pipeline["vocab"] | {"<|endoftext|>": len(pipeline["vocab"])}
+    (directory / "4567_vocab.json").write_text(json.dumps(vocabulary))
+    merges = [" ".join(merge) for merge in pipeline["merges"]]
+    (directory / "89ab_merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]))
+
+
 def write_archive(name: str, target: Path) -> None:
     """Write one archive, and the logits of its model."""
     config = COMMON | MODELS[name]
@@ -162,7 +189,7 @@ def write_archive(name: str, target: Path) -> None:
         state = model.sharded_state_dict(prefix="model.")
         dist_checkpointing.save(state, str(directory / "model_weights"))
         (directory / "model_config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
-        (directory / "0123_tokenizer.model").write_bytes(b"")
+        write_tokenizer(name, directory)
         with tarfile.open(target / f"{name}.nemo", "w:") as archive:
             archive.add(directory, arcname=".")
 

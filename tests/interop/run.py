@@ -496,7 +496,9 @@ PEERS = {
     "megatron-core-layouts": Peer(
         ("torch==2.13.0", "numpy", "megatron-core==0.19.2"), check_layouts, (3, 12)
     ),
-    "nemo": Peer(("torch==2.13.0", "numpy", "pyyaml", "megatron-core==0.16.1"), check_nemo),
+    "nemo": Peer(
+        ("torch==2.13.0", "numpy", "pyyaml", "psutil", "megatron-core==0.16.1"), check_nemo
+    ),
     "checkpointer": Peer(
         ("torch==2.13.0", "numpy", "xxhash", "setuptools", "megatron-core==0.16.1"),
         check_checkpointer,
@@ -565,6 +567,7 @@ PEERS = {
             "accelerate",
             "compressed-tensors==0.20.0",
             "bitsandbytes==0.50.2",
+            "requests",  # which nvidia-modelopt imports without requiring it
             "nvidia-modelopt==0.47.0",
         ),
         check_quantized,

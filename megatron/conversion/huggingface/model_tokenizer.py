@@ -19,8 +19,8 @@ from megatron.conversion.huggingface.sentencepiece_model import (
 )
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.durable_files import committed, write_json
-from megatron.core.object_path import path_of
 from megatron.core.run_checkpoint.keys import GGUF_FILES, PROCESSOR_FILES
+from megatron.core.run_checkpoint.tokenizer_files import make_tokenizer_path
 from megatron.core.safe_files import schema
 from megatron.core.safe_files.named_files import find_named_file
 from megatron.core.safe_files.reading import parse_json, read_json, read_regular
@@ -223,7 +223,7 @@ def _allows_bpe(tokenizer: Path | None) -> bool:
 def _confirm_path(value: Any, trusted: Sequence[Path], result: ExportedTokenizer) -> Path | None:
     """Return a path of a checkpoint if it is in a trusted directory; else note that it is lost."""
     if type(value) is str and "\0" not in value:
-        path = path_of(value).resolve()
+        path = make_tokenizer_path(value).resolve()
         if any(path.is_relative_to(root.resolve()) for root in trusted):
             return path
     result.lost.append(

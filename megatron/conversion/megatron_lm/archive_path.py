@@ -80,6 +80,10 @@ class ArchivePath(type(Path())):  # type: ignore[misc]
 
     absolute = resolve
 
+    def is_relative_to(self, *directory: str | os.PathLike[str]) -> bool:
+        """Return whether the file is below a resolved directory or archive."""
+        return (self.archive.resolve() / self.member).is_relative_to(*directory)
+
     def iterdir(self) -> Iterator[ArchivePath]:
         prefix = "" if self.member == "." else f"{self.member}/"
         names = {}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megatron.conversion.megatron_lm.archive_path import ArchivePath
 from megatron.conversion.megatron_lm.nemo_config import NEMO_CONFIG, read_nemo_config
@@ -19,8 +20,23 @@ from megatron.conversion.options import ReadOptions, Rename
 from megatron.core.dist_checkpointing import CheckpointError, read_metadata
 from megatron.core.dist_checkpointing.files import METADATA
 from megatron.core.run_checkpoint.keys import NEMO_WEIGHTS
+from megatron.core.safe_files.schema import file_name
 
 _PREFIXES = ("model.module.", "model.", "module.")
+_ARTIFACT = "nemo:"  # prefix of the name of a file in the archive
+_FILE_FIELD = f"{NEMO_CONFIG}: a file of the tokenizer"
+_TOKENIZER_FILES = {
+    "model": "tokenizer_model",
+    "vocab_file": "vocab_file",
+    "merge_file": "merge_file",
+}
+# Library -> type here, and the arguments that it requires
+_TOKENIZERS = {
+    "sentencepiece": ("SentencePieceTokenizer", ("tokenizer_model",)),
+    "megatron": ("GPT2BPETokenizer", ("vocab_file", "merge_file")),
+}
+# Fields of tokens that NeMo adds to those of the files
+_ADDED_TOKENS = ("special_tokens", "additional_special_tokens")
 _CONVERT = (
     "convert it to a model of transformers with NeMo (scripts/checkpoint_converters), and give that"
 )
@@ -52,16 +68,34 @@ def open_nemo(path: Path, read_options: ReadOptions | None = None) -> TorchDistS
             break
     source = TorchDistSource(weights, replace(read_options, renames=renames))
     source.description = f"NeMo archive {path}"
-    _report_tokenizer(source, root)
+    _add_tokenizer(source, root)
     return source
 
 
-def _report_tokenizer(source: TorchDistSource, root: Path) -> None:
-    """Note that the tokenizer in an archive is not used."""
+def _add_tokenizer(source: TorchDistSource, root: Path) -> None:
+    """Add the arguments of the tokenizer in an archive, or a note if it cannot be used."""
     tokenizer = read_nemo_config(root).get("tokenizer")
-    model = tokenizer.get("model") if isinstance(tokenizer, dict) else None
-    if isinstance(model, str) and model.startswith("nemo:"):
+    if not isinstance(tokenizer, dict):
+        return
+    arguments: dict[str, Any] = {}
+    for field, argument in _TOKENIZER_FILES.items():
+        name = tokenizer.get(field)
+        if isinstance(name, str) and name.startswith(_ARTIFACT):
+            arguments[argument] = str(root / file_name(name.removeprefix(_ARTIFACT), _FILE_FIELD))
+    library = str(tokenizer.get("library"))
+    tokenizer_type, names = _TOKENIZERS.get(library, ("", ()))
+    added = [field for field in _ADDED_TOKENS if tokenizer.get(field)]
+    if library == "huggingface" and tokenizer.get("type") and not added:
+        # The name of a tokenizer on the hub, or a directory of the machine that trained the model.
+        source.args |= {"tokenizer_type": "HuggingFaceTokenizer"}
+        source.args |= {"tokenizer_model": str(tokenizer["type"])}
+    elif tokenizer_type and arguments.keys() >= set(names) and not added:
+        source.args |= {"tokenizer_type": tokenizer_type}
+        source.args |= {name: arguments[name] for name in names}
+    elif arguments:
+        reason = f"with {' and '.join(added)}" if added else f"of the library {library}"
+        files = ", ".join(arguments.values())
         source.unused.append(
-            f"the tokenizer {model.removeprefix('nemo:')} (extract it from the archive, and give "
-            "--tokenizer for an export, or the tokenizer's flags for a run)"
+            f"the tokenizer {files} {reason} (extract it from the archive, and give --tokenizer "
+            "for an export, or the tokenizer's flags for a run)"
         )

@@ -97,11 +97,11 @@ def read_nemo_common(directory: Path, common: Mapping[str, Any]) -> dict[str, An
     location = str(directory / NEMO_CONFIG)
     refuse_other_models({"mcore_gpt": False} | config, _SUPPORTED, location)
 
-    # Fields that are copied
-    fields = {name: config[name] for name in _SAME if name in config}
-    for name, argument in _RENAMED.items():
-        if name in config:
-            fields[argument] = config[name]
+    # Fields that are copied. Null means the default.
+    fields = {}
+    for name in (*_SAME, *_RENAMED):
+        if config.get(name) is not None:
+            fields[_RENAMED.get(name, name)] = config[name]
     args = _DEFAULTS | plain_args(fields)
 
     # Fields that are stored in another form

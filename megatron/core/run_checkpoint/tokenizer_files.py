@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron.core.object_path import path_of
-from megatron.core.run_checkpoint.keys import GGUF_FILES, PROCESSOR_FILES
+from megatron.core.run_checkpoint.keys import GGUF_FILES, NEMO_ARCHIVES, PROCESSOR_FILES
 from megatron.core.wings import resolve
 
 DIRECTORY = "tokenizer"
@@ -41,6 +42,20 @@ _HUGGING_FACE = (
 
 
 _READ_GGUF = "megatron.conversion.gguf.tokenizer_reading:read_tokenizer_files"
+_ARCHIVE_PATH = "megatron.conversion.megatron_lm.archive_path:ArchivePath"
+
+
+def make_tokenizer_path(name: str) -> Path:
+    """Return the path of a tokenizer, which may be a file in an archive of NeMo."""
+    path = path_of(name)
+    if is_in_archive(path):
+        path = resolve(_ARCHIVE_PATH)(name)
+    return path
+
+
+def is_in_archive(path: Path) -> bool:
+    """Return whether a path is that of a file in an archive of NeMo."""
+    return path.parent.match(NEMO_ARCHIVES) and os.path.isfile(path.parent)
 
 
 def read_tokenizer_files(args: Mapping[str, Any]) -> dict[str, bytes]:
@@ -69,7 +84,7 @@ def list_paths(args: Mapping[str, Any]) -> dict[str, Path]:
         value = args.get(argument)
         if not value or type(value) is not str or "\0" in value:
             continue
-        tokenizer_path = path_of(value)
+        tokenizer_path = make_tokenizer_path(value)
         if name or tokenizer_path.match(GGUF_FILES):
             paths[name] = tokenizer_path
         else:

@@ -21,7 +21,11 @@ from megatron.core.datasets.index_cache import compute_digest
 from megatron.core.datasets.indexed_dataset import is_dataset
 from megatron.core.progress import ProgressBar
 from megatron.core.run_checkpoint.keys import GGUF_FILES
-from megatron.core.run_checkpoint.tokenizer_files import read_gguf_tokenizer
+from megatron.core.run_checkpoint.tokenizer_files import (
+    is_in_archive,
+    make_tokenizer_path,
+    read_gguf_tokenizer,
+)
 from megatron.training.data.data_files import find_data_files
 from megatron.training.data.document_encoder import (
     DOCUMENT_CPU_SECONDS,
@@ -77,11 +81,11 @@ def compute_tokenizer_digest(tokenizer: Tokenizer) -> str:
     config = tokenizer.config
     description = dataclasses.asdict(config)
     for name in ("tokenizer_model", "vocab_file", "merge_file"):
-        path = description[name]
-        if path is not None and Path(path).exists():
-            description[name] = _compute_path_digest(Path(path))
+        value = description[name]
+        if value is not None and make_tokenizer_path(value).exists():
+            description[name] = _compute_path_digest(make_tokenizer_path(value))
     # A name on the hub is a tokenizer that may change there.
-    if config.tokenizer_model is not None and not Path(config.tokenizer_model).exists():
+    if description["tokenizer_model"] == config.tokenizer_model is not None:
         with tempfile.TemporaryDirectory() as directory:
             load_huggingface(config).save_pretrained(directory)
             description["tokenizer_model"] = _compute_path_digest(Path(directory))
@@ -97,6 +101,8 @@ def _compute_path_digest(path: Path) -> str:
     if path.match(GGUF_FILES):
         contents = read_gguf_tokenizer(path)
         return compute_digest({name: contents[name].hex() for name in sorted(contents)})
+    if is_in_archive(path):
+        return compute_digest({path.name: path.read_bytes().hex()})
     files = [path]
     if path.is_dir():
         files = sorted({file for pattern in TOKENIZER_FILES for file in path.glob(pattern)})

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.run_checkpoint.keys import GGUF_FILES
-from megatron.core.run_checkpoint.tokenizer_files import read_gguf_tokenizer
+from megatron.core.run_checkpoint.tokenizer_files import make_tokenizer_path, read_gguf_tokenizer
 from megatron.core.safe_files.reading import parse_json, read_regular
 from megatron.core.safe_files.schema import limit
 from megatron.core.terminal import format_error
@@ -35,9 +35,10 @@ def _get_path(config: TokenizerConfig, flag_name: str) -> Path:
     value = getattr(config, flag_name.removeprefix("--").replace("-", "_"))
     if value is None:
         raise ValueError(f"--tokenizer-type {config.kind} requires {flag_name}")
-    if not Path(value).exists():
+    path = make_tokenizer_path(value)
+    if not path.exists():
         raise ValueError(f"{flag_name} {value}: no such file or directory")
-    return Path(value)
+    return path
 
 
 def _read_file(path: Path, flag_name: str) -> bytes:
@@ -326,10 +327,16 @@ def build_gpt2(config: TokenizerConfig) -> Tokenizer:
 
     vocab_file = _get_path(config, "--vocab-file")
     merge_file = _get_path(config, "--merge-file")
-    vocab = parse_json(_read_file(vocab_file, "--vocab-file"), f"--vocab-file {vocab_file}")
-    _read_file(merge_file, "--merge-file")
+    vocab_content = _read_file(vocab_file, "--vocab-file")
+    merge_content = _read_file(merge_file, "--merge-file")
+    vocab = parse_json(vocab_content, f"--vocab-file {vocab_file}")
     try:
-        pipeline = Pipeline(models.BPE.from_file(str(vocab_file), str(merge_file)))
+        # Copies: the library cannot read files in an archive.
+        with tempfile.TemporaryDirectory() as directory:
+            vocab_copy, merge_copy = Path(directory, "vocab.json"), Path(directory, "merges.txt")
+            vocab_copy.write_bytes(vocab_content)
+            merge_copy.write_bytes(merge_content)
+            pipeline = Pipeline(models.BPE.from_file(str(vocab_copy), str(merge_copy)))
     except Exception as error:  # tokenizers raises bare Exceptions
         raise ValueError(
             f"--vocab-file {vocab_file}, --merge-file {merge_file}: cannot be read: "

@@ -1,28 +1,86 @@
 """Archives of NeMo, packed and unpacked."""
 
+import dataclasses
 import gzip
 import io
 import shutil
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
+from megatron.conversion.checkpoint_conversion import convert
 from megatron.conversion.opening import open_checkpoint
 from megatron.core.run_checkpoint.formats import find_checkpoint
+from megatron.core.run_checkpoint.tokenizer_files import read_tokenizer_files
+from megatron.training.data.text_corpus import compute_tokenizer_digest
+from megatron.training.data.tokenizer import Tokenizer, TokenizerConfig
+from megatron.training.data.tokenizer_libraries import build_gpt2, build_sentencepiece
 from tests import ROOT
 from tests.support.compare import read_all
 from tests.support.nemo import check_archive
 
 GOLDEN = ROOT / "tests/golden/nemo"
+# Files in checkpoints -> files in the archive
+TOKENIZERS = {
+    "llama": {"tokenizer/tokenizer.model": "0123_tokenizer.model"},
+    "gpt": {"tokenizer/vocab.json": "4567_vocab.json", "tokenizer/merges.txt": "89ab_merges.txt"},
+}
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt"])
 def test_model_is_that_of_megatron_core(name: str, tmp_path: Path) -> None:
     check_archive(GOLDEN / f"{name}.nemo", tmp_path)
-    source = open_checkpoint(GOLDEN / f"{name}.nemo")
-    assert source.unused[0].startswith("the tokenizer 0123_tokenizer.model (extract it")
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+@pytest.mark.parametrize(("name", "build"), [("llama", build_sentencepiece), ("gpt", build_gpt2)])
+def test_tokenizer_is_that_of_runs_and_exports(
+    name: str, build: Callable[[TokenizerConfig], Tokenizer], is_packed: bool, tmp_path: Path
+) -> None:
+    directory = unpack(name, tmp_path / "model")
+    archive = GOLDEN / f"{name}.nemo" if is_packed else directory
+    source = open_checkpoint(archive)
+    fields = dataclasses.fields(TokenizerConfig)
+    names = {field.name for field in fields}
+    tokenizer = build(TokenizerConfig(**{k: v for k, v in source.args.items() if k in names}))
+    assert compute_tokenizer_digest(tokenizer)
+
+    # Exports have its files.
+    convert(archive, tmp_path / "hf", "hf")
+    exported = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    text = "def main() -> None:"
+    assert exported.encode(text, add_special_tokens=False) == tokenizer.tokenize(text)
+    assert tokenizer.detokenize(tokenizer.tokenize(text)) == text
+
+    # Checkpoints of runs and of convert.py have them, too.
+    files = read_tokenizer_files(source.args)
+    convert(archive, tmp_path / "run", "torch_dist")
+    assert len(files) == len(TOKENIZERS[name])
+    for file, original in TOKENIZERS[name].items():
+        assert files[file] == (directory / original).read_bytes()
+        assert (tmp_path / "run/release" / file).read_bytes() == files[file]
+
+
+def test_tokenizers_with_added_tokens_are_reported(tmp_path: Path) -> None:
+    directory = unpack("llama", tmp_path / "model")
+    path = directory / "model_config.yaml"
+    content = path.read_text()
+    path.write_text(content.replace("tokenizer:\n", "tokenizer:\n  special_tokens: {a: <a>}\n"))
+    (note,) = [note for note in open_checkpoint(directory).unused if "tokenizer" in note]
+    assert "0123_tokenizer.model with special_tokens (extract it from the archive" in note
+    path.write_text(content.replace("nemo:0123", "nemo:../0123"))
+    with pytest.raises(ValueError, match="must be the name of a file, without a path"):
+        open_checkpoint(directory)
+
+
+def test_null_fields_are_defaults(tmp_path: Path) -> None:
+    directory = unpack("gpt", tmp_path / "model")
+    assert "kv_channels: null" in (directory / "model_config.yaml").read_text()
+    assert "kv_channels" not in open_checkpoint(directory).args
 
 
 def unpack(name: str, directory: Path) -> Path:
