@@ -238,22 +238,28 @@ class Fp8Weight:
     ) -> None:
         """Fill fp8 tensors; if delayed scaling has no maxima yet, an additional cast finds them."""
         fp8_recipe = self._owner.engine.module.fp8_meta["recipe"]
-        if not (rescale and fp8_recipe.delayed()):
+        if not fp8_recipe.delayed():
             cast_master_weights_to_fp8(tensors, main, starts, group)
             return
         quantizers = [tensor._get_quantizer() for tensor in tensors]
         for quantizer in quantizers:
-            # Discard the maximum of earlier values: a cast can only increase it.
-            quantizer.amax.zero_()
+            # A part is cast as a single row, which is slow to transpose.
+            quantizer.set_usage(rowwise=True, columnwise=False)
+            if rescale:
+                # Discard the maximum of earlier values: a cast can only increase it.
+                quantizer.amax.zero_()
 
-        # The first cast finds the maxima, the second one uses the scales derived from them.
         cast_master_weights_to_fp8(tensors, main, starts, group)
+        if rescale:
+            # The first cast has found the maxima, the second one uses the scales from them.
+            for quantizer in quantizers:
+                amax = quantizer.amax.view_as(quantizer.scale)  # [] from [1]
+                scale = _E4M3_MAX / amax / 2**fp8_recipe.margin
+                # A weight of zeros keeps its scale.
+                quantizer.scale.copy_(torch.where(amax > 0, scale, quantizer.scale))
+            cast_master_weights_to_fp8(tensors, main, starts, group)
         for quantizer in quantizers:
-            amax = quantizer.amax.view_as(quantizer.scale)  # [] from [1]
-            scale = _E4M3_MAX / amax / 2**fp8_recipe.margin
-            # A weight of zeros keeps its scale.
-            quantizer.scale.copy_(torch.where(amax > 0, scale, quantizer.scale))
-        cast_master_weights_to_fp8(tensors, main, starts, group)
+            quantizer.set_usage(rowwise=True, columnwise=True)
 
 
 _FORMATS = {"e4m3": recipe.Format.E4M3, "hybrid": recipe.Format.HYBRID}

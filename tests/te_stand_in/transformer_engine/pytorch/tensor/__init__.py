@@ -8,6 +8,7 @@ class Quantizer:
     """Quantizer of the tensor `slot` of a module; scale and maximum belong to the module."""
 
     internal = True
+    columnwise = True
 
     def __init__(self, module, slot):
         self.module = module
@@ -22,10 +23,11 @@ class Quantizer:
         return self.module.fp8_meta["scaling_fwd"].amax_history[0, self.slot : self.slot + 1]
 
     def set_usage(self, rowwise, columnwise):
-        assert rowwise and columnwise
+        assert rowwise
+        self.columnwise = columnwise
 
     def __call__(self, tensor):
-        assert not self.internal
+        assert self.columnwise and not self.internal
         self.amax.copy_(torch.maximum(self.amax, tensor.abs().amax().float()))
         return Fp8Tensor(self.bytes_of(tensor), 1 / self.scale, tensor.dtype, self)
 
@@ -76,6 +78,7 @@ def cast_master_weights_to_fp8(
     assert group is not None
     for weight, main, start in zip(model_weights, master_weights, start_offsets, strict=True):
         quantizer = weight._get_quantizer()
+        assert not quantizer.columnwise, "the flat part of a tensor would be transposed, too"
         if main is not None:
             main = main.to(weight.dtype)
             quantizer.amax.copy_(torch.maximum(quantizer.amax, main.abs().amax().float()))
