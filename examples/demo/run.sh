@@ -27,8 +27,8 @@ step "3/7  tokens: .bin and .idx"
 [ -s "$DEMO/corpus_text_document.idx" ] || "$PY" tools/preprocess_data.py --input "$DEMO/corpus.jsonl" \
   --output-prefix "$DEMO/corpus" "${TOKENIZER[@]}" --append-eod --workers 2
 
-# A Llama-like model of 2.6M parameters.
-MODEL=(--num-layers 4 --hidden-size 224 --ffn-hidden-size 608 --num-attention-heads 8 --group-query-attention --num-query-groups 4
+# A Llama-like model of 2.0M parameters.
+MODEL=(--num-layers 4 --hidden-size 192 --ffn-hidden-size 512 --num-attention-heads 8 --group-query-attention --num-query-groups 4
   --seq-length 128 --max-position-embeddings 128 --position-embedding-type rope --normalization RMSNorm --swiglu
   --disable-bias-linear --untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0)
 TRAINING=(--micro-batch-size 16 --global-batch-size 32 --lr 4e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-iters 20
