@@ -55,8 +55,14 @@ def find_outside_target(path: str | os.PathLike[str]) -> str | None:
     are_links_allowed = os.environ.get(FOLLOW_LINKS, "0") not in ("", "0")
     if are_links_allowed or isinstance(path, ObjectPath):
         return None
+    absolute_path = os.path.abspath(path)
+    directory = _find_confinement(absolute_path)
+    # The usual case, with two system calls instead of two for each component of the path.
+    is_normal = os.pardir not in os.fspath(path).split(os.sep)
+    if is_normal and not _contains_link(absolute_path, directory):
+        return None
     target = os.path.realpath(path)
-    home = _find_home(os.path.abspath(path))
+    home = os.path.realpath(directory)
     if _is_inside(target, home):
         return None
     # Hugging Face's cache: snapshots/<revision>/<file> is a link to blobs/<hash>.
@@ -67,17 +73,26 @@ def find_outside_target(path: str | os.PathLike[str]) -> str | None:
     return target
 
 
-def _find_home(path: str) -> str:
-    """Return the real path of the directory that links at `path` must not leave."""
+def _find_confinement(path: str) -> str:
+    """Return the directory that links at `path` must not leave."""
     # The outermost directory: if a program opens `run` and then `run/iter_0000010`, the latter
     # must not be a link that leaves `run`.
     directory = os.path.dirname(path)
-    home = directory
+    confinement = directory
     while directory != os.path.dirname(directory):
         directory = os.path.dirname(directory)
         if directory in _named_directories:
-            home = directory
-    return os.path.realpath(home)
+            confinement = directory
+    return confinement
+
+
+def _contains_link(path: str, directory: str) -> bool:
+    """Return whether a component of `path` below `directory` is a link."""
+    while path != directory:
+        if os.path.islink(path):
+            return True
+        path = os.path.dirname(path)
+    return False
 
 
 def _is_inside(path: str, directory: str) -> bool:

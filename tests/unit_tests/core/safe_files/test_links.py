@@ -1,5 +1,7 @@
 """Links inside a checkpoint: none may lead out of it, unless the user asks for that."""
 
+import itertools
+import os
 import shutil
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from megatron.conversion.megatron_lm.torch_dist_writer import write_torch_dist
 from megatron.conversion.options import WriteOptions
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.run_checkpoint.formats import find_checkpoint
-from megatron.core.safe_files.reading import FOLLOW_LINKS
+from megatron.core.safe_files.reading import FOLLOW_LINKS, confine_links, find_outside_target
 from tests.support.memory_source import LLAMA_ARGS, random_source
 
 # Format -> names of the checkpoint that an attacker could replace with links.
@@ -137,3 +139,33 @@ def test_cache_of_hugging_face_keeps_working(checkpoints: Path, tmp_path: Path) 
     (snapshot / "config.json").symlink_to(tmp_path / "models--other/blobs/0")
     with pytest.raises(CheckpointError, match=r"config\.json is a link to .*models--other"):
         convert(snapshot, tmp_path / "out2", "torch_dist")
+
+
+def test_decisions_are_those_of_real_paths(tmp_path):
+    """All paths of up to three components through a directory with links of every kind."""
+    run = tmp_path / "link_to_run"
+    (tmp_path / "run/a/b").mkdir(parents=True)
+    (tmp_path / "private/b").mkdir(parents=True)
+    run.symlink_to(tmp_path / "run")
+    targets = {
+        "inside": "a",
+        "a/up": "..",
+        "a/out": "../../private",
+        "a/b/far": str(tmp_path / "private"),
+        "loop": "loop",
+        "chain": "a/out",
+    }
+    for name, target in targets.items():
+        (run / name).symlink_to(target)
+    confine_links(run)
+    names = ["a", "b", "inside", "up", "out", "far", "loop", "chain", "..", "missing"]
+    decisions = set()
+    for length in (1, 2, 3):
+        for components in itertools.product(names, repeat=length):
+            path = os.path.join(run, *components)
+            if not os.path.abspath(path).startswith(f"{run}/"):
+                continue  # `..` leads out of the confined directory
+            is_inside = os.path.realpath(path).startswith(f"{os.path.realpath(run)}/")
+            assert (find_outside_target(path) is None) == is_inside, path
+            decisions.add(is_inside)
+    assert decisions == {True, False}
