@@ -23,10 +23,10 @@ from megatron.conversion.model_space.optimizer_states import (
     optimizer_key,
     optimizer_states,
 )
-from megatron.conversion.model_space.pieces import compute_overlap, is_bitwise_equal
+from megatron.conversion.model_space.pieces import is_bitwise_equal, paste_boxes
 from megatron.core.arithmetic import round_up
 from megatron.core.dist_checkpointing import CheckpointError, Shape
-from megatron.core.dist_checkpointing.mapping import Extent, LazyTensor, narrow
+from megatron.core.dist_checkpointing.mapping import Extent, LazyTensor
 from megatron.core.optimizer import UPDATE_RULES, get_update_rule
 from megatron.core.run_checkpoint.keys import is_trained, is_weight, split_key
 
@@ -344,25 +344,12 @@ class PieceTable:
 
     def _paste(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
         """Return the box, assembled from all pieces that overlap it."""
-        dtype = self.tensors[key].dtype
-        whole: torch.Tensor | None = None
-        num_read = 0
-        for box, stored_box in self._pieces[key].items():
-            common = compute_overlap(box, (offset, shape))
-            if common is None:
-                continue
-            values = stored_box.read(common.in_first, common.shape)
-            if common.shape == shape:  # most boxes are inside one piece and need no copy
-                return values
-            if whole is None:
-                whole = torch.empty(shape, dtype=dtype)
-            narrow(whole, common.in_second, common.shape).copy_(values)
-            num_read += values.numel()
+        pieces = self._pieces[key]
+        boxes = ((origin, stored_box) for (origin, _), stored_box in pieces.items())
+        values, num_read = paste_boxes(boxes, self.tensors[key].dtype, offset, shape)
         if num_read != math.prod(shape):
             raise ValueError(
                 f"{key}: of the box at {offset} of shape {shape} the files hold {num_read} of "
                 f"{math.prod(shape)} elements"
             )
-        if whole is None:
-            return torch.empty(shape, dtype=dtype)  # a box without elements
-        return whole
+        return values

@@ -21,6 +21,7 @@ from megatron.conversion.model_space.pieces import (
     join_rows,
     map_unchanged,
     pack_rows,
+    paste_boxes,
     read_stored_rows,
     unpack_rows,
 )
@@ -33,7 +34,6 @@ from megatron.core.dist_checkpointing.mapping import (
     locate_rows,
     narrow,
     to_absolute,
-    to_relative,
 )
 from megatron.core.safe_files import FileTensor
 
@@ -294,22 +294,7 @@ def _read_joined(
     boxes: Sequence[tuple[Shape, LazyTensor]], dtype: torch.dtype, offset: Shape, shape: Shape
 ) -> torch.Tensor:
     """Return a box, joined from its overlap with each of the boxes."""
-    result = torch.empty(shape, dtype=dtype)
-    for origin, tensor in boxes:
-        # The overlap, in the coordinates of the whole tensor
-        start = tuple(map(max, offset, origin))
-        requested_stop = to_absolute(offset, shape)
-        stored_stop = to_absolute(origin, tensor.shape)
-        stop = tuple(map(min, requested_stop, stored_stop))
-        extent = to_relative(stop, start)
-        if min(extent, default=1) <= 0:
-            continue
-
-        # Its offset in the result, and in the box
-        in_result = to_relative(start, offset)
-        in_box = to_relative(start, origin)
-        content = tensor.read(in_box, extent)
-        narrow(result, in_result, extent).copy_(content)
+    result, _ = paste_boxes(boxes, dtype, offset, shape)
     return result
 
 

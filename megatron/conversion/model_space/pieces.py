@@ -21,6 +21,7 @@ from megatron.core.dist_checkpointing.mapping import (
     Extent,
     LazyTensor,
     Overlap,
+    Shape,
     compute_byte_runs,
     cut_rows,
     narrow,
@@ -239,6 +240,28 @@ def compute_overlap(first: Extent, second: Extent) -> Overlap | None:
     if min(shape, default=1) <= 0:
         return None
     return Overlap(to_relative(low, first[0]), to_relative(low, second[0]), shape)
+
+
+def paste_boxes(
+    boxes: Iterable[tuple[Shape, LazyTensor]], dtype: torch.dtype, offset: Shape, shape: Shape
+) -> tuple[torch.Tensor, int]:
+    """Return a box of `dtype`, and the number of its elements that `boxes` contain."""
+    result: torch.Tensor | None = None
+    num_read = 0
+    for origin, tensor in boxes:
+        common = compute_overlap((origin, tensor.shape), (offset, shape))
+        if common is None:
+            continue
+        content = tensor.read(common.in_first, common.shape)
+        if common.shape == shape:  # most boxes are inside one of them and need no copy
+            return content.to(dtype), content.numel()
+        if result is None:
+            result = torch.empty(shape, dtype=dtype)
+        narrow(result, common.in_second, common.shape).copy_(content)
+        num_read += content.numel()
+    if result is None:
+        result = torch.empty(shape, dtype=dtype)
+    return result, num_read
 
 
 def write_to_places(tensor: LazyTensor, chunks: Sequence[StoredChunk], progress: Progress) -> None:
