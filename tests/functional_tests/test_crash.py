@@ -36,13 +36,18 @@ def some_iterations(job, count):
 def anywhere(job, root, interval, rng):
     """Wait for any moment from the start of the program, until at most 8 saves later."""
     end = time.monotonic() + rng.uniform(0, 0.6)
-    job.until(lambda: time.monotonic() > end or len(job.iterations()) >= 8 * interval)
+
+    def is_over():
+        return time.monotonic() > end or len(job.iterations()) >= 8 * interval
+
+    job.until(is_over)
 
 
 def while_training(job, root, interval, rng):
     """Wait for any moment of an iteration after the first save."""
     job.until(job.saved, "a save")
-    some_iterations(job, len(job.iterations()) + rng.randrange(3 * interval))
+    num_iterations = len(job.iterations()) + rng.randrange(3 * interval)
+    some_iterations(job, num_iterations)
     time.sleep(rng.uniform(0, 0.02))
 
 
@@ -69,29 +74,37 @@ def crash(launcher, root, world_size, flags, interval, kills, victims, rng):
     resumed = []
     for number in range(kills):
         job = launcher.start(world_size, f"{flags} --save {root} --load {root}")
-        MOMENTS[number % len(MOMENTS)](job, root, interval, rng)
-        job.kill(*rng.choice(victims))
-        time.sleep(
-            rng.uniform(0, 0.1)
-        )  # the others go on for a moment, until the launcher ends them
+        wait_for_moment = MOMENTS[number % len(MOMENTS)]
+        wait_for_moment(job, root, interval, rng)
+        killed_ranks = rng.choice(victims)
+        job.kill(*killed_ranks)
+        # The others go on for a moment, until the launcher ends them.
+        moment = rng.uniform(0, 0.1)
+        time.sleep(moment)
         job.kill()
         codes = job.wait()
         assert -9 in codes, f"the run was over too early, or failed:\n{job.output()}"
         for directory in root.glob("iter_*"):
             assert is_complete(directory), f"{directory} looks like a checkpoint and is none"
-        start = job.resumed_at()
-        if job.iterations():
-            assert (start or 0) >= least, f"resumed at {start}, although {least} was saved"
-            resumed.append(start or 0)
-            assert job.iterations()[0] == (start or 0) + 1
+        start = job.resumed_at() or 0
+        iterations = job.iterations()
+        if iterations:
+            assert start >= least, f"resumed at {start}, although {least} was saved"
+            resumed.append(start)
+            assert iterations[0] == start + 1
             # A save that began waited for the one before, so that one is durable.
-            began = (job.iterations()[-1] - 1) // interval * interval
-            least = max(least, began - interval, *job.saved(), 0)
+            num_saves = (iterations[-1] - 1) // interval
+            durable = (num_saves - 1) * interval
+            least = max(least, durable, *job.saved(), 0)
         tracker = root / "latest_checkpointed_iteration.txt"
-        assert (int(tracker.read_text()) if tracker.exists() else 0) >= least
+        tracked = 0
+        if tracker.exists():
+            tracked = int(tracker.read_text())
+        assert tracked >= least
     (root / "run.json.tmp-host-1-0").touch()  # as if one had been killed while it wrote
     last = launcher.run(world_size, f"{flags} --save {root} --load {root}")
-    assert (last.resumed_at() or 0) >= least
+    start = last.resumed_at() or 0
+    assert start >= least
     return resumed
 
 
@@ -99,32 +112,32 @@ def run(launcher, root, kills, world_size, layout, interval, victims, seed):
     iterations = (4 + 5 * interval) * kills  # more than all of the killed starts reach
     flags = MODEL.format(interval=interval, iterations=iterations) + " " + layout
     rng = random.Random(seed)
-    resumed = crash(launcher, root / "crashed", world_size, flags, interval, kills, victims, rng)
-    assert resumed == sorted(resumed) and len(set(resumed)) > kills // 4, (
-        "there must be progress to lose"
-    )
-    launcher.run(world_size, f"{flags} --save {root}/straight --save-interval {iterations}")
+    crashed = root / "crashed"
+    straight = root / "straight"
+    resumed = crash(launcher, crashed, world_size, flags, interval, kills, victims, rng)
+    assert resumed == sorted(resumed)
+    assert len(set(resumed)) > kills // 4, "there must be progress to lose"
+    launcher.run(world_size, f"{flags} --save {straight} --save-interval {iterations}")
     final = f"iter_{iterations:07d}"
-    assert_same(stored_tensors(root / "crashed" / final), stored_tensors(root / "straight" / final))
+    assert_same(stored_tensors(crashed / final), stored_tensors(straight / final))
     kept = [f"iter_{iterations - back * interval:07d}" for back in (2, 1, 0)]
-    (generation,) = (root / "crashed").glob(".*")
-    assert [path.name for path in generation.iterdir()] == ["owner.json"], (
-        "nothing unfinished is left behind"
-    )
-    left = sorted(
-        path.name
-        for path in (root / "crashed").iterdir()
-        if path != generation and path.name not in ("run.json", "runs")
-    )
+    (generation,) = crashed.glob(".*")
+    unfinished = [path.name for path in generation.iterdir()]
+    assert unfinished == ["owner.json"], "nothing unfinished is left behind"
+    ignored = (generation.name, "run.json", "runs")
+    left = sorted(path.name for path in crashed.iterdir() if path.name not in ignored)
     assert left == [*kept, "latest_checkpointed_iteration.txt"], "nothing is left behind"
 
 
 def test_random_kills_of_one_process(launcher, tmp_path):
-    run(launcher, tmp_path, len(MOMENTS) + 1, 1, "", 1, [[0]], 1)
+    kills = len(MOMENTS) + 1
+    run(launcher, tmp_path, kills, 1, "", 1, [[0]], 1)
 
 
 def test_random_kills_of_one_or_all_ranks(launcher, tmp_path):
-    run(launcher, tmp_path, 6, *LAYOUTS["dp2_distributed_optimizer"], 2, [[0], [1], [0, 1]], 2)
+    world_size, layout = LAYOUTS["dp2_distributed_optimizer"]
+    victims = [[0], [1], [0, 1]]
+    run(launcher, tmp_path, 6, world_size, layout, 2, victims, 2)
 
 
 @pytest.mark.slow

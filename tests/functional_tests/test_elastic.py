@@ -95,9 +95,12 @@ def test_torchrun_restarts_the_job(launcher, undisturbed, tmp_path, nodes):
     codes = job.wait()
     output = job.output()
     assert codes == [0] * nodes, output
-    first, second = map(int, re.findall(r"> loaded .* at iteration (\d+)", output))
+    loaded_iterations = re.findall(r"> loaded .* at iteration (\d+)", output)
+    first, second = map(int, loaded_iterations)
     # At iteration 9 the save of iteration 8 may still be in progress; it has waited for that of 6.
-    assert first == 2 and second >= 6 and second % 2 == 0
+    assert first == 2
+    assert second >= 6
+    assert second % 2 == 0
     assert "an earlier launch of this job has saved it" in output
     logged: dict[int, set[float]] = {}
     for iteration, loss in re.findall(r"iteration +(\d+)/.*? lm loss: ([\d.E+-]+) ", output):
@@ -120,12 +123,12 @@ def test_torchrun_restarts_the_job(launcher, undisturbed, tmp_path, nodes):
     ],
 )
 def test_run_continues_with_other_ranks_after_a_kill(launcher, undisturbed, tmp_path, layouts):
+    layouts_by_name = {"single": (1, ""), **LAYOUTS}
     losses: dict[int, float] = {}
     for number, layout in enumerate(layouts):
-        world_size, layout_flags = {"single": (1, ""), **LAYOUTS}[layout]
-        job: Job = launcher.start(
-            world_size, f"{FLAGS} {layout_flags} --save {tmp_path} --load {tmp_path}"
-        )
+        world_size, layout_flags = layouts_by_name[layout]
+        flags = f"{FLAGS} {layout_flags} --save {tmp_path} --load {tmp_path}"
+        job: Job = launcher.start(world_size, flags)
         if number < len(layouts) - 1:
             job.until_iteration(5 * (number + 1))
             job.kill(world_size - 1)

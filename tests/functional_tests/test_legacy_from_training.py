@@ -26,14 +26,15 @@ def files(directory):
     """Return the files that Megatron-LM has, too, without our records of launches, owners and
     lineage.
     """
-    names = sorted(
-        str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()
-    )
-    return [
-        name
-        for name in names
-        if not name.startswith((".generation", "runs/")) and not name.endswith(".json")
-    ]
+    names = []
+    for path in directory.rglob("*"):
+        name = str(path.relative_to(directory))
+        is_owner = name.startswith(".generation")
+        is_launch = name.startswith("runs/")
+        is_record = is_owner or is_launch or name.endswith(".json")
+        if path.is_file() and not is_record:
+            names.append(name)
+    return sorted(names)
 
 
 EXPECTED = {
@@ -49,26 +50,25 @@ def test_legacy_checkpoints_resume(pool, tmp_path, layout):
     """A run resumes from its own legacy checkpoint bit for bit, and another layout reads the same
     tensors.
     """
-    world_size, flags = {"single": (1, ""), **LAYOUTS}[layout]
-    model = f"{FLAGS} --num-layers 4" if layout == "pp2_interleaved" else FLAGS
-    flags = f"{model} {flags} --ckpt-format torch --save {tmp_path} --load {tmp_path}"
-    straight = pool.run(
-        train, world_size, flags.replace(f"--save {tmp_path} --load {tmp_path}", "")
-    )
-    first = pool.run(
-        train, world_size, f"{flags} --exit-interval 2 --save-interval 1 --keep-last-n 1"
-    )
-    assert {name.partition("/")[0] for name in files(tmp_path)} == {
-        "iter_0000002",
-        "latest_checkpointed_iteration.txt",
-    }
+    layouts = {"single": (1, ""), **LAYOUTS}
+    world_size, layout_flags = layouts[layout]
+    model = FLAGS
+    if layout == "pp2_interleaved":
+        model += " --num-layers 4"
+    straight_flags = f"{model} {layout_flags} --ckpt-format torch"
+    straight = pool.run(train, world_size, straight_flags)
+    flags = f"{straight_flags} --save {tmp_path} --load {tmp_path}"
+    half = f"{flags} --exit-interval 2 --save-interval 1 --keep-last-n 1"
+    first = pool.run(train, world_size, half)
+    entries = {name.partition("/")[0] for name in files(tmp_path)}
+    assert entries == {"iter_0000002", "latest_checkpointed_iteration.txt"}
     names = ("distrib_optim.pt", "model_optim_rng.pt")
-    assert files(tmp_path / "iter_0000002") == [
-        f"{rank}/{name}" for rank in EXPECTED[layout] for name in names
-    ]
-    elsewhere = pool.run(
-        train, 2, f"{model} --pipeline-model-parallel-size 2 --load {tmp_path} --skip-train"
-    )
+    expected = []
+    for rank in EXPECTED[layout]:
+        expected += [f"{rank}/{name}" for name in names]
+    assert files(tmp_path / "iter_0000002") == expected
+    pp2 = f"{model} --pipeline-model-parallel-size 2 --load {tmp_path} --skip-train"
+    elsewhere = pool.run(train, 2, pp2)
     assert_same(whole(elsewhere), whole(first))
     second = pool.run(train, world_size, flags)
     assert second[0].iteration == 4
@@ -91,16 +91,17 @@ def test_dropout_continues_after_a_resume(pool, tmp_path, world_size, layout):
 def test_legacy_without_the_distributed_optimizer_resumes(pool, tmp_path, precision):
     """Keys are those of Megatron-core's local modules, without Transformer Engine."""
     flags = f"{DATA} {MODELS['gpt2']} {precision}"
-    saved = pool.run(
-        train, 2, f"{flags} --tensor-model-parallel-size 2 --ckpt-format torch --save {tmp_path}"
-    )
-    assert files(tmp_path / "iter_0000004") == [
-        f"mp_rank_0{rank}/model_optim_rng.pt" for rank in (0, 1)
+    tp2 = f"{flags} --tensor-model-parallel-size 2 --ckpt-format torch"
+    saved = pool.run(train, 2, f"{tp2} --save {tmp_path}")
+    checkpoint = tmp_path / "iter_0000004"
+    assert files(checkpoint) == [
+        "mp_rank_00/model_optim_rng.pt",
+        "mp_rank_01/model_optim_rng.pt",
     ]
-    content = torch.load(
-        tmp_path / "iter_0000004/mp_rank_01/model_optim_rng.pt", weights_only=False
-    )
-    assert (content["iteration"], content["args"].consumed_train_samples) == (4, 16)
+    path = checkpoint / "mp_rank_01/model_optim_rng.pt"
+    content = torch.load(path, weights_only=False)
+    assert content["iteration"] == 4
+    assert content["args"].consumed_train_samples == 16
     assert "decoder.layers.1.input_layernorm.weight" in content["model"]
     loaded = pool.run(train, 2, f"{flags} {DISTRIBUTED_OPTIMIZER} --load {tmp_path} --skip-train")
     assert_same(whole(loaded), whole(saved))
@@ -114,9 +115,8 @@ def test_legacy_sgd_resumes(pool, tmp_path, momentum):
     flags = f"{DATA} {MODELS['gpt2']} --optimizer sgd --sgd-momentum {momentum} --bf16"
     legacy = tmp_path / "legacy"
     again = tmp_path / "torch_dist"
-    saved = pool.run(
-        train, 2, f"{flags} --tensor-model-parallel-size 2 --ckpt-format torch --save {legacy}"
-    )
+    tp2 = f"{flags} --tensor-model-parallel-size 2 --ckpt-format torch"
+    saved = pool.run(train, 2, f"{tp2} --save {legacy}")
     convert(legacy, again, "torch_dist", verify=True)
     loaded = pool.run(train, 2, f"{flags} {DISTRIBUTED_OPTIMIZER} --load {again} --skip-train")
     assert_same(whole(loaded), whole(saved))
@@ -128,7 +128,8 @@ def test_legacy_sgd_resumes(pool, tmp_path, momentum):
         read_options=ReadOptions(no_optim=True),
     )
     weights = open_checkpoint(tmp_path / "hf").tensors
-    assert weights.keys() == {key for key in whole(saved) if not key.startswith("optimizer.")}
+    expected = {key for key in whole(saved) if not key.startswith("optimizer.")}
+    assert weights.keys() == expected
 
 
 @pytest.mark.parametrize("momentum", [0.9, 0.0])
@@ -185,10 +186,12 @@ def test_asynchronous_legacy_save(pool, tmp_path):
     pool.run(train, world_size, f"{flags} --save {tmp_path / 'sync'}")
     pool.run(train, world_size, f"{flags} --save {tmp_path / 'async'} --async-save")
     names = [name for name in files(tmp_path / "sync") if name.endswith(".pt")]
-    assert len(names) == 4 * 4 and files(tmp_path / "async") == files(tmp_path / "sync")
+    assert len(names) == 4 * 4
+    assert files(tmp_path / "async") == files(tmp_path / "sync")
     for name in names:
-        one, other = (
-            torch.load(tmp_path / mode / name, weights_only=False) for mode in ("sync", "async")
-        )
-        one.pop("args", None), other.pop("args", None)  # they name the directories
-        assert_same(one, other, name)
+        synchronous = torch.load(tmp_path / "sync" / name, weights_only=False)
+        asynchronous = torch.load(tmp_path / "async" / name, weights_only=False)
+        # They name the directories.
+        synchronous.pop("args", None)
+        asynchronous.pop("args", None)
+        assert_same(asynchronous, synchronous, name)
