@@ -41,7 +41,12 @@ EXPECTED = {
     "single": ["mp_rank_00"],
     "tp2_dp2": ["mp_rank_00", "mp_rank_01"],
     "pp2_interleaved": ["mp_rank_00_000", "mp_rank_00_001"],
-    "tp2_pp2": ["mp_rank_00_000", "mp_rank_00_001", "mp_rank_01_000", "mp_rank_01_001"],
+    "tp2_pp2": [
+        "mp_rank_00_000",
+        "mp_rank_00_001",
+        "mp_rank_01_000",
+        "mp_rank_01_001",
+    ],
 }
 
 
@@ -57,6 +62,8 @@ def test_legacy_checkpoints_resume(pool, tmp_path, layout):
         model += " --num-layers 4"
     straight_flags = f"{model} {layout_flags} --ckpt-format torch"
     straight = pool.run(train, world_size, straight_flags)
+
+    # The first half has the files of Megatron-LM.
     flags = f"{straight_flags} --save {tmp_path} --load {tmp_path}"
     half = f"{flags} --exit-interval 2 --save-interval 1 --keep-last-n 1"
     first = pool.run(train, world_size, half)
@@ -67,16 +74,24 @@ def test_legacy_checkpoints_resume(pool, tmp_path, layout):
     for rank in EXPECTED[layout]:
         expected += [f"{rank}/{name}" for name in names]
     assert files(tmp_path / "iter_0000002") == expected
+
+    # Another layout loads the same tensors.
     pp2 = f"{model} --pipeline-model-parallel-size 2 --load {tmp_path} --skip-train"
     elsewhere = pool.run(train, 2, pp2)
     assert_same(whole(elsewhere), whole(first))
+
+    # The second half ends as the uninterrupted run.
     second = pool.run(train, world_size, flags)
     assert second[0].iteration == 4
     assert_same(whole(second), whole(straight))
 
 
 @pytest.mark.parametrize(
-    ("world_size", "layout"), [(1, ""), (2, "--pipeline-model-parallel-size 2")]
+    ("world_size", "layout"),
+    [
+        (1, ""),
+        (2, "--pipeline-model-parallel-size 2"),
+    ],
 )
 def test_dropout_continues_after_a_resume(pool, tmp_path, world_size, layout):
     """The generators are those of the run, whatever the device, unless there are replicas."""
@@ -117,9 +132,13 @@ def test_legacy_sgd_resumes(pool, tmp_path, momentum):
     again = tmp_path / "torch_dist"
     tp2 = f"{flags} --tensor-model-parallel-size 2 --ckpt-format torch"
     saved = pool.run(train, 2, f"{tp2} --save {legacy}")
+
+    # Converted with its optimizer
     convert(legacy, again, "torch_dist", verify=True)
     loaded = pool.run(train, 2, f"{flags} {DISTRIBUTED_OPTIMIZER} --load {again} --skip-train")
     assert_same(whole(loaded), whole(saved))
+
+    # Converted without it
     convert(
         again,
         tmp_path / "hf",
@@ -173,6 +192,7 @@ def test_damaged_legacy_checkpoints_never_restart_from_scratch(pool, stopped, tm
     else:
         model = newest / "mp_rank_01/model_optim_rng.pt"
         model.write_bytes(model.read_bytes()[:-100])
+
     resumed = pool.run(train, 2, f"{TP2} --save {tmp_path} --load {tmp_path}")
     first = 2 if damage == "truncated checkpoint" else 3
     assert resumed[0].measured.losses == straight[0].measured.losses[first - 1 :]
