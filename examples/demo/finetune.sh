@@ -36,7 +36,7 @@ step "2/5  fine-tune all weights on capitals: 2 data-parallel ranks"
 
 step "3/5  train LoRA adapters on currencies: 2 tensor-parallel ranks, the fine-tuned weights are frozen"
 [ -s "$WORK/lora/model/adapter_config.json" ] ||
-  train lora "$WORK/sft/model" currencies --sft-epochs 30 --lr 5e-3 --min-lr 5e-4 --lora-rank 16 --lora-alpha 32 \
+  train lora "$WORK/sft/model" currencies --sft-epochs 45 --lr 5e-3 --min-lr 5e-4 --lora-rank 16 --lora-alpha 32 \
     --tensor-model-parallel-size 2
 
 step "4/5  merge the adapters into the model"
