@@ -1,4 +1,4 @@
-"""Archives that `nemo_write.py` wrote are the models of megatron-core.
+"""Archives and directories that programs here wrote are the models of megatron-core.
 
 python -m tests.interop.nemo_check WORK
 """
@@ -6,13 +6,14 @@ python -m tests.interop.nemo_check WORK
 import sys
 from pathlib import Path
 
-from tests.support.nemo import check_archive
+from tests.support.nemo import check_nemo
 
 
 def main() -> None:
     work = Path(sys.argv[1])
-    for path in sorted(work.glob("*.nemo")):
-        check_archive(path, work / path.stem)
+    for path in sorted([*work.glob("*.nemo"), *work.glob("*/context")]):
+        path = path.parent if path.name == "context" else path
+        check_nemo(path, work / "exports" / path.name)
         print(f"{path.name}: weights bitwise, logits of transformers equal", flush=True)
 
 

@@ -196,7 +196,7 @@ def write_archive(name: str, target: Path) -> None:
 
 def main() -> None:
     target = Path(sys.argv[1])
-    target.mkdir(parents=True)
+    target.mkdir(parents=True, exist_ok=True)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29577"}
     dist.init_process_group("gloo", rank=0, world_size=1)
     parallel_state.initialize_model_parallel()

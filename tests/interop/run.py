@@ -201,9 +201,10 @@ def check_gguf(python: Path, work: Path) -> None:
 
 
 def check_nemo(python: Path, work: Path) -> None:
-    """Read archives as NeMo writes them, around the checkpoints of its megatron-core."""
-    run(python, HERE / "nemo_write.py", work / "archives", quiet=True)
-    run(OURS, "-m", "tests.interop.nemo_check", work / "archives")
+    """Read archives and directories as NeMo writes them, with checkpoints of megatron-core."""
+    for program in ("nemo_write", "nemo_directories_write"):
+        run(python, HERE / f"{program}.py", work / program, quiet=True)
+        run(OURS, "-m", "tests.interop.nemo_check", work / program)
 
 
 def check_quantized(python: Path, work: Path) -> None:

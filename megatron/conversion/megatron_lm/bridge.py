@@ -44,8 +44,8 @@ _LISTS = (
     "moe_layer_freq",
     "no_rope_freq",
 )  # nested arguments
-# Function, gated; Megatron-core's fused GELU is the tanh approximation.
-_ACTIVATIONS = {("torch.nn.functional.silu", True), ("torch.nn.functional.gelu", False)}
+# Function without its module, gated; Megatron-core's fused GELU is the tanh approximation.
+_ACTIVATIONS = {("silu", True), ("gelu", False), ("squared_relu", False)}
 _TRAINING = (
     "use_distributed_optimizer", "optimizer", "lr", "min_lr", "weight_decay", "adam_beta1",
     "adam_beta2", "adam_eps",
@@ -77,7 +77,7 @@ def read_bridge_common(directory: Path, common: Mapping[str, Any]) -> dict[str, 
 
     # Convert it to Megatron-LM's arguments, which include the numbers of consumed samples.
     counters = _read_counters(directory / TRAIN_STATE)
-    args = _convert_model(model, str(path)) | _convert_training(config)
+    args = convert_model(model, str(path)) | convert_training(config)
     args["consumed_train_samples"] = counters.get("consumed_train_samples", 0)
     args["consumed_valid_samples"] = counters.get("consumed_valid_samples", 0)
     operations = counters.get("floating_point_operations_so_far", 0.0)
@@ -101,7 +101,7 @@ def _read_counters(path: Path) -> dict[str, Any]:
     return counters
 
 
-def _convert_model(model: Mapping[str, Any], location: str) -> dict[str, Any]:
+def convert_model(model: Mapping[str, Any], location: str) -> dict[str, Any]:
     """Return the model section as arguments of Megatron-LM."""
     refuse_other_models(model, _REQUIRED, location)
     args = _rename_settings(model)
@@ -146,19 +146,22 @@ def _is_flat(value: Any, allow_list: bool) -> bool:
 
 def _convert_activation(model: Mapping[str, Any], location: str) -> dict[str, Any]:
     """Return the arguments of the activation; raise ValueError for an unsupported one."""
-    function = _get_target(model.get("activation_func"))
+    # E.g. torch.nn.functional.silu and torch._C._nn.gelu
+    target = _get_target(model.get("activation_func"))
+    function = target.rpartition(".")[2]
     gated = bool(model.get("gated_linear_unit"))
     if (function, gated) not in _ACTIVATIONS:
         if gated:
-            function = f"gated {function}"
+            target = f"gated {target}"
         raise ValueError(
-            f"{location} is of a model that is not supported here: its activation is {function}"
+            f"{location} is of a model that is not supported here: its activation is {target}"
         )
     setting = model["activation_func"]
     is_tanh = isinstance(setting, Mapping) and setting.get("approximate") == "tanh"
     return {
         "swiglu": gated,
-        "bias_gelu_fusion": bool(model.get("bias_activation_fusion")) and not gated,
+        "squared_relu": function == "squared_relu",
+        "bias_gelu_fusion": bool(model.get("bias_activation_fusion")) and function == "gelu",
         "openai_gelu": is_tanh,
     }
 
@@ -175,7 +178,7 @@ def _read_dtype(model: Mapping[str, Any], location: str) -> torch.dtype:
     return supported[name]
 
 
-def _convert_training(config: Mapping[str, Any]) -> dict[str, Any]:
+def convert_training(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the other sections as arguments."""
     # Merge the sections; later ones take precedence.
     fields: dict[str, Any] = {}

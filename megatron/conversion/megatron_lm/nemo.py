@@ -1,28 +1,39 @@
-"""Archives of NeMo (`.nemo`) around torch_dist weights, packed or unpacked, as a `Source`.
+"""Checkpoints of NeMo around torch_dist weights as a `Source`.
 
-    model_config.yaml
+    model_config.yaml       of an archive `.nemo`, packed or unpacked
     model_weights/          torch_dist: keys begin with `model.`
     <hash>_tokenizer.model
+
+    context/model.yaml      of a directory of NeMo 2, see `nemo_context`
+    weights/                torch_dist: keys begin with `module.`
 
 An archive is read without unpacking it. (Source: NeMo 2.0.0, `NLPSaveRestoreConnector.save_to`.)
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megatron.conversion.megatron_lm.archive_path import ArchivePath
 from megatron.conversion.megatron_lm.nemo_config import NEMO_CONFIG, read_nemo_config
+from megatron.conversion.megatron_lm.nemo_context import (
+    EXPORT,
+    find_context_tokenizer,
+    is_nemo,
+)
 from megatron.conversion.megatron_lm.torch_dist import TorchDistSource
 from megatron.conversion.options import ReadOptions, Rename
 from megatron.core.dist_checkpointing import CheckpointError, read_metadata
 from megatron.core.dist_checkpointing.files import METADATA
-from megatron.core.run_checkpoint.keys import NEMO_WEIGHTS
+from megatron.core.run_checkpoint.keys import NEMO_CONTEXT, NEMO_WEIGHTS
 from megatron.core.safe_files.schema import file_name
 
-_PREFIXES = ("model.module.", "model.", "module.")
+# Prefixes of Megatron-core's keys: the state of an optimizer, and modules of NeMo's model
+_PREFIX = re.compile(r"((?:chained_\d+\.)?optimizer\.state\.\w+\.)?(?:(?:model|module)\.)+")
+_CONTEXT_WEIGHTS = "weights"
 _ARTIFACT = "nemo:"  # prefix of the name of a file in the archive
 _FILE_FIELD = f"{NEMO_CONFIG}: a file of the tokenizer"
 _TOKENIZER_FILES = {
@@ -37,38 +48,46 @@ _TOKENIZERS = {
 }
 # Fields of tokens that NeMo adds to those of the files
 _ADDED_TOKENS = ("special_tokens", "additional_special_tokens")
-_CONVERT = (
-    "convert it to a model of transformers with NeMo (scripts/checkpoint_converters), and give that"
+_ARCHIVE_MESSAGE = (
+    "model_weights.ckpt",
+    "convert it to a model of transformers with NeMo (scripts/checkpoint_converters), and give "
+    "that",
 )
 
 
 def open_nemo(path: Path, read_options: ReadOptions | None = None) -> TorchDistSource:
-    """Open an archive, or the directory of an unpacked one.
+    """Open an archive, the directory of an unpacked one, or a directory of NeMo 2.
 
     Raises ValueError for weights in another format, or another model than GPT of Megatron-core.
     """
     read_options = read_options or ReadOptions()
     root = ArchivePath(str(path)) if path.is_file() else path
-    weights = root / NEMO_WEIGHTS
-    if not (root / NEMO_CONFIG).is_file():
+    is_directory = (root / NEMO_CONTEXT).is_file()
+    weights = root / (_CONTEXT_WEIGHTS if is_directory else NEMO_WEIGHTS)
+    if not is_nemo(root):
         raise CheckpointError(f"{path} has no {NEMO_CONFIG}: it is not an archive of NeMo")
     if not (weights / METADATA).is_file():
         names = ", ".join(sorted(entry.name for entry in root.iterdir()))
+        unread, solution = ("fsdp_dtensor", EXPORT) if is_directory else _ARCHIVE_MESSAGE
         raise CheckpointError(
-            f"{path}: only weights in {NEMO_WEIGHTS}/ in the format torch_dist are read, not zarr "
-            f"or model_weights.ckpt (it contains {names}): {_CONVERT}"
+            f"{path}: only weights in {weights.name}/ in the format torch_dist are read, not zarr "
+            f"or {unread} (it contains {names}): {solution}"
         )
 
     # Keys of Megatron-core have the prefix of the module in NeMo's model.
-    keys = read_metadata(weights).tensors
-    renames = list(read_options.renames)
-    for prefix in _PREFIXES:
-        if all(key.startswith(prefix) for key in keys):
-            renames.append(Rename(f"{prefix}*", "*"))
-            break
-    source = TorchDistSource(weights, replace(read_options, renames=renames))
-    source.description = f"NeMo archive {path}"
-    _add_tokenizer(source, root)
+    renames = {rename: None for rename in read_options.renames}
+    for key in read_metadata(weights).tensors:
+        match = _PREFIX.match(key)
+        if match is not None:
+            renames[Rename(f"{match[0]}*", f"{match[1] or ''}*")] = None
+    source = TorchDistSource(weights, replace(read_options, renames=list(renames)))
+    source.description = f"NeMo checkpoint {path}"
+    if is_directory:
+        arguments, note = find_context_tokenizer(root)
+        source.args |= arguments
+        source.unused += [] if note is None else [note]
+    else:
+        _add_tokenizer(source, root)
     return source
 
 

@@ -88,7 +88,7 @@ def read_nemo_config(directory: Path) -> dict[str, Any]:
     return fields
 
 
-def read_nemo_common(directory: Path, common: Mapping[str, Any]) -> dict[str, Any]:
+def read_archive_common(directory: Path, common: Mapping[str, Any]) -> dict[str, Any]:
     """Return `common` with the arguments that Megatron-LM would have stored in it.
 
     Raises ValueError for another model than GPT of Megatron-core.

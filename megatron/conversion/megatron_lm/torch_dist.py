@@ -28,7 +28,7 @@ from megatron.conversion.megatron_lm.hybrid import (
     make_gpt_key,
 )
 from megatron.conversion.megatron_lm.legacy_files import MegatronRank, list_expert_ranks
-from megatron.conversion.megatron_lm.nemo_config import NEMO_CONFIG, read_nemo_common
+from megatron.conversion.megatron_lm.nemo_context import is_nemo, read_nemo_common
 from megatron.conversion.megatron_lm.optimizer_state import (
     PieceTable,
     fit_buckets,
@@ -204,7 +204,7 @@ class TorchDistSource:
         # Megatron-Bridge stores its configuration in a file of its own.
         if "args" not in common and (directory / RUN_CONFIG).is_file():
             common = read_bridge_common(directory, common)
-        elif "args" not in common and (directory.parent / NEMO_CONFIG).is_file():
+        elif "args" not in common and is_nemo(directory.parent):
             common = read_nemo_common(directory.parent, common)
             dtype = self._reader.metadata.tensors[self._keys[WORD_EMBEDDINGS]].dtype
             common["args"].params_dtype = dtype

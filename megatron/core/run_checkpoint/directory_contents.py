@@ -18,6 +18,7 @@ from megatron.core.run_checkpoint.keys import (
     ENGINE_LATEST,
     ENGINE_MODEL_FILES,
     LATEST,
+    NEMO_CONTEXT,
     NEMO_WEIGHTS,
     TRAINING_FOLDERS,
 )
@@ -117,6 +118,14 @@ def describe_unread(root: Path) -> str | None:
             "convert it to a model of transformers with NeMo (scripts/checkpoint_converters), and "
             "give that"
         )
+    if (root / "context/io.json").is_file():
+        return (
+            f"{root} is a checkpoint of NeMo 2 without {NEMO_CONTEXT}, which early versions do not "
+            "write: export it to a model of transformers with NeMo "
+            "(nemo.collections.llm.export_ckpt, target 'hf'), and give that"
+        )
+    for path in sorted(root.glob(f"*/{NEMO_CONTEXT}"), reverse=True):
+        return f"{root} has checkpoints of NeMo: give one of them, e.g. {path.parents[1]}"
     for entry, patterns in _UNREAD.items():
         if any(any(root.glob(pattern)) for pattern in patterns):
             description: str | None = resolve(entry)(root)

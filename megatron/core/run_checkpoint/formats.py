@@ -46,6 +46,7 @@ from megatron.core.run_checkpoint.keys import (
     LATEST,
     MODEL_FILE,
     NEMO_ARCHIVES,
+    NEMO_CONTEXT,
     NEMO_WEIGHTS,
     PARAMS,
     RELEASE,
@@ -117,6 +118,8 @@ def _is_gguf(path: Path) -> bool:
 def _is_nemo(path: Path) -> bool:
     if path.match(NEMO_ARCHIVES):
         return path.is_file()
+    if (path / NEMO_CONTEXT).is_file():
+        return True
     return (path / NEMO_WEIGHTS).is_dir() and (path / "model_config.yaml").is_file()
 
 

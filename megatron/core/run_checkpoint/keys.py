@@ -165,6 +165,7 @@ ZERO = "zero"  # the directory of parameters in a universal checkpoint
 GGUF_FILES = "*.gguf"  # of files of llama.cpp
 NEMO_ARCHIVES = "*.nemo"
 NEMO_WEIGHTS = "model_weights"  # in an unpacked archive
+NEMO_CONTEXT = "context/model.yaml"  # in a directory of NeMo 2
 RELEASE = "release"  # in a tracker and as a directory: weights that belong to no iteration
 PARAMS = "params.json"  # of a Llama model of Meta
 CONSOLIDATED = "consolidated.*.pth"  # its weights

@@ -21,7 +21,7 @@ from megatron.training.data.tokenizer import Tokenizer, TokenizerConfig
 from megatron.training.data.tokenizer_libraries import build_gpt2, build_sentencepiece
 from tests import ROOT
 from tests.support.compare import read_all
-from tests.support.nemo import check_archive
+from tests.support.nemo import check_nemo
 
 GOLDEN = ROOT / "tests/golden/nemo"
 # Files in checkpoints -> files in the archive
@@ -33,7 +33,7 @@ TOKENIZERS = {
 
 @pytest.mark.parametrize("name", ["llama", "gpt"])
 def test_model_is_that_of_megatron_core(name: str, tmp_path: Path) -> None:
-    check_archive(GOLDEN / f"{name}.nemo", tmp_path)
+    check_nemo(GOLDEN / f"{name}.nemo", tmp_path)
 
 
 @pytest.mark.parametrize("is_packed", [True, False])
