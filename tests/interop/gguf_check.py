@@ -86,19 +86,31 @@ def check_tokenizers(python: str, work: Path, environment: dict[str, str]) -> No
     subprocess.run([python, str(script), str(work)], check=True, env=environment)
     script = script.with_name("gguf_tokenize.py")
     for directory in sorted(work.iterdir()):
-        source = random_source(LLAMA_ARGS, VOCAB_SIZE, optimizer=False)
-        options = WriteOptions(tokenizer=directory)
-        write_gguf(source, directory / "gguf", options, no_progress)
-        files = read_tokenizer_files(directory / "gguf/model.gguf")
+        files = write_tokenizer(directory, directory / "gguf")
         for name, content in files.items():
             (directory / "gguf" / name).write_bytes(content)
+        models = [directory / "gguf/model.gguf"]
+        if "tokenizer.model" in files:  # once more without it
+            (directory / "pieces").mkdir()
+            for name in files.keys() - {"tokenizer.model"}:
+                (directory / "pieces" / name).write_bytes(files[name])
+            write_tokenizer(directory / "pieces", directory / "pieces/gguf")
+            models.append(directory / "pieces/gguf/model.gguf")
         tokenizer = PreTrainedTokenizerFast.from_pretrained(directory / "gguf")
         # llama.cpp does not normalize text.
         texts = [text for text in TEXTS if "\u0301" not in text]
         pairs = [(text, tokenizer.encode(text)) for text in texts]
         (directory / "texts.json").write_text(json.dumps(pairs))
-        command = [python, script, directory / "gguf/model.gguf", directory / "texts.json"]
-        subprocess.run(list(map(str, command)), check=True, env=environment)
+        for model in models:
+            command = [python, script, model, directory / "texts.json"]
+            subprocess.run(list(map(str, command)), check=True, env=environment)
+
+
+def write_tokenizer(tokenizer: Path, target: Path) -> dict[str, bytes]:
+    """Write a GGUF file with a tokenizer; return the tokenizer that is read from it."""
+    source = random_source(LLAMA_ARGS, VOCAB_SIZE, optimizer=False)
+    write_gguf(source, target, WriteOptions(tokenizer=tokenizer), no_progress)
+    return read_tokenizer_files(target / "model.gguf")
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 BYTE_LEVEL = "gpt2"  # tokenizer.ggml.model of byte-level BPE
 SENTENCEPIECE = "llama"
+SPACE = "\u2581"
 
 
 class TokenType(enum.IntEnum):
@@ -131,3 +132,24 @@ def _list_steps(part: Mapping[str, Any] | None, members: str) -> list[dict[str, 
     steps = part.get(members, []) if part["type"] == "Sequence" else [part]
     ignored = ("trim_offsets",)
     return [{name: step[name] for name in step if name not in ignored} for step in steps]
+
+
+_PREPEND = {"type": "Prepend", "prepend": SPACE}
+_REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+
+
+def has_space_prefix(pipeline: Mapping[str, Any]) -> bool:
+    """Return whether SentencePiece BPE in a tokenizer.json adds a space before a text.
+
+    Raises ValueError for one that treats text in another way.
+    """
+    steps = _list_steps(pipeline.get("pre_tokenizer"), "pretokenizers")
+    normalizers = _list_steps(pipeline.get("normalizer"), "normalizers")
+    if not steps and normalizers in ([_PREPEND, _REPLACE], [_REPLACE]):
+        return _PREPEND in normalizers
+    if len(steps) == 1 and not normalizers:
+        (step,) = steps
+        is_whole = step.get("split") is False and step.get("replacement") == SPACE
+        if step.get("type") == "Metaspace" and is_whole:
+            return bool(step.get("prepend_scheme") != "never")
+    raise ValueError("its pre-tokenizer and normalizer are not those of a SentencePiece model")

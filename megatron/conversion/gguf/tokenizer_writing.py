@@ -5,6 +5,7 @@ Sources of the entries: `set_vocab` in llama.cpp's conversion/base.py, and `Spec
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,10 +16,12 @@ from megatron.conversion.gguf.tokenizer_types import (
     SENTENCEPIECE,
     PreTokenizer,
     TokenType,
+    has_space_prefix,
     recognize_pipeline,
 )
 from megatron.conversion.huggingface.sentencepiece_model import (
     check_model,
+    compute_scores,
     make_tokenizer,
     open_model,
 )
@@ -32,6 +35,7 @@ _GPT2 = next(row for row in PRE_TOKENIZERS if row.names == ("gpt-2",))
 # Names that mean a special token, also of a token that is added as an ordinary one
 _SPECIAL_NAMES = ("<pad>", "<mask>", "<2mass>", "[@BOS@]")
 _SPECIAL_AFFIXES = (("<|", "|>"), ("<\uff5c", "\uff5c>"), ("<unused", ">"))
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 _ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 
@@ -103,6 +107,8 @@ def make_tokenizer_metadata(
     )
     if (directory / "tokenizer.model").is_file():
         metadata, tokens = _describe_sentencepiece(directory / "tokenizer.model", files)
+    elif files.pipeline.get("model", {}).get("byte_fallback"):
+        metadata, tokens = _describe_pieces(files)
     elif files.pipeline or (directory / "merges.txt").is_file():
         metadata, tokens = _describe_byte_level(directory, files)
     else:
@@ -180,11 +186,7 @@ def _describe_sentencepiece(
         tokens[token_id] = _Token(token, TokenType.USER_DEFINED, _ADDED_SCORE)
     for token_id, fields in files.config.get("added_tokens_decoder", {}).items():
         tokens[int(token_id)] = _make_added(fields["content"], fields.get("special", False))
-    for fields in files.pipeline.get("added_tokens", ()):
-        token_id = fields["id"]
-        entry = tokens.get(token_id)
-        if entry is None or entry.token_type == TokenType.NORMAL:
-            tokens[token_id] = _make_added(fields["content"], fields["special"])
+    _add_tokens(tokens, files)
 
     has_prefix = files.config.get("add_prefix_space")
     if has_prefix is None:
@@ -199,6 +201,52 @@ def _describe_sentencepiece(
         special_id = getattr(processor, f"{role}_id")()
         if special_id >= 0:
             metadata[f"tokenizer.ggml.{entry_name}_token_id"] = special_id
+    return metadata, tokens
+
+
+def _add_tokens(tokens: dict[int, _Token], files: _TokenizerFiles) -> None:
+    """Add the tokens of tokenizer.json that are matched before text is split."""
+    for fields in files.pipeline.get("added_tokens", ()):
+        token_id = fields["id"]
+        entry = tokens.get(token_id)
+        if entry is None or entry.token_type == TokenType.NORMAL:
+            tokens[token_id] = _make_added(fields["content"], fields["special"])
+
+
+def _describe_pieces(files: _TokenizerFiles) -> tuple[dict[str, Any], dict[int, _Token]]:
+    """Return the entries and the tokens of SentencePiece BPE that is stored as a tokenizer.json.
+
+    llama.cpp's converter gives all pieces the same score, so that llama.cpp merges them from left
+    to right; here the scores are those of the merges. Raises ValueError for other tokenizers.
+    """
+    has_prefix = has_space_prefix(files.pipeline)
+    model = files.pipeline["model"]
+    tokens = {}
+    for piece, token_id in model["vocab"].items():
+        token_type = TokenType.NORMAL
+        if piece == model.get("unk_token"):
+            token_type = TokenType.UNKNOWN
+        elif _BYTE.fullmatch(piece):
+            token_type = TokenType.BYTE
+        tokens[token_id] = _Token(piece, token_type, _ADDED_SCORE)
+    _add_tokens(tokens, files)
+
+    # Scores of the pieces that text is split into
+    pieces = {}
+    for token_id, entry in tokens.items():
+        if entry.token_type == TokenType.NORMAL:
+            pieces[entry.text] = token_id
+    scores = compute_scores(pieces, model["merges"])
+    for piece, score in scores.items():
+        token_id = pieces[piece]
+        tokens[token_id] = _Token(piece, TokenType.NORMAL, score)
+    metadata = {
+        "tokenizer.ggml.model": SENTENCEPIECE,
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.add_space_prefix": has_prefix,
+        # llama.cpp adds one by default.
+        "tokenizer.ggml.add_bos_token": False,
+    }
     return metadata, tokens
 
 

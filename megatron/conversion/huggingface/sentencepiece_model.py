@@ -109,3 +109,35 @@ def _make_merges(token_ids: dict[str, int], scores: list[float]) -> list[tuple[s
             if left in token_ids and right in token_ids:
                 ranks[left, right] = (-scores[token_id], token_ids[left], token_ids[right])
     return sorted(ranks, key=lambda merge: ranks[merge])
+
+
+def compute_scores(
+    token_ids: dict[str, int], merges: list[list[str]] | list[str]
+) -> dict[str, float]:
+    """Return the scores with which SentencePiece makes pieces in the order of a list of merges.
+
+    Raises ValueError for merges that are not those of a SentencePiece model, which makes a piece of
+    any two others and has one score for all ways to make it.
+    """
+    pairs: list[tuple[str, str]] = []
+    for merge in merges:
+        left, right = merge.split(" ") if isinstance(merge, str) else merge
+        pairs.append((left, right))
+
+    # Scores count down from 0 in the order of the merges.
+    scores: dict[str, float] = {}
+    order: list[float] = []
+    for left, right in pairs:
+        piece = left + right
+        scores.setdefault(piece, -float(len(scores)))
+        order.append(scores[piece])
+    is_sorted = order == sorted(order, reverse=True)
+
+    # All ways to make a piece must be merges.
+    by_id = [0.0] * (max(token_ids.values(), default=-1) + 1)
+    for piece, token_id in token_ids.items():
+        by_id[token_id] = scores.get(piece, 0.0)
+    possible = _make_merges(token_ids, by_id)
+    if not is_sorted or set(possible) != set(pairs):
+        raise ValueError("its merges are not those of a SentencePiece model")
+    return scores

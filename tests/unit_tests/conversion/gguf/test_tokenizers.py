@@ -1,10 +1,13 @@
 """Tokenizers in GGUF files of llama.cpp's converter, read and written."""
 
+import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from sentencepiece import SentencePieceProcessor
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from megatron.conversion.checkpoint_conversion import convert
@@ -162,6 +165,42 @@ def test_other_tokenizers_are_left_out_with_a_note(tmp_path: Path) -> None:
     assert read_arrays(tmp_path / "out/model.gguf")["tokenizer.ggml.model"] == "none"
     with pytest.raises(ValueError, match="the file has no tokenizer"):
         read_tokenizer(tmp_path / "out/model.gguf")
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma"])
+def test_pieces_without_their_model_are_split_in_the_same_way(name: str, tmp_path: Path) -> None:
+    original = write_model(GOLDEN / name, tmp_path / "original")
+    files = read_tokenizer(original).files
+    assert "tokenizer.model" in files
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (tokenizer / file).write_bytes(files[file])
+    path = write_model(tokenizer, tmp_path / "written")
+    expected, written = read_arrays(original), read_arrays(path)
+    for entry in ("model", "tokens", "token_type", "add_space_prefix", "bos_token_id"):
+        key = f"tokenizer.ggml.{entry}"
+        # Runs of spaces are tokens of users in Gemma's model, pieces in its tokenizer.json.
+        assert written[key] == expected[key] or "token" in entry and name == "gemma", key
+    assert len(set(written["tokenizer.ggml.scores"])) > 10
+    read = Tokenizer.from_str(read_tokenizer(path).files["tokenizer.json"].decode())
+    for text in TEXTS:
+        ids = Tokenizer.from_str(files["tokenizer.json"].decode()).encode(text).ids
+        assert read.encode(text).ids == ids, text
+
+
+@pytest.mark.parametrize(
+    "change", [lambda merges: merges.pop(), lambda merges: merges.append(merges[0])]
+)
+def test_other_merges_of_pieces_are_left_out(
+    change: Callable[[list], object], tmp_path: Path
+) -> None:
+    files = read_tokenizer(GOLDEN / "llama/vocab.gguf").files
+    pipeline = json.loads(files["tokenizer.json"])
+    change(pipeline["model"]["merges"])
+    (tmp_path / "tokenizer.json").write_text(json.dumps(pipeline))
+    with pytest.raises(ValueError, match="its merges are not those of a SentencePiece model"):
+        make_tokenizer_metadata(tmp_path, VOCAB_SIZE, {})
 
 
 def test_more_tokens_than_rows_are_refused() -> None:
