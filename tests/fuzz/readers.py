@@ -409,6 +409,7 @@ def build_vocabulary(root: Path) -> None:
 def build_nemo(root: Path) -> None:
     root.mkdir()
     shutil.copy(GOLDEN / "nemo/gpt.nemo", root / "model.nemo")
+    shutil.copytree(GOLDEN / "nemo_directories/llama", root / "directory")
 
 
 def build_huggingface(root: Path) -> None:
@@ -755,6 +756,15 @@ READERS = {
     "gguf": Reader("gguf", {"model.gguf": damaged_gguf}, read_checkpoint),
     "gguf tokenizer": Reader("vocabulary", {"*.gguf": damaged_gguf}, read_vocabularies),
     "nemo": Reader("nemo", {"*.nemo": None}, partial(read_folder, "model.nemo")),
+    "nemo directory": Reader(
+        "nemo",
+        {
+            "directory/context/model.yaml": damaged_yaml,
+            "directory/weights/common.pt": damaged_archive,
+            "directory/weights/.metadata": None,
+        },
+        partial(read_folder, "directory"),
+    ),
     "dataset": Reader("data", {"data.idx": None, "data.bin": None}, read_data_set),
     "text": Reader("text", {"text.jsonl": damaged_lines}, preprocess),
     "index cache": Reader(
