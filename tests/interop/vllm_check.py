@@ -1,4 +1,4 @@
-"""vLLM serves exports of a dense model and of one with experts.
+"""vLLM serves exports of a dense model, one with experts, and one in fp8.
 
     python -m tests.interop.vllm_check PYTHON WORK
 
@@ -12,17 +12,24 @@ import sys
 from pathlib import Path
 
 from megatron.conversion.huggingface.directory_writer import write_huggingface
+from megatron.conversion.options import WriteOptions
 from tests.support.memory_source import LLAMA_ARGS, random_source
 
 # The sizes of heads and experts that vLLM's kernels support on a CPU.
 DENSE = LLAMA_ARGS | {"hidden_size": 128, "ffn_hidden_size": 256, "params_dtype": "fp32"}
 EXPERTS = DENSE | {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 256}
+MODELS = {
+    "dense": (DENSE, None),
+    "experts": (EXPERTS, None),
+    "fp8": (DENSE | {"params_dtype": "bf16"}, "fp8-channel"),
+}
 
 
 def main() -> None:
     python, work = sys.argv[1], Path(sys.argv[2])
-    for name, args in (("dense", DENSE), ("experts", EXPERTS)):
-        write_huggingface(random_source(args, optimizer=False), work / name)
+    for name, (args, quantization) in MODELS.items():
+        source = random_source(args, optimizer=False)
+        write_huggingface(source, work / name, WriteOptions(quantization=quantization))
         environment = os.environ | {
             "HF_HUB_OFFLINE": "1",
             "PYTHONPATH": "",
