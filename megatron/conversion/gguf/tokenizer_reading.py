@@ -233,6 +233,7 @@ def _make_byte_level(vocabulary: _Vocabulary) -> bytes:
 
 def _make_sentencepiece(vocabulary: _Vocabulary, path: Path) -> dict[str, bytes]:
     """Return tokenizer.model, and the tokenizer.json that splits text as it does."""
+    _check_scores(vocabulary, path)
     content = _encode_model(vocabulary)
     try:
         tokenizer = make_tokenizer(open_model(content))
@@ -250,6 +251,21 @@ def _make_sentencepiece(vocabulary: _Vocabulary, path: Path) -> dict[str, bytes]
         "tokenizer.model": content,
         "tokenizer.json": _dump(pipeline),
     }
+
+
+def _check_scores(vocabulary: _Vocabulary, path: Path) -> None:
+    """Raise CheckpointError if scores do not define the order of merges."""
+    types = vocabulary.types
+    pieces = [index for index in types if types[index] == TokenType.NORMAL]
+    scores = {0.0}
+    if vocabulary.scores:
+        scores = {vocabulary.scores[index] for index in pieces}
+    if len(pieces) > 1 and len(scores) == 1:
+        raise CheckpointError(
+            f"{path}: all pieces of its tokenizer have the score {scores.pop():g}, as llama.cpp's "
+            "converter writes them without tokenizer.model, so that their merges are unknown: use "
+            "the original tokenizer of transformers"
+        )
 
 
 def _encode_model(vocabulary: _Vocabulary) -> bytes:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -150,6 +151,20 @@ def test_unknown_pre_tokenizers_are_reported(tmp_path: Path) -> None:
     (note,) = [note for note in open_gguf(path).unused if "tokenizer" in note]
     assert "tokenizer.ggml.pre = 'qwen9' is not read, only llama-bpe" in note
     with pytest.raises(ValueError, match="qwen9.*use the original tokenizer of transformers"):
+        read_tokenizer(path)
+
+
+def test_pieces_without_an_order_are_refused(tmp_path: Path) -> None:
+    """llama.cpp would merge them from left to right, tokenizer.json in the order of their ids."""
+    content = bytearray((GOLDEN / "llama/vocab.gguf").read_bytes())
+    name = b"tokenizer.ggml.scores"
+    # Between the name and the scores: the types of array and elements, and the number of elements
+    start = content.index(name) + len(name) + 16
+    (num_scores,) = struct.unpack_from("<Q", content, start - 8)
+    struct.pack_into(f"<{num_scores}f", content, start, *[-1000.0] * num_scores)
+    path = tmp_path / "model.gguf"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="all pieces of its tokenizer have the score -1000.*use"):
         read_tokenizer(path)
 
 
