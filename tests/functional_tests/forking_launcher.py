@@ -8,6 +8,7 @@ file. Tests kill and wait for it by process id. Requests are JSON lines on stand
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import resource
@@ -20,6 +21,7 @@ from typing import Any
 import pretrain_gpt
 from tests.support import restart_programs
 from tests.support.config_server import use_config_server
+from tests.support.crash_harness import STACKS_SIGNAL
 
 MAINS = {"pretrain_gpt.py": pretrain_gpt.main, "restart_programs": restart_programs.main}
 
@@ -36,6 +38,7 @@ def start(request: dict[str, Any], rank: int) -> int:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(output, 1)
         os.dup2(output, 2)
+        faulthandler.register(STACKS_SIGNAL)
         os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank)} | request["environment"])
         limit = request["file_size_limits"][rank]
         if limit is not None:

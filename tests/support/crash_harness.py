@@ -20,10 +20,12 @@ import torch
 
 from megatron.core.dist_checkpointing import Reader
 from tests import ROOT
-from tests.support.processes import children_of, is_leader
+from tests.support.processes import children_of, is_leader, is_running
 
 ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
 DEADLINE = 60.0  # seconds; longer than any wait of a test
+LONGEST_RUN = 300.0  # seconds; less than the limit of a test
+STACKS_SIGNAL = signal.SIGQUIT  # lets a rank write the stacks of its threads, as in restarts
 
 
 class Job:
@@ -69,8 +71,7 @@ class Job:
 
     def has_ended(self) -> bool:
         """Return whether rank 0 has ended; it remains a zombie until it is waited for."""
-        with open(f"/proc/{self.pids[0]}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] == "Z"
+        return not is_running(self.pids[0])
 
     def kill(self, *ranks: int) -> None:
         for rank in ranks or range(len(self.pids)):
@@ -94,10 +95,21 @@ class Job:
 
     def wait(self) -> list[int]:
         """Return the exit codes of all ranks (negative: killed by that signal)."""
+        deadline = time.monotonic() + LONGEST_RUN
         for rank, pid in enumerate(self.pids):
             if self.codes[rank] is None:
+                while is_running(pid) and time.monotonic() < deadline:
+                    time.sleep(0.004)
+                if is_running(pid):
+                    self._fail_with_stacks(rank)
                 self.codes[rank] = self._launcher.ask({"wait": pid})
         return [code for code in self.codes if code is not None]
+
+    def _fail_with_stacks(self, rank: int) -> None:
+        """Report what a rank that does not end is doing."""
+        self.signal(rank, STACKS_SIGNAL)
+        time.sleep(1)  # until the stacks are written
+        raise AssertionError(f"rank {rank} does not end:\n{self.output(rank)}")
 
     def succeed(self) -> Job:
         codes = self.wait()

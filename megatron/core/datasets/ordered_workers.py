@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import multiprocessing
 import os
@@ -19,7 +20,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from multiprocessing.synchronize import Event
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -53,18 +53,19 @@ class OrderedWorkers(Generic[Item, Result]):
         self._num_workers = num_workers
         self._ahead = ahead
         self._pending: deque[Item] = deque()  # items whose results have not been returned
-        self._stop: Event = multiprocessing.Event()
+        # Not an `Event`: Ctrl-C during a call of one may leave its lock locked forever.
+        self._stops = multiprocessing.RawValue(ctypes.c_bool, False)
         self._results: Any = None  # iterator of a DataLoader; created for the first result
         # Exit codes of workers that ended before `close`, by process id; negative: a signal.
         self.exit_codes: dict[int, int] = {}
-        # The interpreter terminates worker processes on exit; the event marks this as intended.
-        atexit.register(weakref.finalize(self, self._stop.set))
+        # The interpreter terminates worker processes on exit; the value marks this as intended.
+        atexit.register(weakref.finalize(self, _set, self._stops))
 
     def __iter__(self) -> Iterator[tuple[Item, Result]]:
         return self
 
     def __next__(self) -> tuple[Item, Result]:
-        if self._stop.is_set():
+        if self._stops.value:
             raise StopIteration
         # Workers start with the first item, so that an unused iterator costs nothing.
         if self._results is None:
@@ -80,7 +81,7 @@ class OrderedWorkers(Generic[Item, Result]):
 
     def close(self) -> None:
         """End the worker processes."""
-        self._stop.set()
+        _set(self._stops)
         if self._results is not None and self._num_workers > 0:
             for worker in self._results._workers:
                 if worker.exitcode is not None:
@@ -100,7 +101,7 @@ class OrderedWorkers(Generic[Item, Result]):
             num_workers=self._num_workers,
             prefetch_factor=self._ahead if self._num_workers else None,
             collate_fn=_keep_result,
-            worker_init_fn=functools.partial(_ignore_signals_until, self._stop, os.getpid()),
+            worker_init_fn=functools.partial(_ignore_signals_until, self._stops, os.getpid()),
             # The loader draws a seed, which must not advance the generator of training.
             generator=torch.Generator(),
         )
@@ -110,6 +111,10 @@ class OrderedWorkers(Generic[Item, Result]):
             return iter(loader)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _set(value: ctypes.c_bool) -> None:
+    value.value = True
 
 
 class _ReturnErrors:
@@ -143,8 +148,8 @@ def _keep_result(result: Result) -> Result:
     return result
 
 
-def _ignore_signals_until(stop: Event, parent: int, worker: int) -> None:
-    """Install signal handlers in a worker that ignore signals until `stop` is set.
+def _ignore_signals_until(stops: ctypes.c_bool, parent: int, worker: int) -> None:
+    """Install signal handlers in a worker that ignore signals until `stops` is true.
 
     Launchers signal whole process groups, but a run that saves and exits on a signal still needs
     its data: workers end when the main process closes them or has ended.
@@ -160,7 +165,7 @@ def _ignore_signals_until(stop: Event, parent: int, worker: int) -> None:
         os._exit(1)
 
     def on_terminate(signum: int, frame: object) -> None:
-        if stop.is_set():
+        if stops.value:
             os._exit(0)
 
     for signal_number in WORKER_SIGNALS:

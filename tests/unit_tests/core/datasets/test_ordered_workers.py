@@ -2,6 +2,8 @@
 
 import os
 import signal
+import sys
+import threading
 import time
 
 import pytest
@@ -87,3 +89,40 @@ def test_worker_killed_while_sending_a_result():
 
 def hangs(number, frame):
     raise TimeoutError("still waiting for the rest of the result")
+
+
+def interrupt_at(event_index):
+    """Let Ctrl-C arrive at an event of the code that runs next; return the number of events."""
+    num_events = 0
+
+    def trace(frame, event, argument):
+        nonlocal num_events
+        num_events += 1
+        if num_events == event_index:
+            raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    return lambda: num_events
+
+
+def test_workers_close_after_an_interrupt_at_any_point():
+    event_index = 1
+    while True:
+        workers = OrderedWorkers(square, range(9), 0)
+        next(workers)
+        count_events = interrupt_at(event_index)
+        try:
+            next(workers)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        closing = threading.Thread(target=workers.close, daemon=True)
+        closing.start()
+        closing.join(20)
+        assert not closing.is_alive(), f"close waits after an interrupt at event {event_index}"
+        if count_events() < event_index:
+            break
+        event_index += 1
+    assert event_index > 30
