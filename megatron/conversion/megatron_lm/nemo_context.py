@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -134,7 +135,10 @@ def _restore_group(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find_context_tokenizer(directory: Path) -> tuple[dict[str, Any], str | None]:
-    """Return the arguments of the tokenizer, and a note about one that cannot be used."""
+    """Return the arguments of the tokenizer, and a note about one that cannot be used.
+
+    Raises CheckpointError for a file outside of the checkpoint.
+    """
     tokenizer = read_context(directory).get("tokenizer")
     if not isinstance(tokenizer, Mapping):
         return {}, None
@@ -150,5 +154,10 @@ def find_context_tokenizer(directory: Path) -> tuple[dict[str, Any], str | None]
         reason = f" with {' and '.join(added)}" if added else ""
         return {}, f"the tokenizer {name}{reason}: give --tokenizer, or the flags of one"
     if not is_on_hub:
+        if os.path.isabs(value) or os.pardir in Path(value).parts:
+            raise CheckpointError(
+                f"{directory / NEMO_CONTEXT}: the tokenizer is {format_value(value)}, which is "
+                "outside of the checkpoint: write the name of a file in context/"
+            )
         value = str((directory / NEMO_CONTEXT).parent / value)
     return {"tokenizer_type": tokenizer_type, "tokenizer_model": value}, None

@@ -82,10 +82,12 @@ def compute_tokenizer_digest(tokenizer: Tokenizer) -> str:
     description = dataclasses.asdict(config)
     for name in ("tokenizer_model", "vocab_file", "merge_file"):
         value = description[name]
-        if value is not None and make_tokenizer_path(value).exists():
-            description[name] = _compute_path_digest(make_tokenizer_path(value))
+        path = None if value is None else make_tokenizer_path(value)
+        if path is not None and path.exists():
+            description[name] = _compute_path_digest(path)
     # A name on the hub is a tokenizer that may change there.
-    if description["tokenizer_model"] == config.tokenizer_model is not None:
+    model = config.tokenizer_model
+    if model is not None and not make_tokenizer_path(model).exists():
         with tempfile.TemporaryDirectory() as directory:
             load_huggingface(config).save_pretrained(directory)
             description["tokenizer_model"] = _compute_path_digest(Path(directory))

@@ -68,10 +68,10 @@ def describe(state: ShardedStateDict) -> LocalSpec:
                 f"{name}: {type(entry).__name__} is neither ShardedTensor nor ShardedObject"
             )
         # The boxes are kept with the entry.
-        if LocalSpec not in entry.derived:
-            entry.derived[LocalSpec] = _select_boxes(entry)
+        if _select_boxes not in entry.derived:
+            entry.derived[_select_boxes] = _select_boxes(entry)
         tensors.append((entry.key, entry.global_shape, entry.dtype))
-        boxes.append(entry.derived[LocalSpec])
+        boxes.append(entry.derived[_select_boxes])
 
     tensor_keys = [key for key, _, _ in tensors]
     _check_unique_keys(tensor_keys + objects)

@@ -24,7 +24,7 @@ _LONGEST_USUAL = 2.0  # of a baseline iteration, relative to the median
 
 
 def compute_slowdown(during: Sequence[float], without: Sequence[float], waited: float) -> float:
-    """Return the seconds that iterations lost to a save in addition to what they `waited` for it.
+    """Return the seconds that iterations lost to a save besides those that they `waited` for it.
 
     `during` are the seconds of the iterations during the save, `without` those of iterations
     without a save, whose mean they are compared with. 0 if there are too few of these.

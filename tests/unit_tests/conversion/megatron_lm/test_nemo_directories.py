@@ -97,6 +97,15 @@ def test_tokenizer_on_the_hub_is_named(tmp_path: Path) -> None:
     assert open_checkpoint(directory).args["tokenizer_model"] == "org/name"
 
 
+@pytest.mark.parametrize("name", ["../../tokenizer.model", "/tokenizer.model"])
+def test_tokenizer_outside_of_the_checkpoint_is_refused(name: str, tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(GOLDEN / "gpt", tmp_path / "model"))
+    path = directory / "context/model.yaml"
+    path.write_text(path.read_text().replace("model_path: tokenizer.model", f"model_path: {name}"))
+    with pytest.raises(ValueError, match=f"tokenizer is '{name}', which is outside"):
+        open_checkpoint(directory)
+
+
 def test_unread_directories_are_named(tmp_path: Path) -> None:
     directory = Path(shutil.copytree(GOLDEN / "gpt", tmp_path / "run/step=2"))
     with pytest.raises(ValueError, match="has checkpoints of NeMo: give one of them, e.g. .*step="):
