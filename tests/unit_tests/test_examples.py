@@ -204,11 +204,20 @@ def test_models_have_the_documented_size(name):
 def run_demo(script, tmp_path):
     """Run a script of the demo with a Python that prints its arguments.
 
+    Questions wait until the server, which runs in the background, has printed its arguments.
     Returns the output, and the flags of each training.
     """
     python = tmp_path / "venv/bin/python"
     python.parent.mkdir(parents=True)
-    python.write_text('#!/bin/sh\necho "COMMAND $*"\n')
+    python.write_text(
+        f"""#!/bin/sh
+echo "COMMAND $*"
+case "$*" in
+  *serve.py*) touch {tmp_path}/served ;;
+  *ask.py*) until [ -e {tmp_path}/served ]; do sleep 0.01; done ;;
+esac
+"""
+    )
     python.chmod(0o755)
     variables = {"DEMO": str(tmp_path / "demo"), "VENV": str(tmp_path / "venv")}
     result = subprocess.run(
@@ -217,6 +226,7 @@ def run_demo(script, tmp_path):
         env={**os.environ, **variables},
         capture_output=True,
         text=True,
+        timeout=120,
     )
     assert result.returncode == 0, result.stderr
     lines = [line.split() for line in result.stdout.splitlines() if " pretrain_gpt.py " in line]
