@@ -102,7 +102,8 @@ def test_two_processes_on_one_gpu_are_explained():
 def test_memory_is_logged_after_the_first_iteration():
     result = launch(["pretrain_gpt.py", *RUN.split(), "--train-iters", "3"], 1)
     (line,) = [line for line in result.stdout.splitlines() if "memory after iteration" in line]
-    assert "memory after iteration 1," in line and "max reserved" in line
+    assert "memory after iteration 1," in line
+    assert "max reserved" in line
 
 
 def test_programs_on_the_cpu_do_not_initialize_cuda():

@@ -117,7 +117,8 @@ def test_random_numbers_depend_on_the_state_of_the_device():
     torch.cuda.set_rng_state(state)
     assert torch.equal(torch.dropout(x, 0.5, True), second)
     assert 400 < int((first == 0).sum()) < 600
-    assert not torch.equal(first, second) and not torch.equal(other, second)
+    assert not torch.equal(first, second)
+    assert not torch.equal(other, second)
 
 
 def test_memory_of_the_device_is_limited():
@@ -164,7 +165,8 @@ def test_operations_of_a_communicator_run_one_after_another():
 )
 def test_errors_are_detected(scenario, message):
     result = launch(["-m", COLLECTIVES, scenario], 2, FAKE_NCCL_TIMEOUT="10")
-    assert result.returncode != 0 and message in result.stderr, result.stderr
+    assert result.returncode != 0, result.stderr
+    assert message in result.stderr, result.stderr
 
 
 @pytest.mark.parametrize(

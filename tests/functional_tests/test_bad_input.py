@@ -100,7 +100,9 @@ def test_torchrun_reports_a_data_error_as_root_cause(prefix):
     assert done.returncode == 1
     message = f"{prefix}.bin holds token"
     ours = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(ours) == 1 and message in ours[0] and "Original Traceback" not in done.stderr
+    assert len(ours) == 1
+    assert message in ours[0]
+    assert "Original Traceback" not in done.stderr
     root_cause = done.stderr.split("Root Cause (first observed failure):")[1]
     (shown,) = (line for line in root_cause.splitlines() if line.startswith("  traceback : "))
     assert shown == f"  traceback : {ours[0]}"
@@ -266,7 +268,8 @@ def test_killed_rank_stops_the_others_with_the_reason(launcher, layout):
     job.kill(1)
     job.until(job.has_ended, "the end of rank 0")
     assert job.wait()[0] not in (0, None)
-    assert "rank 0 of 2" in job.output() and "another rank has died" in job.output()
+    assert "rank 0 of 2" in job.output()
+    assert "another rank has died" in job.output()
 
 
 def train_elsewhere(rank, world_size, root, flags):

@@ -81,7 +81,8 @@ def test_other_orders_and_sizes_are_found():
     first, second = 0, next(i for i, call in enumerate(calls) if call != calls[0])
     calls[first], calls[second] = calls[second], calls[first]
     (problem,) = find_disagreements(swapped)
-    assert problem.startswith("tp: operation 0 is Call") and problem.endswith("on rank 1")
+    assert problem.startswith("tp: operation 0 is Call")
+    assert problem.endswith("on rank 1")
 
     shortened = copy.deepcopy(traces)
     sender, messages = next(iter(shortened[0].received.items()))

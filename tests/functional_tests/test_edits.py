@@ -46,7 +46,8 @@ def test_run_continues_from_an_edited_checkpoint(pool, run, tmp_path, edit, layo
         before = read_whole(open_checkpoint(run), optimizer_key(state, old))
         assert torch.equal(loaded[optimizer_key(state, key)], before)
     continued = pool.run(train, world_size, load)[0]
-    assert continued.iteration == 8 and continued.consumed_train_samples == 64
+    assert continued.iteration == 8
+    assert continued.consumed_train_samples == 64
     assert len(continued.measured.losses) == 3
     assert all(loss < 4.5 for loss in continued.measured.losses)  # log(72) is 4.3
 
@@ -67,5 +68,6 @@ def test_run_continues_with_experts(pool, run, tmp_path, layout):
     model = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall"
     load = f"{FLAGS} {flags} {model} {options} --load {tmp_path / 'experts'}"
     outcome = pool.run(train, 2, load)[0]
-    assert outcome.iteration == 8 and len(outcome.measured.losses) == len(dense) == 3
+    assert outcome.iteration == 8
+    assert len(outcome.measured.losses) == len(dense) == 3
     assert abs(outcome.measured.losses[0] - dense[0]) < 5e-3

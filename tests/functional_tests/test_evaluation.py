@@ -221,7 +221,8 @@ def task_scores(pool, tmp_path_factory):
 def test_tasks_have_the_scores_of_lm_eval_on_the_export(task_scores):
     points, expected = task_scores
     assert {iteration for _, iteration in points} == {1, 2}
-    assert {name for name, _ in points} == set(expected) and len(expected) == 3
+    assert {name for name, _ in points} == set(expected)
+    assert len(expected) == 3
     for name, value in expected.items():
         assert points[name, 2] == pytest.approx(value, rel=1e-5)
 

@@ -92,10 +92,12 @@ def test_saves_by_time_interval(pool, tmp_path, mode):
     )
     flags += " " + LAYOUTS["dp2_distributed_optimizer"][1]
     for iteration, reason in pool.run(train_by_the_clock, 2, flags):
-        assert iteration == 22 and "20 minutes are over (--exit-duration-in-mins)" in reason
+        assert iteration == 22
+        assert "20 minutes are over (--exit-duration-in-mins)" in reason
     saved = sorted(int(path.name.removeprefix("iter_")) for path in tmp_path.glob("iter_*"))
     assert saved == [6, 11, 16, 21, 22]
-    assert (tmp_path / TRACKER).read_text() == "22" and is_complete(tmp_path / "iter_0000022")
+    assert (tmp_path / TRACKER).read_text() == "22"
+    assert is_complete(tmp_path / "iter_0000022")
 
 
 def test_log_reports_the_phases_of_a_save(launcher, tmp_path):

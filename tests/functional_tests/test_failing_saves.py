@@ -41,7 +41,8 @@ def run_without_its_last_save(launcher, ranks, flags, **limits):
     job = launcher.start(ranks, flags, **limits)
     job.until(job.has_ended)
     job.kill(*range(1, ranks))  # as launchers do
-    assert job.wait()[0] == 1 and LAST_FAILED in job.output()
+    assert job.wait()[0] == 1
+    assert LAST_FAILED in job.output()
     return job
 
 
@@ -90,11 +91,13 @@ def test_full_disk_fails_the_save_only(launcher, disk, straight, mode):
         r"WARNING: \S*iter_000000[46] was not saved: .*the checkpoint needs [\d.]+ [kMG]?B, "
         r"[\d.]+ [kMG]?B are free.*newest"
     )
-    assert len(re.findall(failure, job.output())) == 2 and job.saved() == [2]
+    assert len(re.findall(failure, job.output())) == 2
+    assert job.saved() == [2]
     assert_whole(disk.path, straight, 2)
     assert disk.remount("size=64m")
     again = launcher.run(1, flags(disk.path, more=mode))
-    assert again.resumed_at() == 2 and again.saved() == [4, 6]
+    assert again.resumed_at() == 2
+    assert again.saved() == [4, 6]
     assert_whole(disk.path, straight, 6)
 
 
@@ -116,13 +119,16 @@ def test_disk_that_fills_at_any_point_loses_nothing(launcher, disk, straight):
         if outcomes[-1]:
             assert_whole(disk.path, straight, 2)
         else:
-            assert "was not saved: " in job.output() and "No space left" in job.output()
+            assert "was not saved: " in job.output()
+            assert "No space left" in job.output()
             assert not [name for name in names(disk.path) if not name.startswith("iter_")], (
                 "nothing is left"
             )
             assert all(verify(path).ok for path in disk.path.iterdir()), "what is there is whole"
         disk.unmount()
-    assert outcomes == sorted(outcomes) and not outcomes[0] and outcomes[-1]
+    assert outcomes == sorted(outcomes)
+    assert not outcomes[0]
+    assert outcomes[-1]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -140,7 +146,8 @@ def test_missing_inodes_fail_the_save_only(launcher, disk, straight, mode):
             break
         if "checkpoints cannot be saved to" in job.output():  # too full to become the owner
             continue
-        assert "iter_0000004 was not saved: " in job.output() and "No space left" in job.output()
+        assert "iter_0000004 was not saved: " in job.output()
+        assert "No space left" in job.output()
         assert_whole(disk.path, straight, 2)
     assert spare > 3
     assert_whole(disk.path, straight, 4)
@@ -192,10 +199,8 @@ def test_unwritable_save_is_an_error_before_training(launcher, disk, tmp_path):
     for path in (disk.path, disk.path / "deeper", tmp_path / "file"):
         job = launcher.start(1, flags(path))
         assert job.wait() == [1]
-        assert (
-            f"error: checkpoints cannot be saved to {path}: " in job.output()
-            and not job.iterations()
-        )
+        assert f"error: checkpoints cannot be saved to {path}: " in job.output()
+        assert not job.iterations()
 
 
 @pytest.mark.parametrize("form", ["torch_dist", "torch"])
@@ -239,5 +244,6 @@ def test_failed_legacy_save_is_reported(launcher, disk, straight):
     disk.mount(f"size={bytes_on(disk, straight, launcher) * 5 // 4}")
     job = run_without_its_last_save(launcher, 1, flags(disk.path, more="--ckpt-format torch"))
     failed = re.findall(r"WARNING: \S*iter_000000(\d) was not saved: .*No space left", job.output())
-    assert failed == ["2", "4", "6"] and job.iterations()[-1] == 6
+    assert failed == ["2", "4", "6"]
+    assert job.iterations()[-1] == 6
     assert names(disk.path) == []

@@ -75,7 +75,9 @@ def test_preferences_continue_with_the_reference_of_the_run(pool, work, tmp_path
     assert first.metrics + second.metrics == expected.metrics
     assert get_validation(first) | get_validation(second) == get_validation(expected)
     accuracies, margins = zip(*expected.metrics, strict=True)
-    assert accuracies[0] == margins[0] == 0.0 and margins[-1] > 0 and set(accuracies) <= {0, 0.5, 1}
+    assert accuracies[0] == margins[0] == 0.0
+    assert margins[-1] > 0
+    assert set(accuracies) <= {0, 0.5, 1}
     other = pool.run(train, 2, flags.replace("/run", "/other"), "")
     assert get_losses(other) == pytest.approx(expected.losses[3:], abs=1e-5)
 

@@ -23,7 +23,8 @@ def test_run_goes_on_in_a_directory_that_moves_and_leaves_a_link(launcher, tmp_p
     count = len(job.saved())
     job.resume()
     job.until(lambda: len(job.saved()) > count + 3, "further saves")
-    assert not job.has_ended() and "WARNING" not in job.output()
+    assert not job.has_ended()
+    assert "WARNING" not in job.output()
     assert verify(root / f"iter_{job.saved()[-1]:07d}").ok
 
 
@@ -101,7 +102,8 @@ def test_resume_reports_how_the_data_changed(launcher, tmp_path):
     with open(f"{b}.bin", "ab") as file:
         file.write(b"xx")
     job = launcher.start(1, f"{flags} --data-path {blend}")
-    assert job.wait() == [1] and f"{b}.bin has 1602 bytes, but {b}.idx describes" in job.output()
+    assert job.wait() == [1]
+    assert f"{b}.bin has 1602 bytes, but {b}.idx describes" in job.output()
 
 
 @pytest.mark.parametrize("masks", ["", "--reset-attention-mask"])

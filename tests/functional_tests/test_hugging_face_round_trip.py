@@ -88,7 +88,8 @@ def test_fine_tuning_an_export_starts_at_the_same_loss(pool, trained, layout):
     from_run = pool.run(train, world_size, f"{flags} --finetune --load {run}")[0].measured.losses
     from_hf = pool.run(train, world_size, f"{flags} --load {hf}")[0].measured.losses
     from_scratch = pool.run(train, world_size, flags)[0].measured.losses
-    assert from_hf == from_run and len(from_hf) == 2
+    assert from_hf == from_run
+    assert len(from_hf) == 2
     assert from_hf[0] != from_scratch[0]
 
 

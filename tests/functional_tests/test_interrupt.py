@@ -45,4 +45,5 @@ def test_ctrl_c_without_save_says_so(launcher):
 def test_model_that_does_not_fit_into_memory_is_one_message(launcher):
     job = launcher.start(1, f"{FLAGS} --vocab-size 100000000000")
     assert job.wait() == [1]
-    assert "error: out of memory (" in job.output() and "Traceback" not in job.output()
+    assert "error: out of memory (" in job.output()
+    assert "Traceback" not in job.output()

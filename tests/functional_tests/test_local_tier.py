@@ -207,7 +207,8 @@ def test_replaced_node_with_other_ranks_resumes(killed, undisturbed):
     """Node b is gone, a new one comes first: the end is bitwise the undisturbed one."""
     shutil.rmtree(killed.node("b"))
     logs, outcomes = killed.run("ccaa")
-    assert "iter_0000008-" in logs[0] and "at iteration 8" in logs[0]
+    assert "iter_0000008-" in logs[0]
+    assert "at iteration 8" in logs[0]
     assert_same(whole(outcomes), whole(undisturbed))
     assert "no replica" not in logs[0] and "seeded anew" not in logs[0], (
         "also the generators came over"
@@ -221,7 +222,8 @@ def test_replication_interval(pool, tmp_path, undisturbed):
     killed.run("aabb", more=interval, killed_in=10)
     shutil.rmtree(killed.node("b"))
     logs, outcomes = killed.run("ccaa", more=interval)
-    assert "iter_0000006-" in logs[0] and "at iteration 6" in logs[0]
+    assert "iter_0000006-" in logs[0]
+    assert "at iteration 6" in logs[0]
     assert_same(whole(outcomes), whole(undisturbed))
 
 

@@ -48,7 +48,8 @@ def test_run_continues_with_the_optimizer_of_one_input(pool, run, tmp_path, layo
     moment = optimizer_key("exp_avg", WORD)
     assert torch.equal(loaded[moment], read_whole(open_checkpoint(root, step=6), moment))
     continued = pool.run(train, world_size, load)[0]
-    assert continued.iteration == 8 and continued.consumed_train_samples == 8 * 8
+    assert continued.iteration == 8
+    assert continued.consumed_train_samples == 8 * 8
     assert all(loss < losses[0] for loss in continued.measured.losses)
 
 

@@ -52,7 +52,8 @@ def test_converted_checkpoints_contain_the_common_state(tmp_path):
     (directory / "common.pt").unlink()
     (directory / "checksums.bin").unlink()
     found = open_checkpoint(directory)
-    assert found.args == expected.args and found.training == expected.training
+    assert found.args == expected.args
+    assert found.training == expected.training
     assert compare(expected, found) == len(expected.tensors)
 
 

@@ -87,7 +87,8 @@ def test_run_continues_after_a_node_is_replaced(cluster, launcher, tmp_path, kin
     nodes.start("c")
     assert nodes.wait() == [0, 0], nodes.output()
     loaded = resumed(nodes.output())
-    assert loaded and "/disks/" in loaded[-1][0], nodes.output()
+    assert loaded, nodes.output()
+    assert "/disks/" in loaded[-1][0], nodes.output()
     final = f"iter_{ITERATIONS:07d}"
     assert_same(
         stored_tensors(tmp_path / "run" / final), stored_tensors(tmp_path / "straight" / final)
@@ -110,7 +111,9 @@ def test_waiting_node_replaces_a_lost_one(cluster, launcher, tmp_path):
     nodes.lose(lost)
     assert nodes.wait() == [0, 0], nodes.output()
     loaded = resumed(nodes.output())
-    assert loaded and loaded[-1][1] >= 10 and "/disks/" in loaded[-1][0]
+    assert loaded
+    assert loaded[-1][1] >= 10
+    assert "/disks/" in loaded[-1][0]
     final = f"iter_{ITERATIONS:07d}"
     assert_same(
         stored_tensors(tmp_path / "run" / final), stored_tensors(tmp_path / "straight" / final)
@@ -146,4 +149,5 @@ def test_run_continues_after_losing_a_replication_group(cluster, tmp_path):
     nodes.start("d")
     assert nodes.wait() == [0, 0], nodes.output()
     assert resumed(nodes.output())[-1][1] in (20, 40)
-    assert "goodput" in nodes.output() and "done again later" in nodes.output()
+    assert "goodput" in nodes.output()
+    assert "done again later" in nodes.output()

@@ -146,7 +146,8 @@ def test_slowed_rank_is_named(pool, tmp_path):
     # The report reads it from the record.
     (launch,) = read_record(tmp_path)
     values = [row["values"] for row in launch.points if "slowest-rank" in row["values"]]
-    assert values[-1]["slowest-rank"] == 1 and values[-1]["slowest-rank-ratio"] > 1.1
+    assert values[-1]["slowest-rank"] == 1
+    assert values[-1]["slowest-rank-ratio"] > 1.1
 
 
 def train_with_short_intervals(rank, world_size, flags, fault):
@@ -186,7 +187,8 @@ def test_checked_steps_have_the_same_losses(pool, layout):
     flags = LAYOUTS[layout][1]
     expected = pool.run(train_with_fault, 2, f"{FLAGS} --train-iters 4 {flags}")[0].losses
     observed = pool.run(train_with_fault, 2, CHECKED + flags)[0]
-    assert observed.losses == expected and not find_messages(observed, "wrong gradients")
+    assert observed.losses == expected
+    assert not find_messages(observed, "wrong gradients")
     twice = f"{FLAGS} --train-iters 4 {flags} --rerun-mode report_determinism_stats"
     observed = pool.run(train_with_fault, 2, twice)[0]
     assert observed.losses == expected
@@ -209,7 +211,8 @@ def test_flipped_bit_is_located_and_the_step_repeated(pool, call):
 
 def test_rank_that_always_flips_a_bit_is_located_among_three(pool):
     observed = pool.run(train_with_fault, 3, CHECKED, FlippedBit(range(1000)))[0]
-    assert observed.error.startswith("iteration 2: rank 1 (") and observed.exit_code == 1
+    assert observed.error.startswith("iteration 2: rank 1 (")
+    assert observed.exit_code == 1
     assert "decoder.final_layernorm.weight" in observed.error
 
 
@@ -247,7 +250,8 @@ def test_injected_errors_are_diagnosed(pool, world_size, outcome, diagnosis, exi
         f"--error-injection-type {outcome}"
     )
     observed = pool.run(train_with_fault, world_size, flags)[0]
-    assert diagnosis in observed.error and observed.exit_code == exit_code
+    assert diagnosis in observed.error
+    assert observed.exit_code == exit_code
 
 
 def compare_changed_weights(rank, world_size, flags):
@@ -284,6 +288,8 @@ def test_stopped_rank_is_reported_by_the_others(launcher):
     )
     assert re.search(r"rank 0: iteration \d+, waits in collective allreduce \d+ of ", report)
     own = job.output().partition("rank 0 of 2 (")[2]
-    assert "no progress for" in own and "thread MainThread:" in own and "in train_step" in own
+    assert "no progress for" in own
+    assert "thread MainThread:" in own
+    assert "in train_step" in own
     job.signal(FAULTY_RANK, signal.SIGCONT)
     job.until(lambda: "continues after" in job.output(), "the end of the hang")

@@ -132,7 +132,8 @@ def test_no_load_optim_takes_the_weights(pool, saved_runs, optimizer):
         if not key.startswith("optimizer."):
             assert_same({key: loaded[key]}, {key: value})
     resumed = run(pool, optimizer, "single", "fp32", flags)
-    assert len(get_losses(resumed)) == 2 and all(map(math.isfinite, get_losses(resumed)))
+    assert len(get_losses(resumed)) == 2
+    assert all(map(math.isfinite, get_losses(resumed)))
 
 
 DEFAULT_CONVERSIONS = [
@@ -166,7 +167,8 @@ def test_conversion(tmp_path, saved_runs, check_resume, optimizer, saver, layout
     source, saved = saved_runs(optimizer, layout, dtype)
     converted = convert(source, tmp_path / saver, saver)
     if optimizer in MIXED and saver in ("legacy", "universal"):
-        assert converted.returncode == 1 and REFUSED.format(saver) in converted.stderr
+        assert converted.returncode == 1
+        assert REFUSED.format(saver) in converted.stderr
         assert not (tmp_path / saver).exists()
         converted = convert(source, tmp_path / saver, saver, "--no-optim")
         assert converted.returncode == 0, converted.stderr
@@ -253,4 +255,5 @@ def test_continue_a_run_of_megatron_lm(pool, tmp_path, form):
     for key in source.tensors:
         assert_same({key: loaded[key]}, {key: read_whole(source, key)})
     resumed = pool.run(train, 2, flags)
-    assert len(get_losses(resumed)) == 2 and all(map(math.isfinite, get_losses(resumed)))
+    assert len(get_losses(resumed)) == 2
+    assert all(map(math.isfinite, get_losses(resumed)))

@@ -39,7 +39,8 @@ def test_run_continues_if_its_log_is_on_a_full_disk(training, last_checkpoint):
         result = subprocess.run(training, stdout=full, stderr=subprocess.PIPE, text=True)
     assert result.returncode == 0, result.stderr
     (line,) = result.stderr.splitlines()
-    assert line.startswith("WARNING: messages are lost") and "No space left" in line
+    assert line.startswith("WARNING: messages are lost")
+    assert "No space left" in line
     assert is_complete(last_checkpoint)
 
 

@@ -80,7 +80,8 @@ def test_suspended_run_leaves_its_successor_alone(launcher, tmp_path, way, mode)
     suspended.resume()
     assert suspended.wait() == [1]
     assert "another launch has taken over this directory" in suspended.output()
-    assert tracker(root) == 12 and (root / "run.json").read_text() == run_json
+    assert tracker(root) == 12
+    assert (root / "run.json").read_text() == run_json
     assert_unchanged(root, before)
 
 
@@ -100,7 +101,8 @@ def test_start_that_fails_leaves_the_running_job_alone(launcher, tmp_path):
         assert message in job.output()
     count = len(running.saved())
     running.until(lambda: len(running.saved()) > count + 1, "two more saves")
-    assert not running.has_ended() and "WARNING" not in running.output()
+    assert not running.has_ended()
+    assert "WARNING" not in running.output()
 
 
 def test_removed_generation_is_created_again(launcher, tmp_path):
@@ -137,7 +139,8 @@ def test_restart_continues_what_its_job_has_saved(launcher, tmp_path, begin):
     iterations = f"--train-iters {newest + 2} --override-opt_param-scheduler"
     second = launcher.start(1, f"{flags} {iterations}", variables=torchelastic(logs, 1))
     second.succeed()
-    assert second.resumed_at() == newest and second.iterations()[0] == newest + 1
+    assert second.resumed_at() == newest
+    assert second.iterations()[0] == newest + 1
     assert f"continuing from {run}/iter_{newest:07d}" in second.output()
 
 
@@ -148,16 +151,21 @@ def test_second_start_continues_the_branch_that_its_flags_began(launcher, tmp_pa
     flags = f"{FLAGS} --load {base} --save {run} --save-interval 2"
     launcher.run(1, f"{flags} --train-iters 8")
     second = launcher.run(1, f"{flags} --train-iters 10")
-    assert second.resumed_at() == 8 and "this run began with" in second.output()
+    assert second.resumed_at() == 8
+    assert "this run began with" in second.output()
     third = launcher.run(1, f"{flags} --train-iters 6 --override-existing-run")
-    assert third.resumed_at() == 4 and "--override-existing-run starts again" in third.output()
-    assert tracker(run) == 6 and checkpoints(run) == [6, 8, 10]
+    assert third.resumed_at() == 4
+    assert "--override-existing-run starts again" in third.output()
+    assert tracker(run) == 6
+    assert checkpoints(run) == [6, 8, 10]
     # A rollback in one directory: the first launch rolls back, the second one continues.
     back = f"{FLAGS} --load {run} --save {run} --ckpt-step 6 --save-interval 1"
     fourth = launcher.run(1, f"{back} --train-iters 7")
-    assert fourth.resumed_at() == 6 and "iter_0000008, iter_0000010" in fourth.output()
+    assert fourth.resumed_at() == 6
+    assert "iter_0000008, iter_0000010" in fourth.output()
     fifth = launcher.run(1, f"{back} --train-iters 9")
-    assert fifth.resumed_at() == 7 and tracker(run) == 9
+    assert fifth.resumed_at() == 7
+    assert tracker(run) == 9
 
 
 @pytest.mark.parametrize("form", ["hf", "universal"])
@@ -172,7 +180,8 @@ def test_run_in_the_directory_of_its_first_checkpoint_is_continued(launcher, tmp
     begin = {"hf": 0, "universal": 4}[form]
     assert launcher.run(1, f"{flags} --train-iters 6").resumed_at() == begin
     second = launcher.run(1, f"{flags} --train-iters 8")
-    assert second.resumed_at() == 6 and "To use the other one, move it" in second.output()
+    assert second.resumed_at() == 6
+    assert "To use the other one, move it" in second.output()
     assert launcher.run(1, f"{flags} --train-iters 10").resumed_at() == 8
     assert checkpoints(run) == list(range(begin + 2, 11, 2))
 
@@ -191,7 +200,8 @@ def test_edited_tracker_is_followed_with_a_warning(launcher, tmp_path):
     assert f"{newer} are not used: {reason}" in second.output()
     # The last one is of an abandoned branch now, and not newer than the run.
     third = launcher.run(1, f"{flags} --train-iters 7")
-    assert third.resumed_at() == 6 and "not used" not in third.output()
+    assert third.resumed_at() == 6
+    assert "not used" not in third.output()
     assert checkpoints(tmp_path) == [2, 4, 6, 7, 8]
 
 

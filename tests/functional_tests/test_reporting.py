@@ -61,12 +61,11 @@ def test_unwritable_record_and_other_mathematics_are_warnings(pool, tmp_path):
     (tmp_path / "runs").write_text("a file in the way")
     flags = f"{FLAGS.format(tmp_path)} --goodput --lr-warmup-iters 0 --train-iters 2 --eval-iters 0"
     first = pool.run(capture_output, 1, f"{flags} --exit-interval 1")[0]
-    assert " > WARNING: --goodput: the record in " in first and "iteration        1/" in first
+    assert " > WARNING: --goodput: the record in " in first
+    assert "iteration        1/" in first
     second = pool.run(capture_output, 1, f"{flags} --norm-epsilon 1e-3")[0]
-    assert (
-        "WARNING: " in second
-        and "other mathematics: norm_epsilon: 1e-05 in the checkpoint, 0.001 now" in second
-    )
+    assert "WARNING: " in second
+    assert "other mathematics: norm_epsilon: 1e-05 in the checkpoint, 0.001 now" in second
 
 
 def test_launch_with_wrong_flags_is_recorded(launches, launcher):
@@ -74,9 +73,8 @@ def test_launch_with_wrong_flags_is_recorded(launches, launcher):
     job = launcher.start(1, f"{COMMON} --save {directory} --unfused")
     job.until(job.has_ended)
     (failed,) = read_failed_launches(directory)
-    assert (
-        failed["reason"].startswith("unknown flag --unfused") and "--unfused" in failed["command"]
-    )
+    assert failed["reason"].startswith("unknown flag --unfused")
+    assert "--unfused" in failed["command"]
     assert len(read_record(directory)) == 2
 
 
@@ -93,7 +91,8 @@ def test_json_log(launches):
         "consumed_samples",
     }
     (start,) = (line for line in lines if line.get("event") == "start")
-    assert start["layout"].startswith("TP 2 x PP 1 x DP 1") and "iter_0000004" in start["start"]
+    assert start["layout"].startswith("TP 2 x PP 1 x DP 1")
+    assert "iter_0000004" in start["start"]
     assert [line["iteration"] for line in lines if line.get("event") == "save"] == [6]
     assert {line["split"] for line in lines if line.get("event") == "evaluation"} == {
         "validation",
@@ -105,8 +104,10 @@ def test_run_record(launches):
     directory, _, _ = launches
     one, two = read_record(directory)
     assert (one.first, one.last, two.first, two.last) == (0, 4, 4, 6)
-    assert one.end["reason"].startswith("iteration 4 is a multiple") and not one.end["failed"]
-    assert two.end["reason"] == "complete" and two.start["loaded"].endswith("iter_0000004")
+    assert one.end["reason"].startswith("iteration 4 is a multiple")
+    assert not one.end["failed"]
+    assert two.end["reason"] == "complete"
+    assert two.start["loaded"].endswith("iter_0000004")
     assert [row["iteration"] for row in one.intervals] == [1, 2, 4]
     saves = [
         row["iteration"]
@@ -117,9 +118,8 @@ def test_run_record(launches):
     assert saves == [2, 4, 6]
     assert one.began <= one.start["time"] <= one.ended <= two.began
     run = json.loads((directory / RUN_FILE).read_text())
-    assert (
-        run["arguments"]["tensor_model_parallel_size"] == 2 and run["layout"] == two.start["layout"]
-    )
+    assert run["arguments"]["tensor_model_parallel_size"] == 2
+    assert run["layout"] == two.start["layout"]
 
 
 def test_tensorboard_curves_over_samples(launches):

@@ -16,7 +16,8 @@ def leftovers(root):
 
 def assert_same_model(a, b):
     a, b = (load_file(directory / "model.safetensors") for directory in (a, b))
-    assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[key], b[key]) for key in a)
 
 
 def test_export_is_identical_from_every_layout(pool, tmp_path):

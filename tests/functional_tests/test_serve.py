@@ -11,7 +11,8 @@ import pytest
 from tests import ROOT
 
 spec = importlib.util.spec_from_file_location("serve_example", ROOT / "examples/serve/serve.py")
-assert spec is not None and spec.loader is not None
+assert spec is not None
+assert spec.loader is not None
 serve = importlib.util.module_from_spec(spec)
 sys.modules[spec.name] = serve
 spec.loader.exec_module(serve)
@@ -58,7 +59,9 @@ def test_idle_client_does_not_block_others(server) -> None:
 )  # fmt: skip
 def test_bad_requests_get_an_explanation(body: bytes, server) -> None:
     status, answer = ask(server, body)
-    assert status == 400 and answer["error"] and "0x" not in answer["error"]
+    assert status == 400
+    assert answer["error"]
+    assert "0x" not in answer["error"]
 
 
 def test_request_size_and_host_are_limited(server) -> None:

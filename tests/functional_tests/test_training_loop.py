@@ -46,7 +46,8 @@ def test_schedule_does_not_advance_on_skipped_steps(pool):
     fp16 = pool.run(train, 1, f"{flags} --fp16 --initial-loss-scale 67108864 --hysteresis 1")[
         0
     ].measured
-    assert fp16.skipped[0] and not fp16.skipped[-1]
+    assert fp16.skipped[0]
+    assert not fp16.skipped[-1]
     # A skipped step keeps the rate of the step before; the first one that of the start.
     rate = fp16.learning_rates[0]
     schedule = iter(plain.learning_rates)
@@ -59,7 +60,8 @@ def test_skip_train_evaluates_the_loaded_model(pool, tmp_path):
     flags = f"{LLAMA} --train-iters 4 --eval-iters 2 --eval-interval 100 --save {tmp_path} "
     trained = pool.run(train, 1, flags)[0]
     again = pool.run(train, 1, f"{flags} --load {tmp_path} --skip-train")[0]
-    assert again.measured.losses == [] and again.iteration == 4
+    assert again.measured.losses == []
+    assert again.iteration == 4
     assert again.measured.points["lm loss test", 4] == trained.measured.points["lm loss test", 4]
 
 
@@ -166,7 +168,8 @@ def test_norms_and_zeros_count_every_parameter_once(pool, layout, model):
         [int(n) for n in re.findall(r"num zeros: (\d+)", log)] for log in (text, reference)
     )
     rounding = 4 * 32 if model == "gpt2" else 0  # the gradient of a key bias is zero up to rounding
-    assert len(zeros) == 3 and zeros == pytest.approx(expected, abs=rounding)
+    assert len(zeros) == 3
+    assert zeros == pytest.approx(expected, abs=rounding)
     for name in (
         "forward-backward",
         "finalize-model-grads",
@@ -192,7 +195,5 @@ def test_help_is_grouped_and_has_no_requirements(tmp_path):
         "Logging",
     ]
     assert all(f"\n{group}:" in result.stdout for group in groups)
-    assert (
-        "--tensor-model-parallel-size N" in result.stdout
-        and max(map(len, result.stdout.splitlines())) <= 120
-    )
+    assert "--tensor-model-parallel-size N" in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 120

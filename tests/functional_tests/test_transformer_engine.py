@@ -107,7 +107,8 @@ def test_losses_match_the_local_backend(pool, way):
     flags = f"{DATA} {MODELS[model]} {flags} "
     expected = local(pool, world_size, flags)
     outcomes, told, _ = zip(*pool.run(train_with_stand_in, world_size, flags + TE), strict=True)
-    assert told[0] and all(call["fused"] for call in told[0])
+    assert told[0]
+    assert all(call["fused"] for call in told[0])
     steps = [call["first"] for call in told[0]]
     assert steps.count(True) * 2 <= len(steps)  # some later micro-batches in every step
     for mine, theirs in zip(outcomes, expected, strict=True):
@@ -204,7 +205,9 @@ def test_fp8_scales_are_restored_and_optional(pool, tmp_path, layout, prediction
     model += "--ffn-hidden-size 64 "
     flags = f"{model} {FP8} --first-last-layers-bf16 --save {tmp_path} --save-interval 2 "
     straight, told, scales = zip(*pool.run(train_with_stand_in, 2, flags), strict=True)
-    assert scales[0] is not None and scales[0][0][0] > 1.0 and len(scales[0][1]) == 4
+    assert scales[0] is not None
+    assert scales[0][0][0] > 1.0
+    assert len(scales[0][1]) == 4
     in_fp8 = [call["fp8"] for call in told[0]]
     assert 0 < sum(in_fp8) < len(in_fp8)  # except for the first and the last layer
     steps = [call["first"] for call in told[0] if call["fp8"]]
@@ -227,7 +230,8 @@ def test_fp8_scales_are_restored_and_optional(pool, tmp_path, layout, prediction
 
     again, _, same_scales = zip(*resumed(f"{FP8} --first-last-layers-bf16"), strict=True)
     last = get_losses(straight)[2:]
-    assert get_losses(again) == last and same_scales == scales
+    assert get_losses(again) == last
+    assert same_scales == scales
     for other in ("--bf16", f"{FP8} --fp8-amax-history-len 2"):
         assert get_losses([outcome for outcome, *_ in resumed(other)]) == pytest.approx(
             last, abs=0.02
@@ -294,7 +298,8 @@ def test_recomputed_attention_does_not_change_fp8_state(pool):
     ((again, _, same_scales),) = pool.run(
         train_with_stand_in, 1, flags + "--recompute-granularity selective"
     )
-    assert again.measured.losses == kept.measured.losses and same_scales == scales
+    assert again.measured.losses == kept.measured.losses
+    assert same_scales == scales
 
 
 def test_loss_kernel_matches_local(pool):
@@ -351,7 +356,8 @@ def test_user_buffers_are_initialized(pool, tmp_path):
     assert made == other  # including the order
     shape, tp_size, modes, dtype, ub_cfgs, backend = made
     assert (shape, tp_size, dtype, backend) == ([32, 32], 2, torch.bfloat16, "gloo")
-    assert ub_cfgs == {"qkv_fprop": {"method": "ring_exchange"}} and modes == ["NONE", "FP8"]
+    assert ub_cfgs == {"qkv_fprop": {"method": "ring_exchange"}}
+    assert modes == ["NONE", "FP8"]
     # all-gather, reduce-scatter, reduce-scatter of dgrad, bulk dgrad, bulk wgrad
     overlaps = (True, True, False, False, True)
     assert told == {(name, overlaps) for name in ("qkv", "proj", "fc1", "fc2")}
@@ -382,7 +388,8 @@ def test_fp8_weights_are_saved_from_main_parameters(pool, tmp_path, more):
     model = f"--mock-data --train-iters 4 {MODELS['llama']} {more} "
     save = f"--save {tmp_path} --save-interval 2 "
     (straight, told, scales), _ = pool.run(train_with_stand_in, 2, f"{model} {FP8_WEIGHTS} {save}")
-    assert all(call["fused"] for call in told) and {call.get("primary") for call in told} >= {True}
+    assert all(call["fused"] for call in told)
+    assert {call.get("primary") for call in told} >= {True}
     ((plain, _, _),) = pool.run(train_with_stand_in, 1, f"{model} {FP8} --log-params-norm")
     assert straight.measured.losses == pytest.approx(plain.measured.losses, abs=0.03)
     assert straight.measured.params_norms == pytest.approx(plain.measured.params_norms, rel=1e-2)

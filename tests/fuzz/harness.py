@@ -62,7 +62,8 @@ def load_tool(path: str) -> Any:
     """Import a program of tools/ as a module."""
     name = path.replace("/", "_").replace(".", "_")
     spec = importlib.util.spec_from_file_location(name, ROOT / path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)

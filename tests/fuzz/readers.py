@@ -194,7 +194,8 @@ def read_index_cache(case: Case) -> None:
     """A damaged cache is rebuilt."""
     arrays = load_or_build(case.source, "test", {"what": "test"}, build_index)
     for key, wanted in build_index().items():
-        assert np.array_equal(arrays[key], wanted) and arrays[key].dtype == wanted.dtype
+        assert np.array_equal(arrays[key], wanted)
+        assert arrays[key].dtype == wanted.dtype
 
 
 def build_index() -> dict[str, np.ndarray]:

@@ -307,15 +307,12 @@ def test_copies_of_keys_and_values_give_the_same(options, device, monkeypatch):
 def test_which_kernels_take_groups():
     half = torch.bfloat16
     single = torch.float32
-    assert supports_grouped_heads("cpu", half, True) and supports_grouped_heads(
-        "cpu", single, False
-    )
-    assert supports_grouped_heads("cuda", half, False) and supports_grouped_heads(
-        "cuda", torch.float16, False
-    )
-    assert not supports_grouped_heads("cuda", half, True) and not supports_grouped_heads(
-        "cuda", single, False
-    )
+    assert supports_grouped_heads("cpu", half, True)
+    assert supports_grouped_heads("cpu", single, False)
+    assert supports_grouped_heads("cuda", half, False)
+    assert supports_grouped_heads("cuda", torch.float16, False)
+    assert not supports_grouped_heads("cuda", half, True)
+    assert not supports_grouped_heads("cuda", single, False)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
@@ -330,7 +327,8 @@ def test_weight_gradients_are_added_in_fp32(dtype, device):
     main_grad = buffer.to(device)[2:].view(24, 32)
     weight.main_grad = main_grad
     assert compute_linear_weight_grad(weight, dy.to(device), x.to(device)) is None
-    assert weight.main_grad is main_grad and main_grad.dtype == torch.float32
+    assert weight.main_grad is main_grad
+    assert main_grad.dtype == torch.float32
     assert_close([main_grad.cpu()], [expected], TOLERANCES[dtype])
 
 
@@ -374,7 +372,8 @@ def test_gradient_norm(device):
     assert found.dtype == torch.float64
     assert_close([found.cpu()], [expected], 2e-6)
     if device == "cuda":
-        assert calls.count["_foreach_norm"] == 1 and calls.count.total() < 6
+        assert calls.count["_foreach_norm"] == 1
+        assert calls.count.total() < 6
     bad = host.clone()
     bad[-1] = torch.nan
     assert sum_of_squares(bad.to(device).split(sizes), torch.device(device)).isnan()
@@ -439,6 +438,7 @@ def test_embedding_gradient_is_the_same_every_time(device):
         module.weight.main_grad = torch.zeros(8, 32, device=device)
         module(tokens).backward(dy)
         grads.append(module.weight.main_grad)
-    assert torch.equal(grads[0], grads[1]) and torch.equal(grads[0], grads[2])
+    assert torch.equal(grads[0], grads[1])
+    assert torch.equal(grads[0], grads[2])
     summed = torch.zeros(8, 32).index_add(0, tokens.cpu().flatten(), dy.cpu().flatten(0, 1))
     assert_close([grads[0].cpu()], [summed], 1e-5)

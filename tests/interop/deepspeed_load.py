@@ -151,7 +151,8 @@ def main() -> None:
     ]
     engine = make_engine(model, args.bf16, len(stored_groups))
     path, client_state = engine.load_checkpoint(str(root))
-    assert path is not None and client_state["iteration"] == state["iteration"]
+    assert path is not None
+    assert client_state["iteration"] == state["iteration"]
     assert engine.global_steps == state["global_steps"]
 
     compare(engine, expected)

@@ -353,7 +353,8 @@ def load(pattern: str, directory: Path) -> None:
             wanted, path, strict=StrictHandling.RETURN_ALL
         )
         surplus = [key for key in unused if "_extra_state" not in key and "common_state" not in key]
-        assert not missing and not surplus, (name, missing, surplus)
+        assert not missing, (name, missing, surplus)
+        assert not surplus, (name, missing, surplus)
         ddp.module.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         tensors = {}

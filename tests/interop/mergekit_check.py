@@ -52,7 +52,8 @@ def check_weights(python: str, work: Path, weights: tuple[float, ...]) -> None:
     found = load_file(work / "ours" / "model.safetensors")
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert tensor.dtype == torch.float32 and torch.equal(found[name], tensor), name
+        assert tensor.dtype == torch.float32, name
+        assert torch.equal(found[name], tensor), name
 
 
 def main() -> None:

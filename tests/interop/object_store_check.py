@@ -86,7 +86,8 @@ def main(url: str, bucket: str) -> None:
     assert save(root / "iter_0000001", 1, first).error is None
     second = take_generation(root, {"host": "second"})
     report = save(root / "iter_0000002", 2, first)
-    assert report.superseded and "another launch has taken over" in report.error, report
+    assert report.superseded, report
+    assert "another launch has taken over" in report.error, report
     assert not is_complete(root / "iter_0000002")
     for value in (2, 3):
         report = save(root / f"iter_{value:07d}", value, second)

@@ -57,7 +57,8 @@ def main() -> None:
 
     for name in ("peft", "trl"):
         trained = open_checkpoint(work / name)
-        assert trained.unused == [] and trained.tensors == source.tensors
+        assert trained.unused == []
+        assert trained.tensors == source.tensors
         changed = sum(
             not torch.equal(read_whole(trained, key), source.values[key]) for key in source.tensors
         )

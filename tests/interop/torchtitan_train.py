@@ -72,7 +72,8 @@ def import_manager() -> type:
     """Return the manager of the example, with the distribution's name of the engine."""
     sys.modules["megatron.core.dist_checkpointing"] = megatron_checkpoint
     spec = importlib.util.spec_from_file_location("torchtitan_checkpoints", ADAPTER)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["torchtitan_checkpoints"] = module
     spec.loader.exec_module(module)

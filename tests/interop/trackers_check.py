@@ -46,7 +46,8 @@ def read_mlflow(directory: Path) -> list[list[tuple[int, float]]]:
     experiment = client.get_experiment_by_name("experiment")
     curves = []
     for run in client.search_runs([experiment.experiment_id]):
-        assert run.info.status == "FINISHED" and run.data.params["num_layers"] == "4"
+        assert run.info.status == "FINISHED"
+        assert run.data.params["num_layers"] == "4"
         history = client.get_metric_history(run.info.run_id, "lm loss")
         curves.append([(metric.step, metric.value) for metric in history])
     return curves
@@ -80,7 +81,8 @@ def main(directory: Path) -> None:
     assert sorted(map(sorted, steps.values())) == [[1, 2, 3, 4], [3, 4]], steps
     offline = list(save.glob("wandb/wandb/offline-run-*"))
     ids = {path.name.rpartition("-")[2] for path in offline}
-    assert len(offline) == 3 and len(ids) == 2, offline
+    assert len(offline) == 3, offline
+    assert len(ids) == 2, offline
     print("trackers: ok")
 
 

@@ -176,10 +176,12 @@ def check_model(name: str, tp: int) -> int:
         assert states[0].keys() == states[1].keys()
         for key, ours in states[0].items():
             theirs = states[1][key]
-            assert isinstance(ours, ShardedTensor) and isinstance(theirs, ShardedTensor)
+            assert isinstance(ours, ShardedTensor)
+            assert isinstance(theirs, ShardedTensor)
             assert (ours.global_shape, ours.dtype) == (theirs.global_shape, theirs.dtype), key
             for a, b in zip(ours.boxes, theirs.boxes, strict=True):
-                assert a.offset == b.offset and torch.equal(a.tensor, b.tensor), key
+                assert a.offset == b.offset, key
+                assert torch.equal(a.tensor, b.tensor), key
         count += len(states[0])
         for module in engine.modules():
             if hasattr(module, "engine"):
@@ -202,7 +204,8 @@ def check_engine(owner: nn.Module, tp: int) -> None:
     assert parameters.keys() == own.keys(), (type(owner), parameters.keys(), own.keys())
     assert all(parameters[name] is own[name] for name in own)
     if hasattr(owner, "tp"):
-        assert engine.tp_size == tp and engine.sequence_parallel == (tp > 1), type(owner)
+        assert engine.tp_size == tp, type(owner)
+        assert engine.sequence_parallel == (tp > 1), type(owner)
         rows, columns = own["weight"].shape
         assert (engine.out_features, engine.in_features) == (rows, columns), type(owner)
 
@@ -349,13 +352,15 @@ def check_fp8_weights(te: types.ModuleType) -> int:
                     continue
                 module: Any = owner.engine.module  # type: ignore[union-attr]
                 made = module.fp8_meta["recipe"]
-                assert module.primary_weights_in_fp8 and made.delayed() == (options is RECIPES[0])
+                assert module.primary_weights_in_fp8
+                assert made.delayed() == (options is RECIPES[0])
                 for weight in [
                     weight for weight in module._parameters if weight.startswith("weight")
                 ]:
                     slot = owner.engine.parameter_metadata[weight].fp8_meta_index  # type: ignore[union-attr]
                     quantizer = module.quantizers["scaling_fwd"][slot]
-                    assert isinstance(quantizer.internal, bool) and callable(quantizer)
+                    assert isinstance(quantizer.internal, bool)
+                    assert callable(quantizer)
                     inspect.signature(quantizer.set_usage).bind(rowwise=True, columnwise=True)
                     if made.delayed():
                         scales = module.fp8_meta["scaling_fwd"].scale
@@ -389,16 +394,15 @@ def check_overlap(te: types.ModuleType) -> int:
         module.engine.module for module in model.modules() if hasattr(module, "engine")
     ]
     named = [engine for engine in engines if getattr(engine, "ub_name", None) is not None]
-    assert (
-        sorted({engine.ub_name for engine in named}) == ["fc1", "fc2", "proj", "qkv"]
-        and len(named) == 8
-    )
+    assert sorted({engine.ub_name for engine in named}) == ["fc1", "fc2", "proj", "qkv"]
+    assert len(named) == 8
     for engine in named:
         column = engine.parallel_mode == "column"
         assert (engine.ub_overlap_ag_fprop, engine.ub_overlap_rs_fprop) == (column, not column), (
             engine.ub_name
         )
-        assert engine.ub_bulk_dgrad == column and engine.ub_bulk_wgrad == column, engine.ub_name
+        assert engine.ub_bulk_dgrad == column, engine.ub_name
+        assert engine.ub_bulk_wgrad == column, engine.ub_name
     return len(named)
 
 
@@ -419,9 +423,8 @@ def check_context_parallel(te: types.ModuleType) -> None:
         whole = comm_type == "a2a"  # our exchange of heads is around it
         assert module.num_attention_heads == (2 if whole else 4)
         core = module.flash_attention if hasattr(module, "flash_attention") else module
-        assert module.cp_group is (None if whole else group) and module.cp_comm_type == comm_type, (
-            core
-        )
+        assert module.cp_group is (None if whole else group), core
+        assert module.cp_comm_type == comm_type, core
 
 
 def main() -> None:

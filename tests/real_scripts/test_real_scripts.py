@@ -40,7 +40,8 @@ def test_it_trains_saves_and_goes_on(pool, tmp_path, argv):
     outcomes = pool.run(train, world_size, flags, "")
     assert outcomes[0].iteration == 4
     losses = outcomes[0].measured.losses
-    assert len(losses) == 2 and all(math.isfinite(loss) for loss in losses)
+    assert len(losses) == 2
+    assert all(math.isfinite(loss) for loss in losses)
 
 
 def test_smoke_reads_every_spelling_and_leaves_errors_to_the_parser():
@@ -50,8 +51,10 @@ def test_smoke_reads_every_spelling_and_leaves_errors_to_the_parser():
         "--virtual-pipeline-model-parallel-size 4 --save-hf out --profile"
     )
     config = parse_args(reduce_flags(list_options(spellings.split()), 1), 1)
-    assert config.model.num_layers == 2 and config.model.hidden_size == 32
-    assert config.checkpoint.save_hf is None and not config.profiling.profile
+    assert config.model.num_layers == 2
+    assert config.model.hidden_size == 32
+    assert config.checkpoint.save_hf is None
+    assert not config.profiling.profile
     wrong = [*spellings.split(), "--num-experts", "four"]
     with pytest.raises(ValueError, match="--num-experts: 'four' is not an integer"):
         parse_args(reduce_flags(list_options(wrong), 1), 1)
@@ -64,5 +67,7 @@ def test_smoke_fits_any_number_of_processes(monkeypatch, capsys, world_size):
         flags = shrink([*row["argv"], "--smoke"], world_size)
         parse_args(flags, world_size)
         output = capsys.readouterr().out
-        assert "--smoke changed: " in output and "--mock-data" in output
-        assert "--data-path" not in flags and "--smoke" not in flags
+        assert "--smoke changed: " in output
+        assert "--mock-data" in output
+        assert "--data-path" not in flags
+        assert "--smoke" not in flags

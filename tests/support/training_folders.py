@@ -61,9 +61,11 @@ def assert_is_gathered(folder: Path, expected: dict, work: Path) -> None:
                 assert_same(tensors.pop(f"{prefix}{key}"), value, key)
     assert not tensors
     training = source.training
-    assert training is not None and training.param_groups is not None
+    assert training is not None
+    assert training.param_groups is not None
     for group in training.param_groups:
         assert (group["lr"], group["betas"], group["step"]) == (0.01, (0.9, 0.95), 2)
     decays = [group["weight_decay"] for group in training.param_groups]
     decay_of_norms = 0.1 if folder.name == "actor" else 0.0  # verl decays all parameters
-    assert decays == [0.1, decay_of_norms] and training.iteration == 2
+    assert decays == [0.1, decay_of_norms]
+    assert training.iteration == 2

@@ -42,7 +42,8 @@ def test_parser_accepts_every_flag_of_the_examples(script, tmp_path):
     launch = launched(["bash", script], tmp_path, **slurm(tmp_path))
     assert launch.world_size == SCRIPTS[script]
     config = parse_args(launch.flags, launch.world_size)
-    assert config.model.bf16 and config.ddp.use_distributed_optimizer
+    assert config.model.bf16
+    assert config.ddp.use_distributed_optimizer
     assert config.checkpoint.save == config.checkpoint.load == str(tmp_path / "run/checkpoints")
 
 
@@ -55,11 +56,9 @@ def test_local_disk_adds_a_checkpoint_tier(tmp_path):
     )
     checkpoint = parse_args(launch.flags, launch.world_size).checkpoint
     assert checkpoint.non_persistent_local_ckpt_dir == "/nvme/a b"
-    assert (
-        checkpoint.replication
-        and checkpoint.async_save
-        and checkpoint.non_persistent_save_interval == 50
-    )
+    assert checkpoint.replication
+    assert checkpoint.async_save
+    assert checkpoint.non_persistent_save_interval == 50
 
 
 @pytest.mark.parametrize("path", KUBERNETES)
@@ -151,7 +150,8 @@ def test_slurm_requeues_incomplete_runs(tmp_path, reached, requeued):
     launch = launched(["bash", "examples/slurm/pretrain.sbatch"], tmp_path, **slurm(tmp_path))
     assert launch.option("--rdzv-endpoint") == "node1:29500"
     config = parse_args(launch.flags, launch.world_size)
-    assert config.training.exit_signal_handler and config.training.train_iters == 200000
+    assert config.training.exit_signal_handler
+    assert config.training.train_iters == 200000
     log = tmp_path / "scontrol.log"
     assert (log.read_text() if log.exists() else "") == ("requeue 7\n" if requeued else "")
 
@@ -240,7 +240,8 @@ def test_demo(tmp_path):
     output, trainings = run_demo("run.sh", tmp_path)
     configs = [parse_args(flags, 2) for flags in trainings]
     assert [config.parallel.tp_size for config in configs] == [1, 2]
-    assert "tools/report.py" in output and "report.html" in output.splitlines()[-1]
+    assert "tools/report.py" in output
+    assert "report.html" in output.splitlines()[-1]
     assert {config.training.train_iters for config in configs} == {240}
 
 

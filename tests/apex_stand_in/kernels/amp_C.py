@@ -24,11 +24,10 @@ def multi_tensor_adam_capturable(
     weight_decay,
     inv_scale,
 ):
-    assert (
-        lr.dtype == inv_scale.dtype == torch.float32
-        and step.dtype == noop_flag.dtype == torch.int32
-    )
-    assert mode == 1 and bias_correction == 1  # decoupled weight decay
+    assert lr.dtype == inv_scale.dtype == torch.float32
+    assert step.dtype == noop_flag.dtype == torch.int32
+    assert mode == 1  # decoupled weight decay
+    assert bias_correction == 1
     note(tensor_lists[0])
     if noop_flag.item() == 1:
         return
@@ -46,5 +45,7 @@ multi_tensor_adam = multi_tensor_adam_capturable_master = None
 def multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists, per_tensor=False):
     (tensors,) = tensor_lists
     note(tensors)
-    assert tensors and noop_flag.dtype == torch.int32 and all(t.is_contiguous() for t in tensors)
+    assert tensors
+    assert noop_flag.dtype == torch.int32
+    assert all(t.is_contiguous() for t in tensors)
     return torch.cat([t.flatten().float() for t in tensors]).norm().view(1), torch.empty(0)

@@ -237,7 +237,8 @@ def test_objects_of_plain_dcp_are_loaded(tmp_path):
     with Checkpointer(tmp_path / "run", model, scheduler=resumed, dataloader=counter) as ckpt:
         ckpt.load(tmp_path / "dcp")
     assert resumed.state_dict() == scheduler.state_dict()
-    assert loaded["position"] == 5 and loaded["counts"]["seen"].tolist() == [0, 1, 2]
+    assert loaded["position"] == 5
+    assert loaded["counts"]["seen"].tolist() == [0, 1, 2]
 
 
 def test_initial_weights_only(pool, tmp_path):
@@ -498,7 +499,8 @@ def test_tied_weights_and_extra_state(tmp_path):
     optimizer = torch.optim.SGD(other.parameters(), lr=0.5, momentum=0.9)
     with Checkpointer(tmp_path, other, optimizer) as ckpt:
         assert ckpt.load() == 1
-    assert other.calls == 3 and optimizer.param_groups[0]["lr"] == 0.1
+    assert other.calls == 3
+    assert optimizer.param_groups[0]["lr"] == 0.1
     assert torch.equal(other.head.weight, model.embedding.weight)
     assert other.head.weight is other.embedding.weight
 

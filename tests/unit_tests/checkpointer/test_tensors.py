@@ -96,8 +96,10 @@ def mark_halves(tensor):
 def test_slices_of_a_checkpointable_tensor_are_boxes():
     tensor = torch.arange(30.0).view(10, 3)
     boxes = mark_halves(tensor)
-    assert tensor.global_shape == (8, 3) and tensor.global_offsets == ((4, 0), (0, 0))
-    assert tensor.local_offsets == ((1, 0), (6, 0)) and tensor.local_sizes == ((4, 3), (4, 3))
+    assert tensor.global_shape == (8, 3)
+    assert tensor.global_offsets == ((4, 0), (0, 0))
+    assert tensor.local_offsets == ((1, 0), (6, 0))
+    assert tensor.local_sizes == ((4, 3), (4, 3))
     sharded = make_sharded_tensor("weight", tensor)
     assert sharded.global_shape == (8, 3)
     for box, expected in zip(sharded.boxes, boxes, strict=True):
@@ -108,7 +110,8 @@ def test_slices_of_a_checkpointable_tensor_are_boxes():
     columns = tensor[:, 1:].detach()
     box = Box((0, 2), tensor[2:4, 2:3])
     mark_checkpointable(columns, ShardedTensor("weight", (2, 3), tensor.dtype, (box,)))
-    assert columns.local_offsets == ((2, 1),) and columns.local_sizes == ((2, 1),)
+    assert columns.local_offsets == ((2, 1),)
+    assert columns.local_sizes == ((2, 1),)
 
 
 def test_slices_outside_of_a_tensor_are_rejected():

@@ -17,7 +17,8 @@ def fill(model: GPTModel, source: Source, main: bool = False) -> None:
     for param in model.parameters():
         torch.nn.init.zeros_(param)  # rows of padding, which no box covers
     for key, entry in model.sharded_state_dict().items():
-        assert isinstance(entry, ShardedTensor) and source.tensors[key].shape == entry.global_shape
+        assert isinstance(entry, ShardedTensor)
+        assert source.tensors[key].shape == entry.global_shape
         for box in entry.boxes:
             box.tensor.copy_(
                 source.tensors[optimizer_key("param", key) if main else key].read(

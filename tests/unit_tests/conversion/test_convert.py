@@ -73,10 +73,8 @@ def test_every_pair_of_formats_keeps_weights_and_optimizer(
     outcome = convert(path, tmp_path / "b", target_format, options=LAYOUT, verify=True)
     result = open_checkpoint(tmp_path / "b")
     assert outcome.verified == compare(source, result) == len(source.tensors)
-    assert (
-        result.training.iteration == 7
-        and result.training.param_groups == source.training.param_groups
-    )
+    assert result.training.iteration == 7
+    assert result.training.param_groups == source.training.param_groups
     assert result.training.scheduler == source.training.scheduler
 
 
@@ -138,7 +136,8 @@ def test_progress_reaches_the_estimated_bytes(tmp_path, saver, sidecar):
         progress=written.append,
         starting=announced.append,
     )
-    assert len(written) > 1 and len(announced) == 1
+    assert len(written) > 1
+    assert len(announced) == 1
     assert abs(sum(written) - announced[0]) < 0.05 * announced[0]
 
 
@@ -150,7 +149,8 @@ def test_existing_target_requires_overwrite(tmp_path):
         convert(tmp_path / "run", tmp_path / "out", "hf")
     assert (tmp_path / "out/precious").exists()
     convert(tmp_path / "run", tmp_path / "out", "hf", overwrite=True)
-    assert not (tmp_path / "out/precious").exists() and (tmp_path / "out/config.json").exists()
+    assert not (tmp_path / "out/precious").exists()
+    assert (tmp_path / "out/config.json").exists()
     with pytest.raises(ValueError, match="is or contains the source"):
         convert(tmp_path / "run", tmp_path / "run", "legacy", overwrite=True)
 
@@ -182,7 +182,8 @@ def test_concurrent_conversion_to_one_target_is_refused(tmp_path):
             refused.append(error)
 
     convert(tmp_path / "run", tmp_path / "out", "hf", progress=another_one, verify=True)
-    assert refused and sorted(os.listdir(tmp_path)) == ["out", "run"]
+    assert refused
+    assert sorted(os.listdir(tmp_path)) == ["out", "run"]
 
 
 def test_invalid_sources_are_refused(tmp_path):

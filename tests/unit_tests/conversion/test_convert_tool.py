@@ -36,7 +36,8 @@ def test_from_universal_to_hugging_face(tmp_path: Path) -> None:
         "--dtype",
         "fp32",
     )
-    assert "-> " + str(tmp_path / "hf") in said and "not carried: optimizer state" in said
+    assert "-> " + str(tmp_path / "hf") in said
+    assert "not carried: optimizer state" in said
     embedding = load_file(tmp_path / "hf" / "model.safetensors")["model.embed_tokens.weight"]
     assert torch.equal(
         embedding, source.values["optimizer.state.param.embedding.word_embeddings.weight"]
@@ -64,7 +65,8 @@ def test_missing_arguments_are_given_as_flags(flags: list[str], tmp_path: Path) 
     if flags:
         assert open_checkpoint(tmp_path / "out").training.iteration == 7  # type: ignore[union-attr]
     else:
-        assert "error: " in said and "give --num-attention-heads" in said
+        assert "error: " in said
+        assert "give --num-attention-heads" in said
         assert not (tmp_path / "out").exists()
 
 
@@ -106,7 +108,8 @@ def test_unknown_flags_are_refused(tmp_path: Path) -> None:
     said = run(
         "--saver", "hf", "--load-dir", tmp_path, "--save-dir", tmp_path / "x", "--num-layer", "2"
     )
-    assert "--num-layer" in said and "--num-layers" in said
+    assert "--num-layer" in said
+    assert "--num-layers" in said
 
 
 def test_flags_without_effect_are_reported(tmp_path: Path) -> None:
@@ -139,4 +142,5 @@ def test_ckpt_step_selects_a_universal_directory(tmp_path: Path) -> None:
 )
 def test_zero_sizes_are_refused(flag: str) -> None:
     done = run_convert("--load-dir", "a", "--save-dir", "b", "--saver", "legacy", flag, "0")
-    assert done.returncode and f"{flag} must be at least 1, got 0" in done.stderr
+    assert done.returncode
+    assert f"{flag} must be at least 1, got 0" in done.stderr

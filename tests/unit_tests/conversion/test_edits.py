@@ -91,8 +91,10 @@ def test_bad_layers_are_one_error(tmp_path, text, message):
     write_torch_dist(random_source(LLAMA_ARGS), tmp_path / "run")
     words = ("--load-dir", tmp_path / "run", "--save-dir", tmp_path / "out", "--saver", "hf")
     done = run_convert(*words, f"--layers={text}")
-    assert done.returncode and message in done.stderr
-    assert "Traceback" not in done.stderr and not (tmp_path / "out").exists()
+    assert done.returncode
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("saver", FORMATS)
@@ -250,7 +252,8 @@ def test_rows_beyond_the_tokenizer_are_removed(tmp_path):
     write_tokenizer(tmp_path / "hf", 60)
     words = ("--load-dir", tmp_path / "hf", "--save-dir", tmp_path / "out", "--saver", "hf")
     done = run_convert(*words, "--target-vocab-size", 59)
-    assert done.returncode and "removes rows in use: the tokenizer has 60 tokens" in done.stderr
+    assert done.returncode
+    assert "removes rows in use: the tokenizer has 60 tokens" in done.stderr
     assert run_convert(*words, "--target-vocab-size", 60).returncode == 0
     result = open_checkpoint(tmp_path / "out")
     for key in (WORD_EMBEDDINGS, OUTPUT):
@@ -287,8 +290,10 @@ def test_damaged_tokenizers_are_one_error(tmp_path, name, content, message):
     (tmp_path / "hf" / name).write_text(content)
     words = ("--load-dir", tmp_path / "hf", "--save-dir", tmp_path / "out", "--saver", "hf")
     done = run_convert(*words, "--target-vocab-size", 60)
-    assert done.returncode and message in done.stderr, done.stderr
-    assert "Traceback" not in done.stderr and not (tmp_path / "out").exists()
+    assert done.returncode, done.stderr
+    assert message in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_merges_can_be_edited(tmp_path):
@@ -305,7 +310,8 @@ def test_merges_can_be_edited(tmp_path):
     expected = (sources[0].values[main].double() + sources[1].values[main].double()) / 2
     found = read_whole(result, f"decoder.layers.1.{name}").double()
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
-    assert result.tensors[OUTPUT].shape == (70, 32) and result.args["num_layers"] == 3
+    assert result.tensors[OUTPUT].shape == (70, 32)
+    assert result.args["num_layers"] == 3
 
 
 # ---- Experts ----
@@ -318,8 +324,10 @@ def test_experts_are_copies_of_the_dense_mlp(tmp_path, saver, args):
     result, output = convert_run(
         *(tmp_path, source, "--upcycle-experts", 4, "--topk", 3, "--dtype", "fp32"), saver=saver
     )
-    assert "optimizer state: dropped" in output and not result.training.param_groups
-    assert result.args["num_experts"] == 4 and result.args["moe_router_topk"] == 3
+    assert "optimizer state: dropped" in output
+    assert not result.training.param_groups
+    assert result.args["num_experts"] == 4
+    assert result.args["moe_router_topk"] == 3
     copied = 0
     routers = []
     for key in result.tensors:
@@ -352,7 +360,8 @@ def test_equal_experts_compute_the_function_of_the_dense_model(tmp_path, args, m
     done = run_convert(*words, "--upcycle-experts", 4, "--topk", topk)
     assert done.returncode == 0, done.stderr
     experts = load_in_transformers(tmp_path / "experts")
-    assert experts.config.model_type == model_type and experts.config.num_experts_per_tok == topk
+    assert experts.config.model_type == model_type
+    assert experts.config.num_experts_per_tok == topk
     expected = logits_of(load_in_transformers(tmp_path / "dense"))
     torch.testing.assert_close(logits_of(experts), expected, rtol=1e-4, atol=1e-4)
 
@@ -403,8 +412,10 @@ def test_bad_experts_are_one_error(tmp_path, flags, message):
     write_torch_dist(random_source(LLAMA_ARGS), tmp_path / "run")
     words = ("--load-dir", tmp_path / "run", "--save-dir", tmp_path / "out", "--saver", "hf")
     done = run_convert(*words, *flags)
-    assert done.returncode and message in done.stderr, done.stderr
-    assert "Traceback" not in done.stderr and not (tmp_path / "out").exists()
+    assert done.returncode, done.stderr
+    assert message in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_model_with_experts_is_not_upcycled():
@@ -472,8 +483,10 @@ def test_bad_renames_are_one_error(tmp_path, renames, message):
     write_huggingface(random_source(LLAMA_ARGS, optimizer=False), tmp_path / "hf")
     words = ("--load-dir", tmp_path / "hf", "--save-dir", tmp_path / "out", "--saver", "legacy")
     done = run_convert(*words, "--rename", *renames)
-    assert done.returncode and message in done.stderr, done.stderr
-    assert "Traceback" not in done.stderr and not (tmp_path / "out").exists()
+    assert done.returncode, done.stderr
+    assert message in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_names_of_legacy_files_are_fixed(tmp_path):
@@ -481,4 +494,5 @@ def test_names_of_legacy_files_are_fixed(tmp_path):
     convert(tmp_path / "run", tmp_path / "old", "legacy")
     words = ("--load-dir", tmp_path / "old", "--save-dir", tmp_path / "out", "--saver", "hf")
     done = run_convert(*words, "--rename", "a=b")
-    assert done.returncode and "is a legacy checkpoint; tensors of torch_dist" in done.stderr
+    assert done.returncode
+    assert "is a legacy checkpoint; tensors of torch_dist" in done.stderr

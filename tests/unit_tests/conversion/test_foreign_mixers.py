@@ -163,7 +163,8 @@ def compute_logits(directory: Path) -> torch.Tensor:
     model, report = transformers.AutoModelForCausalLM.from_pretrained(
         directory, output_loading_info=True
     )
-    assert not report["missing_keys"] and not report["unexpected_keys"], report
+    assert not report["missing_keys"], report
+    assert not report["unexpected_keys"], report
     with torch.no_grad():
         return model.eval()(TOKENS, use_cache=False).logits
 
@@ -285,7 +286,8 @@ def test_weights_of_mixers_are_cast_unless_their_dtype_differs(tmp_path: Path) -
     assert "foreign, copied as it is: model.layers.0.linear_attn.A_log" in done.stdout
     for name, tensor in load_file(tmp_path / "cast" / "model.safetensors").items():
         wanted = tensors[name] if name.endswith("A_log") else tensors[name].half()
-        assert torch.equal(tensor, wanted) and tensor.dtype == wanted.dtype, name
+        assert torch.equal(tensor, wanted), name
+        assert tensor.dtype == wanted.dtype, name
 
 
 def test_quantized_export_lists_the_mixers_as_unquantized(tmp_path: Path) -> None:

@@ -58,7 +58,9 @@ def test_run_refuses_shifted_optimizer_and_loads_weights_only(tmp_path: Path) ->
     with pytest.raises(CheckpointError, match="--no-load-optim of a run"):
         TrainingDirectory(CheckpointConfig(load=str(tmp_path))).choose()
     start = TrainingDirectory(CheckpointConfig(load=str(tmp_path), no_load_optim=True)).choose()
-    assert start is not None and start.source is not None and KEY in start.source.tensors
+    assert start is not None
+    assert start.source is not None
+    assert KEY in start.source.tensors
     assert not any(key.startswith("optimizer.") for key in start.source.tensors)
 
 
@@ -144,7 +146,8 @@ def test_missing_main_parameters_are_read_from_fp32_weights(strictness: str) -> 
     state[main] = ShardedTensor.replicated(main, torch.full(source.values[KEY].shape, 9.0))
     report = load_from_source(state, source, strictness=strictness, skip=lambda key: False)
     assert torch.equal(state[main].local, source.values[KEY])
-    assert report.unexpected == [] and KEY not in report.missing
+    assert report.unexpected == []
+    assert KEY not in report.missing
 
 
 def test_missing_main_parameters_are_read_from_rounded_weights_if_tolerated(caplog) -> None:
@@ -174,4 +177,5 @@ def test_loss_scaler_state_survives_every_format(tmp_path: Path, form: str) -> N
     convert(tmp_path / form, tmp_path / "hf", "hf", options=sidecar, verify=True)
     convert(tmp_path / "hf", tmp_path / "again", "torch_dist")
     training = open_checkpoint(tmp_path / "again").training
-    assert training is not None and training.grad_scaler == scaler
+    assert training is not None
+    assert training.grad_scaler == scaler

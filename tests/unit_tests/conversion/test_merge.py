@@ -116,7 +116,8 @@ def test_files_of_transformers_merge_like_numpy_arrays(tmp_path):
         write_huggingface(source, tmp_path / f"{seed}")
     words = [f"{tmp_path / '0'}:0.2", f"{tmp_path / '1'}:0.3", f"{tmp_path / '2'}:0.5"]
     done = run_merge("--input", *words, "--output", tmp_path / "out")
-    assert done.returncode == 0 and "(hf, " in done.stdout, done.stderr
+    assert done.returncode == 0, done.stderr
+    assert "(hf, " in done.stdout, done.stderr
     inputs = [load_file(tmp_path / f"{seed}/model.safetensors") for seed in range(3)]
     merged = load_file(tmp_path / "out/model.safetensors")
     assert merged.keys() == inputs[0].keys()
@@ -134,7 +135,8 @@ def test_main_parameters_are_merged_and_rounded_once(tmp_path):
     assert run_merge(*words, "--output", tmp_path / "fp32", "--dtype", "fp32").returncode == 0
     full = open_checkpoint(tmp_path / "fp32")
     rounded = open_checkpoint(tmp_path / "bf16")
-    assert full.args["bf16"] is False and rounded.args["bf16"] is True
+    assert full.args["bf16"] is False
+    assert rounded.args["bf16"] is True
     assert_merged(full, sources, [1 / 3] * 3)
     weights = sum_in_float64(sources, [1 / 3] * 3, QKV, state=None)
     assert np.abs(read_whole(full, QKV).double().numpy() - weights).max() > 1e-4
@@ -178,7 +180,8 @@ def test_normalized_weights(tmp_path):
     sources = make_run(tmp_path / "run", [1, 2])
     words = [f"{tmp_path / 'run/iter_0000001'}:3", f"{tmp_path / 'run/iter_0000002'}:1"]
     done = run_merge("--input", *words, "--normalize", "--output", tmp_path / "out")
-    assert done.returncode == 0 and "0.75 x " in done.stdout, done.stderr
+    assert done.returncode == 0, done.stderr
+    assert "0.75 x " in done.stdout, done.stderr
     assert_merged(open_checkpoint(tmp_path / "out"), sources, [0.75, 0.25])
 
 
@@ -375,7 +378,8 @@ def test_last_checkpoints_of_other_formats(tmp_path, form):
     done = run_merge(
         *("--input", tmp_path / "other", "--average-last", 2, "--output", tmp_path / "out")
     )
-    assert done.returncode == 0 and f"({form}, " in done.stdout, done.stderr
+    assert done.returncode == 0, done.stderr
+    assert f"({form}, " in done.stdout, done.stderr
     assert_merged(open_checkpoint(tmp_path / "out"), sources, [0.5, 0.5])
 
 
@@ -422,8 +426,10 @@ def test_bad_command_lines_are_one_error(tmp_path, words, message):
     places["b"] = tmp_path / "run/iter_0000002"
     words = [word.format(**places) for word in words]
     done = run_merge("--input", *words, "--output", tmp_path / "out")
-    assert done.returncode and message in done.stderr, done.stderr
-    assert "error: " in done.stderr and not (tmp_path / "out").exists()
+    assert done.returncode, done.stderr
+    assert message in done.stderr, done.stderr
+    assert "error: " in done.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_other_models_are_refused_with_every_difference():
@@ -454,7 +460,8 @@ def test_output_that_contains_an_input_is_refused(tmp_path):
     for target in (tmp_path / "run", tmp_path / "run/iter_0000001"):
         words = ("--input", tmp_path / "run", "--average-last", 2)
         done = run_merge(*words, "--output", target, "--overwrite")
-        assert done.returncode and "which would be lost" in done.stderr
+        assert done.returncode
+        assert "which would be lost" in done.stderr
     assert names(find_last_checkpoints(tmp_path / "run", 2)) == ["iter_0000001", "iter_0000002"]
 
 

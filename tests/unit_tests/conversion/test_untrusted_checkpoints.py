@@ -112,10 +112,8 @@ def test_latest_universal_must_name_a_subdirectory(
     write_universal(random_source(LLAMA_ARGS), tmp_path / "universal")
     (tmp_path / "universal/latest_universal").write_text(name)
     convert(tmp_path / "universal", tmp_path / "out", "torch_dist")
-    assert (
-        "latest_universal: the name in it is" in caplog.text
-        and "but must be the name of a file" in caplog.text
-    )
+    assert "latest_universal: the name in it is" in caplog.text
+    assert "but must be the name of a file" in caplog.text
     assert f"taking {tmp_path}/universal/global_step" in caplog.text
 
 
@@ -142,7 +140,8 @@ def test_pipes_and_devices_are_refused(name: str, model: Path, tmp_path: Path) -
     thread = threading.Thread(target=attempt, daemon=True)
     thread.start()
     thread.join(timeout=120)
-    assert said and ("regular file" in said[0] or "the name of a file" in said[0])
+    assert said
+    assert "regular file" in said[0] or "the name of a file" in said[0]
 
 
 # What leaves with a model.
@@ -172,13 +171,15 @@ def test_user_files_are_not_exported_as_tokenizer(kind: str, tmp_path: Path) -> 
     }[kind]
     files, lost = exported(tmp_path, args)
     assert files == {"config.json", "generation_config.json", "model.safetensors"}
-    assert lost and all("outside of its directory; give --tokenizer" in line for line in lost)
+    assert lost
+    assert all("outside of its directory; give --tokenizer" in line for line in lost)
 
 
 def test_confirmed_tokenizer_path_must_be_a_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "id_rsa").write_text(SECRET)
     files, lost = exported(tmp_path, {}, WriteOptions(tokenizer=tmp_path / "id_rsa"))
-    assert "tokenizer.model" not in files and "is not a SentencePiece model" in lost[0]
+    assert "tokenizer.model" not in files
+    assert "is not a SentencePiece model" in lost[0]
 
 
 def test_only_tokenizer_files_are_copied_and_reported(tmp_path: Path) -> None:
@@ -189,10 +190,10 @@ def test_only_tokenizer_files_are_copied_and_reported(tmp_path: Path) -> None:
     (tokenizer / "merges.txt").write_text(SECRET)
     notes: list[str] = []
     files, lost = exported(tmp_path, {}, WriteOptions(tokenizer=tokenizer, note=notes.append))
-    assert files >= {"tokenizer.json"} and not files & {"chat_template.jinja", "merges.txt"}
-    assert len(lost) == 2 and notes == [
-        f"tokenizer: {tokenizer / 'tokenizer.json'} -> tokenizer.json"
-    ]
+    assert files >= {"tokenizer.json"}
+    assert not files & {"chat_template.jinja", "merges.txt"}
+    assert len(lost) == 2
+    assert notes == [f"tokenizer: {tokenizer / 'tokenizer.json'} -> tokenizer.json"]
 
 
 def test_links_out_of_a_tokenizer_are_refused(tmp_path: Path) -> None:

@@ -36,24 +36,21 @@ def fresh_stores(monkeypatch):
 
 def test_paths_compare_and_pickle_like_values():
     path = path_of("s3://bucket/run")
-    assert isinstance(path, ObjectPath) and str(path) == "s3://bucket/run"
+    assert isinstance(path, ObjectPath)
+    assert str(path) == "s3://bucket/run"
     below = path / "iter_0000001" / ".metadata"
-    assert (
-        str(below) == "s3://bucket/run/iter_0000001/.metadata"
-        and below.key == "run/iter_0000001/.metadata"
-    )
-    assert (
-        below.parent.parent == path and below.name == ".metadata" and below.bucket == "s3://bucket"
-    )
-    assert (
-        pickle.loads(pickle.dumps(below)) == below and {path: 1}[path_of("s3://bucket/run/")] == 1
-    )
-    assert path_of("a/b").name == "b" and not isinstance(path_of("a/b"), ObjectPath)
-    assert (
-        below.is_relative_to(path)
-        and not below.is_relative_to(Path("/home"))
-        and Path("/home") not in below.parents
-    )
+    assert str(below) == "s3://bucket/run/iter_0000001/.metadata"
+    assert below.key == "run/iter_0000001/.metadata"
+    assert below.parent.parent == path
+    assert below.name == ".metadata"
+    assert below.bucket == "s3://bucket"
+    assert pickle.loads(pickle.dumps(below)) == below
+    assert {path: 1}[path_of("s3://bucket/run/")] == 1
+    assert path_of("a/b").name == "b"
+    assert not isinstance(path_of("a/b"), ObjectPath)
+    assert below.is_relative_to(path)
+    assert not below.is_relative_to(Path("/home"))
+    assert Path("/home") not in below.parents
 
 
 @pytest.mark.parametrize("name", ["http://bucket/run", "s3://", "s3:///"])
@@ -81,7 +78,8 @@ def test_file_system_functions_raise_an_error(server):
 def test_conditional_requests_and_listings(server):
     root = path_of("s3://bucket/requests")
     store = root.store
-    assert not root.exists() and list(root.iterdir()) == []
+    assert not root.exists()
+    assert list(root.iterdir()) == []
     first = store.create("requests/a/x", b"1")
     with pytest.raises(ConflictError):
         store.create("requests/a/x", b"2")
@@ -90,13 +88,14 @@ def test_conditional_requests_and_listings(server):
         store.replace("requests/a/x", b"4", first)
     assert store.read("requests/a/x") == (b"3", second)
     store.put("requests/a/y", b"0123456789")
-    assert (
-        bytes(store.get_range("requests/a/y", 3, 4)) == b"3456"
-        and (root / "a/y").stat().st_size == 10
-    )
+    assert bytes(store.get_range("requests/a/y", 3, 4)) == b"3456"
+    assert (root / "a/y").stat().st_size == 10
     assert store.sizes("requests") == {"requests/a/x": 1, "requests/a/y": 10}
-    assert [path.name for path in root.iterdir()] == ["a"] and root.is_dir() and not root.is_file()
-    assert sorted(path.name for path in root.glob("a/*")) == ["x", "y"] and (root / "a/x").is_file()
+    assert [path.name for path in root.iterdir()] == ["a"]
+    assert root.is_dir()
+    assert not root.is_file()
+    assert sorted(path.name for path in root.glob("a/*")) == ["x", "y"]
+    assert (root / "a/x").is_file()
     with pytest.raises(FileNotFoundError, match="s3://bucket/requests/none"):
         store.read("requests/none")
     with pytest.raises(OSError, match=r"s3://nowhere/x"):
@@ -133,10 +132,12 @@ def test_lost_answer_does_not_lose_the_write(server):
     with FaultyProxy(server, fault):
         store = path_of("s3://bucket/x").store
         e_tag = store.create("lost", b"mine")
-        assert lost and store.read("lost") == (b"mine", e_tag)
+        assert lost
+        assert store.read("lost") == (b"mine", e_tag)
         lost.clear()
         store.replace("lost", b"mine again", e_tag)
-        assert lost and store.read("lost").content == b"mine again"
+        assert lost
+        assert store.read("lost").content == b"mine again"
 
 
 def test_requests_are_repeated_after_server_errors(server):
@@ -149,7 +150,8 @@ def test_requests_are_repeated_after_server_errors(server):
     with FaultyProxy(server, fault):
         store = path_of("s3://bucket/x").store
         store.put("repeated", b"1")
-        assert store.read("repeated").content == b"1" and len(refused) == 6
+        assert store.read("repeated").content == b"1"
+        assert len(refused) == 6
 
 
 def test_store_that_ignores_conditions_is_an_error(server):
@@ -244,4 +246,5 @@ def test_unsigned_upload_is_accepted(server, monkeypatch):
     ):
         path = path_of("s3://bucket/unsigned")
         path.store.put(path.key, b"content")
-        assert path.read_bytes() == b"content" and "UNSIGNED-PAYLOAD" in hashes
+        assert path.read_bytes() == b"content"
+        assert "UNSIGNED-PAYLOAD" in hashes

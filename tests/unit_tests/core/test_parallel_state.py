@@ -124,8 +124,10 @@ def test_rank_creates_only_its_own_groups(rank, counted, monkeypatch):
     ]
     for ranks, options in counted:
         axis = getattr(state, options["group_desc"])
-        assert rank in ranks and options["use_local_synchronization"]
-        assert axis.ranks == tuple(ranks) and axis.ranks[axis.rank] == rank
+        assert rank in ranks
+        assert options["use_local_synchronization"]
+        assert axis.ranks == tuple(ranks)
+        assert axis.ranks[axis.rank] == rank
         assert (axis.group is None) == (len(ranks) == 1)
     assert (len(counted[-1][0]) == 2) == (rank // 4096 in (0, 3)), (
         "stages in the middle have no embedding to share"
@@ -168,7 +170,8 @@ def test_nccl_communicators_are_split_once_per_axis(rank, counted, monkeypatch):
     monkeypatch.setattr(dist, "split_group", split_group)
     monkeypatch.setattr(dist.distributed_c10d._world, "default_pg", BoundWorld())
     state = ParallelState.create(ParallelConfig(8, 4))
-    assert counted == [] and [name for name, _ in splits] == [
+    assert counted == []
+    assert [name for name, _ in splits] == [
         "tp",
         "dp_cp",
         "pp",
@@ -217,7 +220,8 @@ def test_groups_of_processes(pool, world, tp, cp, pp):
         "from 2.15 on torch names groups by their number"
     )
     for rank, (made, sums) in enumerate(results):
-        assert all(rank in ranks for ranks in made) and len(set(sums.values())) <= len(made) <= 6
+        assert all(rank in ranks for ranks in made)
+        assert len(set(sums.values())) <= len(made) <= 6
         assert all(total == expected for total, expected in sums.values())
 
 
@@ -262,7 +266,8 @@ def test_expert_axes_partition_the_same_world(tp, etp, ep, pp, world):
             ("experts", etp_size * ep),
         ):
             axis = getattr(state, name)
-            assert axis.size == size == len(axis.ranks) and axis.ranks[axis.rank] == state.rank
+            assert axis.size == size == len(axis.ranks)
+            assert axis.ranks[axis.rank] == state.rank
             assert all(getattr(states[member], name).ranks == axis.ranks for member in axis.ranks)
         assert state.experts.rank == state.etp.rank + etp_size * state.ep.rank
         assert {states[member].pp.rank for member in state.edp.ranks} == {state.pp.rank}
@@ -273,12 +278,10 @@ def test_expert_axes_partition_the_same_world(tp, etp, ep, pp, world):
 
 def test_default_expert_axes_are_those_of_dense_layers():
     state = ParallelState.for_rank(ParallelConfig(2, 2), 8, 5)
-    assert (
-        state.etp is state.tp
-        and state.edp is state.dp_cp
-        and state.experts is state.tp
-        and state.ep.size == 1
-    )
+    assert state.etp is state.tp
+    assert state.edp is state.dp_cp
+    assert state.experts is state.tp
+    assert state.ep.size == 1
 
 
 @pytest.mark.parametrize(

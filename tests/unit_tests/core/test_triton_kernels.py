@@ -66,7 +66,8 @@ def test_swiglu(shape, dtype):
 def test_swiglu_of_strided_tensors():
     x = torch.randn(4, 40, 3).transpose(1, 2)
     dy = torch.randn(20, 4, 3).permute(1, 2, 0)
-    assert not x.is_contiguous() and not dy.is_contiguous()
+    assert not x.is_contiguous()
+    assert not dy.is_contiguous()
     assert_close(kernels.run_swiglu(x), kernels.compute_swiglu(x))
     dx = kernels.run_swiglu_backward(dy, x)
     assert_close(dx, kernels.compute_swiglu_backward(dy, x))
@@ -131,7 +132,8 @@ def test_loss_of_one_rank_with_padding_and_labels_of_others(valid):
     for one, other in zip(actual, expected, strict=True):
         assert_close(one, other, scale=4)
     assert not actual[1][1]
-    assert actual[2][0] == 0 and (valid == 64 or actual[2][3] == -torch.inf)
+    assert actual[2][0] == 0
+    assert valid == 64 or actual[2][3] == -torch.inf
     largest = torch.full((4,), 20.0)
     total = torch.full((4,), 3.0)
     dloss = torch.rand(4)
@@ -149,7 +151,8 @@ def test_nonfinite_logits_give_a_loss_of_nan(bad):
     logits[1, 50] = bad
     largest, total, predicted = kernels.run_softmax(logits, torch.tensor([0, 0]), 70)
     loss = total.log() + largest - predicted
-    assert loss[0].isfinite() and loss[1].isnan()
+    assert loss[0].isfinite()
+    assert loss[1].isnan()
 
 
 def make_scalars(grad_scale, found_inf, step, lr, beta1, beta2):
@@ -334,7 +337,8 @@ def test_residual_norm_equals_autograd(shape, branch, dtype, norm):
         for actual, statistic in zip((mean, scale), statistics, strict=True):
             assert_close(actual, statistic, dtype, scale=4)
         dx, dparams = run_backward(dy, dtotal, *saved)
-        assert dparams.dtype == torch.float32 and len(dparams) == len(params)
+        assert dparams.dtype == torch.float32
+        assert len(dparams) == len(params)
         assert_close(dx, wide.grad, dtype, scale=8)
         for gradient, param in zip(dparams, params, strict=True):
             assert_close(gradient, param.grad, scale=16)

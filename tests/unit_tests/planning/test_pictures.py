@@ -75,10 +75,8 @@ def test_plan_picture(tmp_path):
     drawn = image.imread(tmp_path / "new/plan.png")
     plain = image.imread(tmp_path / "plain.png")
     red = (abs(drawn[..., :3] - [0xC2 / 255, 0x33 / 255, 0x4D / 255]) < 0.02).all(-1)
-    assert (
-        red.sum() > 500
-        and red.sum() > 100 * (abs(plain[..., :3] - [0.76, 0.2, 0.3]) < 0.02).all(-1).sum()
-    )
+    assert red.sum() > 500
+    assert red.sum() > 100 * (abs(plain[..., :3] - [0.76, 0.2, 0.3]) < 0.02).all(-1).sum()
 
 
 def test_shares_picture(tmp_path):

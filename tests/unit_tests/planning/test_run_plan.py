@@ -80,7 +80,8 @@ def test_fewer_microbatches_have_the_same_passes_in_flight(stages, chunks, micro
 def test_more_chunks_reduce_the_bubble_and_increase_memory():
     plain = planned(PP4 + "--global-batch-size 8", 4)
     chunks = planned(PP4 + "--global-batch-size 8 --num-virtual-stages-per-pipeline-rank 2", 4)
-    assert chunks.bubble == pytest.approx(3 / (8 * 2 + 3)) and chunks.bubble < plain.bubble
+    assert chunks.bubble == pytest.approx(3 / (8 * 2 + 3))
+    assert chunks.bubble < plain.bubble
     first = chunks.stages[0]
     first_plain = plain.stages[0]
     # Narayanan et al. 2021: warm-up of 2 (P - 1 - r) + (V - 1) P passes, and the one whose backward
@@ -170,8 +171,10 @@ def test_first_stage_with_the_embedding_alone(recompute):
     layout = "--pipeline-model-parallel-layout 'E|tttt|tt|ttL' "
     plan = planned(PP4 + layout + "--global-batch-size 4 " + recompute, 4)
     first = plan.stages[0]
-    assert first.num_layers == 0 and first.num_parameters > 0
-    assert first.memory.activations < RESIDUAL / 4 and first.memory.loss == 0
+    assert first.num_layers == 0
+    assert first.num_parameters > 0
+    assert first.memory.activations < RESIDUAL / 4
+    assert first.memory.loss == 0
     # Messages, the gradient, and an fp32 copy of it for the gradient buffer
     assert first.memory.temporary == pytest.approx((2 + 1 + 2) * RESIDUAL, rel=0.1)
     assert first.traffic["pp"].send == 4 * RESIDUAL

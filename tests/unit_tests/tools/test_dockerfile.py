@@ -36,13 +36,15 @@ def test_stages(name):
 def test_the_stage_of_transformer_engine_builds_on_the_other_one():
     text = STAGES[STAGES.index("gpu_te") + 1]
     assert re.findall(r"^USER (.*)$", text, re.MULTILINE) == ["0:0", "1001:1001"]
-    assert "==${TE_VERSION}" in text and re.search(r"^ARG TE_VERSION=[0-9.]+$", text, re.MULTILINE)
+    assert "==${TE_VERSION}" in text
+    assert re.search(r"^ARG TE_VERSION=[0-9.]+$", text, re.MULTILINE)
 
 
 def test_everything_is_pinned():
     """Images by digest, packages by hashes, at the versions that constraints.txt names."""
     images = re.findall(r"^ARG \w+_IMAGE=(.*)$", STAGES[0], re.MULTILINE)
-    assert len(images) == 2 and all(re.search(r"@sha256:[0-9a-f]{64}$", image) for image in images)
+    assert len(images) == 2
+    assert all(re.search(r"@sha256:[0-9a-f]{64}$", image) for image in images)
     pinned, locked = (
         set(re.findall(r"^([a-z0-9-]+==[0-9.]+)", text, re.MULTILINE))
         for text in (
@@ -55,7 +57,8 @@ def test_everything_is_pinned():
     )
     for path in LOCKS:
         requirements = path.read_text().replace("\\\n", "").splitlines()
-        assert requirements and all("--hash=sha256:" in line for line in requirements)
+        assert requirements
+        assert all("--hash=sha256:" in line for line in requirements)
 
 
 def test_what_is_not_sent_to_the_builder():

@@ -31,7 +31,8 @@ from tests import ROOT
 spec = importlib.util.spec_from_file_location(
     "inspect_tool", ROOT / "tools/checkpoint/inspect_checkpoint.py"
 )
-assert spec is not None and spec.loader is not None
+assert spec is not None
+assert spec.loader is not None
 tool = importlib.util.module_from_spec(spec)
 sys.modules[spec.name] = tool
 spec.loader.exec_module(tool)
@@ -63,21 +64,22 @@ def json_of(capsys, *arguments):
 
 def test_show(run, capsys):
     code, shown = json_of(capsys, "show", run)
-    assert code == 0 and shown["iteration"] == 30 and shown["format"] == "torch_dist"
+    assert code == 0
+    assert shown["iteration"] == 30
+    assert shown["format"] == "torch_dist"
     assert shown["tensors"] == {
         "weight": {"shape": [30, 20], "dtype": "float32", "bytes": 2400, "chunks": 1},
         "bias": {"shape": [20], "dtype": "bfloat16", "bytes": 40, "chunks": 1},
     }
-    assert (
-        shown["objects"] == ["rng_state/shard_0.0_1.1"]
-        and shown["bytes"] == 2440
-        and shown["checksums"]
-    )
+    assert shown["objects"] == ["rng_state/shard_0.0_1.1"]
+    assert shown["bytes"] == 2440
+    assert shown["checksums"]
     directory = run / "iter_0000030"
     assert shown["files"] == {path.name: path.stat().st_size for path in directory.glob("*.distcp")}
     assert main(["show", str(directory), "--keys", "w*"]) == 0
     text = capsys.readouterr().out
-    assert "30x20" in text and "bias" not in text
+    assert "30x20" in text
+    assert "bias" not in text
 
 
 def test_show_prints_the_largest_tensors(tmp_path, capsys):
@@ -85,19 +87,20 @@ def test_show_prints_the_largest_tensors(tmp_path, capsys):
     run = save_run(tmp_path / "run", 1, **tensors)
     assert main(["show", str(run)]) == 0
     text = capsys.readouterr().out
-    assert "w11" in text and "w01" not in text and "... and 2 smaller tensors" in text
+    assert "w11" in text
+    assert "w01" not in text
+    assert "... and 2 smaller tensors" in text
     assert main(["show", str(run), "--all"]) == 0
     text = capsys.readouterr().out
-    assert all(key in text for key in tensors) and "smaller" not in text
+    assert all(key in text for key in tensors)
+    assert "smaller" not in text
 
 
 def test_show_plots_which_file_holds_what(run, tmp_path, capsys):
     shares = compute_file_shares(run / "iter_0000030")
     held = [kinds for parts in shares.values() for kinds in parts.values()]
-    assert (
-        sum(kinds.get("weights", 0) for kinds in held) >= 2440
-        and sum("objects" in kinds for kinds in held) == 1
-    )
+    assert sum(kinds.get("weights", 0) for kinds in held) >= 2440
+    assert sum("objects" in kinds for kinds in held) == 1
     sizes = {path.name: path.stat().st_size for path in (run / "iter_0000030").glob("*.distcp")}
     for name, parts in shares.items():  # apart from padding between items
         assert 0 <= sizes.pop(name) - sum(sum(kinds.values()) for kinds in parts.values()) < 128
@@ -111,14 +114,19 @@ def test_show_plots_which_file_holds_what(run, tmp_path, capsys):
 
 def test_show_of_megatron_checkpoints(capsys):
     code, shown = json_of(capsys, "show", LLAMA / "torch_dist_fully_reshardable")
-    assert shown["iteration"] == 5 and shown["args"]["num_layers"] == 4 and not shown["checksums"]
+    assert shown["iteration"] == 5
+    assert shown["args"]["num_layers"] == 4
+    assert not shown["checksums"]
     assert shown["layout"] == {"tp": 2, "pp": 2, "dp": 1, "world": 4}
     code, legacy = json_of(capsys, "show", LLAMA / "legacy")
-    assert code == 0 and legacy["format"] == "legacy" and legacy["layout"] == shown["layout"]
+    assert code == 0
+    assert legacy["format"] == "legacy"
+    assert legacy["layout"] == shown["layout"]
     assert legacy["bytes"] == shown["bytes"]
     main(["show", str(LLAMA / "torch_dist_fully_reshardable")])
     objects = next(line for line in capsys.readouterr().out.splitlines() if "  objects " in line)
-    assert "16 extra states: " in objects and "_extra_state" not in objects, objects
+    assert "16 extra states: " in objects, objects
+    assert "_extra_state" not in objects, objects
 
 
 def test_verify(run, capsys):
@@ -129,11 +137,9 @@ def test_verify(run, capsys):
     content[700] ^= 16
     shard.write_bytes(content)
     code, report = json_of(capsys, "verify", run)
-    assert (
-        code == 1
-        and len(report["problems"]) == 1
-        and "__0_0.distcp: damaged" in report["problems"][0]
-    )
+    assert code == 1
+    assert len(report["problems"]) == 1
+    assert "__0_0.distcp: damaged" in report["problems"][0]
     (run / "iter_0000030" / ".metadata").unlink()
     assert main(["verify", str(run), "--ckpt-step", "30"]) == 1
     assert "DAMAGED" in capsys.readouterr().out
@@ -159,11 +165,11 @@ def test_diff_finds_what_differs(run, tmp_path, capsys):
     changed[5, 6] = float("nan")
     other = save_run(tmp_path / "other", 7, weight=changed, bias=bias.float(), extra=torch.zeros(2))
     code, result = json_of(capsys, "diff", run, other)
-    assert code == 1 and result["compared"] == 2
+    assert code == 1
+    assert result["compared"] == 2
     found = {entry["key"]: entry for entry in result["differences"]}
-    assert found["weight"]["what"] == "2 of 600 values differ" and found["weight"][
-        "max_abs"
-    ] == float("inf")
+    assert found["weight"]["what"] == "2 of 600 values differ"
+    assert found["weight"]["max_abs"] == float("inf")
     assert found["bias"]["what"] == "bfloat16 and float32, 0 of 20 values differ"
     assert found["extra"]["what"] == f"only in {other / 'iter_0000007'}"
 
@@ -181,7 +187,9 @@ def test_diff_and_digest_across_formats(other, capsys):
     """The formats store the same state stacked or by layer, in model space or in flat buckets."""
     first = LLAMA / "torch_dist_fully_reshardable"
     code, result = json_of(capsys, "diff", first, LLAMA / other)
-    assert code == 0 and result["compared"] == 108 and result["differences"] == []
+    assert code == 0
+    assert result["compared"] == 108
+    assert result["differences"] == []
     assert (
         json_of(capsys, "digest", first)[1]["digests"]
         == json_of(capsys, "digest", LLAMA / other)[1]["digests"]
@@ -220,7 +228,8 @@ def test_scripts_find_the_standard_library(script, tmp_path):
     result = subprocess.run(
         command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=120
     )
-    assert result.returncode == 0 and "usage" in result.stdout, result.stderr
+    assert result.returncode == 0, result.stderr
+    assert "usage" in result.stdout, result.stderr
 
 
 @pytest.mark.parametrize(("tp", "pp", "vpp"), [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 2)])
@@ -230,7 +239,9 @@ def test_plan_says_what_every_rank_reads(capsys, tp, pp, vpp):
     layout = ["--tensor-model-parallel-size", tp, "--pipeline-model-parallel-size", pp]
     layout += ["--virtual-pipeline-model-parallel-size", vpp]
     code, planned = json_of(capsys, "plan", directory, *layout)
-    assert code == 0 and planned["loadable"] and len(planned["ranks"]) == tp * pp
+    assert code == 0
+    assert planned["loadable"]
+    assert len(planned["ranks"]) == tp * pp
     tensors = open_checkpoint(directory).tensors
     weights = {key: info for key, info in tensors.items() if not key.startswith("optimizer.")}
     replicated = sum(
@@ -255,12 +266,10 @@ def test_plan_says_why_a_layout_is_impossible(capsys, flag, reason):
     code, planned = json_of(
         capsys, "plan", LLAMA / "torch_dist_fully_reshardable", f"--{flag}-model-parallel-size", 3
     )
-    assert (
-        code == 1
-        and not planned["loadable"]
-        and "3" in planned["reason"]
-        and reason in planned["reason"]
-    )
+    assert code == 1
+    assert not planned["loadable"]
+    assert "3" in planned["reason"]
+    assert reason in planned["reason"]
 
 
 def test_plan_of_something_that_is_no_model(run, capsys):
@@ -292,7 +301,8 @@ def test_verify_writes_the_hashes_of_megatron_lm(run, capsys):
     (directory / "common.pt").write_bytes(b"something else")
     capsys.readouterr()
     code, report = json_of(capsys, "verify", run)
-    assert code == 1 and any(
+    assert code == 1
+    assert any(
         "does not match the hash in integrity.json" in problem for problem in report["problems"]
     )
     (directory / "integrity.json").unlink()

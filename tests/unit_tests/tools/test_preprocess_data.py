@@ -259,13 +259,15 @@ def test_hostile_lines_are_errors_or_skipped(tmp_path, capsys, name, suffix):
     with pytest.raises(SystemExit, match=f"error: .*in.{suffix}:2: .*") as error:
         run(*arguments)
     assert re.search(message.replace("in.jsonl", f"in.{suffix}"), str(error.value))
-    assert str(error.value).isprintable() and len(str(error.value)) < 2000
+    assert str(error.value).isprintable()
+    assert len(str(error.value)) < 2000
     with pytest.raises(SystemExit, match=r":4: .*bad line 2; --skip-bad-lines 1 allows 1"):
         run(*arguments, "--skip-bad-lines", 1)
     run(*arguments, "--skip-bad-lines", 2, workers=2)
     assert documents_of(tmp_path / "out_text_document") == [[[1]]] * 3
     lines = capsys.readouterr().err.splitlines()
-    assert "2 bad lines skipped:" in lines and lines[-1].endswith(": 3 documents, 3 tokens")
+    assert "2 bad lines skipped:" in lines
+    assert lines[-1].endswith(": 3 documents, 3 tokens")
 
 
 @pytest.mark.parametrize("kind", ["file", "block"])
@@ -410,7 +412,8 @@ def test_interrupted_run_leaves_no_files_and_no_processes(tmp_path, number):
         pipe.flush()
         wait_for_progress(tmp_path)
         workers = children_of(process.pid)
-        assert len(workers) == 2 and all(map(is_running, workers))
+        assert len(workers) == 2
+        assert all(map(is_running, workers))
         process.send_signal(number)
         assert (
             process.wait(timeout=300)

@@ -118,12 +118,12 @@ def test_goodput(run):
 def test_facts_of_launches_and_checkpoints(run):
     (facts,) = collect_facts([run], verify_checkpoints=False)["runs"]
     first, second, _ = facts["launches"]
-    assert (
-        first["curves"]["lm_loss"] == [(10, 4.5), (20, 4.0), (30, 3.5)]
-        and first["kept"] == 10
-        and first["failed"]
-    )
-    assert second["first"] == 10 and second["validation"] == [(40, 4.5)] and not second["failed"]
+    assert first["curves"]["lm_loss"] == [(10, 4.5), (20, 4.0), (30, 3.5)]
+    assert first["kept"] == 10
+    assert first["failed"]
+    assert second["first"] == 10
+    assert second["validation"] == [(40, 4.5)]
+    assert not second["failed"]
     stages = {
         "copy to host memory": 1.0,
         "write": 2.0,
@@ -143,9 +143,12 @@ def test_facts_of_launches_and_checkpoints(run):
         "iter_0000010",
         "TP 11",
     )
-    assert rows[40]["branch"] == "current" and rows[40]["bytes"] > 1000
-    assert rows[40]["state"] == "it is not complete" and not rows[40]["usable"]
-    assert rows[40]["validation"] == 4.5 and rows[30]["validation"] == 4.5
+    assert rows[40]["branch"] == "current"
+    assert rows[40]["bytes"] > 1000
+    assert rows[40]["state"] == "it is not complete"
+    assert not rows[40]["usable"]
+    assert rows[40]["validation"] == 4.5
+    assert rows[30]["validation"] == 4.5
     assert rows[40]["resume"] == (f"pretrain_gpt.py '</script><b>' --load {run} --ckpt-step 40")
     assert second["curves"]["grad_norm"] == [(20, 21.0), (30, 31.0), (40, 41.0)]
 
@@ -159,9 +162,8 @@ def test_tracker_selects_the_current_branch(run, tracker, branch):
         row["iteration"]: row
         for row in collect_facts([run], verify_checkpoints=False)["runs"][0]["checkpoints"]
     }
-    assert rows[40]["branch"] == branch and rows[30]["branch"] == (
-        "left" if branch == "current" else "current"
-    )
+    assert rows[40]["branch"] == branch
+    assert rows[30]["branch"] == ("left" if branch == "current" else "current")
 
 
 def test_long_curves_are_averaged(run, monkeypatch):
@@ -588,8 +590,10 @@ def measure(page, output, width, theme="light"):
 
 
 def assert_readable(measured, width, theme):
-    assert measured["cut"] == [] and measured["texts"] == []
-    assert measured["width"] <= width and measured["body"] == BACKGROUND[theme]
+    assert measured["cut"] == []
+    assert measured["texts"] == []
+    assert measured["width"] <= width
+    assert measured["body"] == BACKGROUND[theme]
 
 
 LAYOUTS = [(390, "light"), (390, "dark"), (1280, "light"), (1280, "dark"), (1920, "light")]
@@ -722,11 +726,14 @@ def test_server_rejects_other_hosts_and_survives_idle_connections(run):
             # An idle connection blocked all others.
             with socket.create_connection(("127.0.0.1", server.server_port)):
                 status, page = ask_for_page(server, f"127.0.0.1:{server.server_port}")
-                assert status == 200 and "<html" in page
+                assert status == 200
+                assert "<html" in page
                 assert ask_for_page(server, "LOCALHOST")[0] == 200
                 # A page of another site, whose name resolves to 127.0.0.1 by now.
                 status, page = ask_for_page(server, "evil.example.com")
-                assert status == 403 and "unknown Host" in page and "<script" not in page
+                assert status == 403
+                assert "unknown Host" in page
+                assert "<script" not in page
         finally:
             server.shutdown()
             thread.join()

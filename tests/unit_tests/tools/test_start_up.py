@@ -74,7 +74,8 @@ def run(*words: object) -> str:
 )
 def test_arguments_are_parsed_before_heavy_imports(words, expected):
     output = run(*words)
-    assert expected in output and "HEAVY []" in output, output
+    assert expected in output, output
+    assert "HEAVY []" in output, output
 
 
 def test_commands_import_torch():

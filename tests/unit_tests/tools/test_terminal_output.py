@@ -69,7 +69,8 @@ def test_control_characters_are_escaped(text: str) -> None:
     assert escape_control_chars(text).isprintable()
     assert escape_control_chars("plain text, \u4e2d\u6587") == "plain text, \u4e2d\u6587"
     lines = format_error(ValueError(f"first\n{text}")).split("\n")
-    assert all(line.isprintable() for line in lines) and lines[0] == "first"
+    assert all(line.isprintable() for line in lines)
+    assert lines[0] == "first"
 
 
 @pytest.mark.parametrize("text", ATTACKS)

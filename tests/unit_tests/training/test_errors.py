@@ -40,8 +40,10 @@ def test_lack_of_memory_is_one_line(capsys, shape):
     with pytest.raises(RuntimeError) as allocation:
         torch.empty(shape, dtype=torch.uint8)
     code, output = end_with(allocation.value, capsys)
-    assert code == 1 and output.count("\n") == 1
-    assert output.startswith("error: out of memory (") and "--micro-batch-size" in output
+    assert code == 1
+    assert output.count("\n") == 1
+    assert output.startswith("error: out of memory (")
+    assert "--micro-batch-size" in output
 
 
 def test_memory_error_of_python_is_explained(capsys):
@@ -57,7 +59,9 @@ def test_os_error_of_a_file_is_one_line(capsys, tmp_path):
     with pytest.raises(OSError) as missing:
         (tmp_path / "file").read_bytes()
     code, output = end_with(missing.value, capsys)
-    assert code == 1 and output.startswith("error: [Errno 2]") and f"{tmp_path}/file" in output
+    assert code == 1
+    assert output.startswith("error: [Errno 2]")
+    assert f"{tmp_path}/file" in output
     with pytest.raises(ConnectionError), errors_explained_once():
         raise ConnectionError("reset by peer")
 

@@ -71,7 +71,8 @@ def time_is_up_on_one_rank(rank, world_size):
 def test_time_limit_on_one_rank_ends_all(pool):
     for first, second in pool.run(time_is_up_on_one_rank, 2):
         assert first is None
-        assert second.urgent and "--exit-duration-in-mins" in second.reason
+        assert second.urgent
+        assert "--exit-duration-in-mins" in second.reason
 
 
 def the_save_takes_long(rank, world_size):
@@ -151,7 +152,9 @@ def a_save_fails_behind_training(rank, world_size):
 
 def test_all_ranks_stop_when_one_reports_a_failed_save(pool):
     (first, other_rank), (second, own) = pool.run(a_save_fails_behind_training, 2)
-    assert first == second == [None] and own == "the disk is full" and "another rank" in other_rank
+    assert first == second == [None]
+    assert own == "the disk is full"
+    assert "another rank" in other_rank
 
 
 @pytest.mark.parametrize("interval", [1, 4])

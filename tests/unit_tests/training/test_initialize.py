@@ -87,7 +87,8 @@ def test_hint_about_hardware_queues(monkeypatch):
     hopper = (9, 0)
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     hint = find_queue_hint(2, hopper)
-    assert hint is not None and "CUDA_DEVICE_MAX_CONNECTIONS is unset" in hint
+    assert hint is not None
+    assert "CUDA_DEVICE_MAX_CONNECTIONS is unset" in hint
     assert find_queue_hint(1, hopper) is None
     assert find_queue_hint(2, (10, 0)) is None
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -139,11 +140,10 @@ def test_ranks_draw_equal_numbers_only_within_a_replica():
     outside = [draws(rank)[0] for rank in range(8)]
     inside = [draws(rank)[1] for rank in range(8)]
     for rank in range(0, 8, 2):  # the tensor-parallel pairs
-        assert outside[rank] == outside[rank + 1] and inside[rank] != inside[rank + 1]
-    assert (
-        len({str(values) for values in outside}) == 4
-        and len({str(values) for values in inside}) == 8
-    )
+        assert outside[rank] == outside[rank + 1]
+        assert inside[rank] != inside[rank + 1]
+    assert len({str(values) for values in outside}) == 4
+    assert len({str(values) for values in inside}) == 8
     assert draws(3) == draws(3) != draws(3, seed=2) != draws(3, iteration=5)
 
 
@@ -178,9 +178,8 @@ def test_megatron_generators_have_its_form():
     assert ours["rng_tracker_states"].keys() == theirs["rng_tracker_states"].keys()
     for name in ("cuda_rng_state", "torch_rng_state"):
         assert (ours[name].dtype, ours[name].shape) == (theirs[name].dtype, theirs[name].shape)
-    assert ours["random_rng_state"] == random.getstate() and torch.equal(
-        ours["torch_rng_state"], torch.get_rng_state()
-    )
+    assert ours["random_rng_state"] == random.getstate()
+    assert torch.equal(ours["torch_rng_state"], torch.get_rng_state())
     np.random.set_state(ours["np_rng_state"])
     if not torch.cuda.is_available():
         model_parallel = ours["rng_tracker_states"]["model-parallel-rng"].tolist()

@@ -86,7 +86,8 @@ def transfer_twice(rank: int, _: int, name: str, directory: Path) -> tuple[int, 
     load(reloaded, directory)
     for key, entry in target.items():
         loaded = reloaded[key]
-        assert isinstance(entry, ShardedTensor) and isinstance(loaded, ShardedTensor)
+        assert isinstance(entry, ShardedTensor)
+        assert isinstance(loaded, ShardedTensor)
         assert all(
             torch.equal(box.tensor, other.tensor)
             for box, other in zip(entry.boxes, loaded.boxes, strict=True)
@@ -131,7 +132,8 @@ def transfer_while_training(rank: int, _: int) -> None:
             assert 0 < schedule.bytes_moved < sum(v.nbytes for v in expected.values()) / 2
         schedule.run(source, target)
         for key, entry in target.items():
-            assert isinstance(entry, ShardedTensor) and entry.local is not None
+            assert isinstance(entry, ShardedTensor)
+            assert entry.local is not None
             assert torch.equal(entry.local, expected[key]), key
 
 

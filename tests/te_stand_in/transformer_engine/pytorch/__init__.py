@@ -92,7 +92,9 @@ def parallel_cross_entropy(
     """Return losses for logits `[s, b, v / ranks]` and targets `[s, b]` over the whole
     vocabulary.
     """
-    assert inp.isfinite().all() and target.is_contiguous() and not reduce_loss
+    assert inp.isfinite().all()
+    assert target.is_contiguous()
+    assert not reduce_loss
     if dist_process_group is not None:
         inp = _Gather.apply(inp, dist_process_group)
     return F.cross_entropy(inp.float().flatten(0, 1), target.flatten(), reduction="none").view(
@@ -540,31 +542,30 @@ class DotProductAttention(nn.Module):
         """Attend. sbhd: `[s, b, heads, d]` to `[s, b, heads d]`; thd: `[t, heads, d]` to `[t, heads
         d]`.
         """
-        assert (
-            query_layer.shape[-2:] == (self.heads, self.channels)
-            and key_layer.shape[-2] == self.groups
-        )
+        assert query_layer.shape[-2:] == (self.heads, self.channels)
+        assert key_layer.shape[-2] == self.groups
         q = query_layer
         k = key_layer
         v = value_layer
         k, v = (x.repeat_interleave(self.heads // self.groups, -2) for x in (k, v))
         if qkv_format == "thd":
-            assert attn_mask_type == "padding_causal" and cu_seqlens_q.dtype == torch.int32
-            assert (
-                cu_seqlens_q[0] == 0
-                and cu_seqlens_q[-1] == len(q)
-                and torch.equal(cu_seqlens_q, cu_seqlens_kv)
-            )
+            assert attn_mask_type == "padding_causal"
+            assert cu_seqlens_q.dtype == torch.int32
+            assert cu_seqlens_q[0] == 0
+            assert cu_seqlens_q[-1] == len(q)
+            assert torch.equal(cu_seqlens_q, cu_seqlens_kv)
             lengths = cu_seqlens_q.diff()
             assert lengths.max() <= max_seqlen_q == max_seqlen_kv
             document = torch.repeat_interleave(torch.arange(len(lengths)), lengths.long())
             q, k, v = (x.unsqueeze(1) for x in (q, k, v))
         else:
-            assert attn_mask_type == "causal" and cu_seqlens_q is None
+            assert attn_mask_type == "causal"
+            assert cu_seqlens_q is None
             document = torch.zeros(len(q), dtype=torch.long)
         place = here = torch.arange(len(q))
         if self.cp_group is not None:
-            assert qkv_format == "sbhd" and core_attention_bias_type == "no_bias"
+            assert qkv_format == "sbhd"
+            assert core_attention_bias_type == "no_bias"
             here, place = _positions(len(q), self.cp_group)
             k, v = (_GatherKeys.apply(x, self.cp_group) for x in (k, v))
             document = torch.zeros(len(k), dtype=torch.long)

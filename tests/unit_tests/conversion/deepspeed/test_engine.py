@@ -118,7 +118,8 @@ def test_conversion_keeps_weights_and_optimizer(saver: str, golden: Path, tmp_pa
     convert(golden / "zero2-bf16-tied", tmp_path / "to", saver, options=options, verify=True)
     result = open_checkpoint(tmp_path / "to")
     assert_same(read_all(result), read_all(source))
-    assert result.training is not None and source.training is not None
+    assert result.training is not None
+    assert source.training is not None
     assert result.training.param_groups == source.training.param_groups
     assert result.training.iteration == 3
 
@@ -183,7 +184,8 @@ def test_a_run_loads_it_at_another_layout(pool: DistributedPool, golden: Path) -
     root = golden / "zero2-bf16-tied"
     flags = f"{RUN} --tensor-model-parallel-size 2 --load {root} --skip-train"
     outcomes = pool.run(train, 2, flags, "")
-    assert outcomes[0].iteration == 3 and outcomes[0].consumed_train_samples == 12
+    assert outcomes[0].iteration == 3
+    assert outcomes[0].consumed_train_samples == 12
     source = read_all(open_checkpoint(root))
     loaded = whole(outcomes)
     assert {key for key in source if "optimizer" in key} <= set(loaded)
@@ -314,4 +316,5 @@ def test_a_box_reads_its_own_bytes(golden: Path, monkeypatch: pytest.MonkeyPatch
     counts.clear()
     key = "optimizer.state.exp_avg.decoder.layers.1.mlp.linear_fc2.weight"
     rows = source.tensors[key].read((3, 0), (2, 22))
-    assert rows.shape == (2, 22) and sum(counts) == 44
+    assert rows.shape == (2, 22)
+    assert sum(counts) == 44

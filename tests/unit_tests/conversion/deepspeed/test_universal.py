@@ -91,7 +91,8 @@ def test_training_continues_as_in_the_original_run(name: str, rows: int, golden:
     """Covers weights, both moments, the step, the groups and the learning rate."""
     source = opened(golden / name, {"vocab_size": rows})
     model = chunk(source, main=True)
-    assert source.training is not None and source.training.param_groups is not None
+    assert source.training is not None
+    assert source.training.param_groups is not None
     optimizer = adamw(model, source)
     batches = array(golden / name / "batches_iter7_12.npy")
     positions = torch.arange(32)[None]
@@ -111,7 +112,8 @@ def test_training_continues_as_in_the_original_run(name: str, rows: int, golden:
 
 def adamw(model: torch.nn.Module, source: Source) -> torch.optim.AdamW:
     """Return torch's optimizer with the state of a checkpoint."""
-    assert source.training is not None and source.training.param_groups is not None
+    assert source.training is not None
+    assert source.training.param_groups is not None
     decay, no_decay = source.training.param_groups
     keys = {entry.local: key for key, entry in model.sharded_state_dict().items()}  # type: ignore[operator]
     groups = []
@@ -134,19 +136,17 @@ def adamw(model: torch.nn.Module, source: Source) -> torch.optim.AdamW:
 
 def test_training_state_of_golden_checkpoints(golden: Path) -> None:
     training = opened(golden / "gpt_fp32_tp2_pp2").training
-    assert (
-        training is not None
-        and training.param_groups is not None
-        and training.scheduler is not None
-    )
+    assert training is not None
+    assert training.param_groups is not None
+    assert training.scheduler is not None
     assert (training.iteration, training.consumed_train_samples) == (6, 24)
     assert [group["step"] for group in training.param_groups] == [6, 6]
     assert [group["weight_decay"] for group in training.param_groups] == [0.1, 0.0]
-    assert (
-        training.scheduler["num_steps"] == 24 and training.scheduler["lr_decay_style"] == "cosine"
-    )
+    assert training.scheduler["num_steps"] == 24
+    assert training.scheduler["lr_decay_style"] == "cosine"
     bloom = opened(golden / "bloom_bf16_tp2_pp2").training
-    assert bloom is not None and bloom.param_groups is not None
+    assert bloom is not None
+    assert bloom.param_groups is not None
     assert bloom.scheduler == training.scheduler  # other names, the same schedule
     assert [group["step"] for group in bloom.param_groups] == [6, 6]  # counted: there is no step.pt
 
@@ -244,7 +244,8 @@ def test_round_trip_keeps_tensors_and_training_state(
     source.training.grad_scaler = {"scale": 1024.0, "growth_tracker": 3}
     write_universal(source, tmp_path / "out", WriteOptions(universal_style=style))
     back = opened(tmp_path / "out")
-    assert back.tensors == source.tensors and back.training == source.training
+    assert back.tensors == source.tensors
+    assert back.training == source.training
     for key in source.tensors:
         assert torch.equal(read_whole(back, key), source.values[key]), key
     tokens = torch.arange(20).view(2, 10)
@@ -261,7 +262,8 @@ def test_dense_model_in_any_spelling_is_read_back(number: int | None, tmp_path: 
     source = random_source(GPT_ARGS | {"num_experts": number})
     write_universal(source, tmp_path, WriteOptions())
     back = opened(tmp_path)
-    assert back.args["num_experts"] is None and back.tensors == source.tensors
+    assert back.args["num_experts"] is None
+    assert back.tensors == source.tensors
     # Megatron-DeepSpeed has a list with the experts of each layer.
     (path,) = tmp_path.glob("*_universal/mp_rank_00_model_states.pt")
     state = torch.load(path, weights_only=False)
@@ -276,7 +278,8 @@ def test_dense_model_in_any_spelling_is_read_back(number: int | None, tmp_path: 
 def test_schedule_is_kept_completely(tmp_path: Path, style: str) -> None:
     """Including the fields that the schedules of DeepSpeed's programs do not have."""
     source = random_source(GPT_ARGS)
-    assert source.training is not None and source.training.scheduler is not None
+    assert source.training is not None
+    assert source.training.scheduler is not None
     source.training.scheduler |= {
         "init_lr": 1e-5,
         "wsd_decay_steps": 16,
@@ -285,7 +288,8 @@ def test_schedule_is_kept_completely(tmp_path: Path, style: str) -> None:
     }
     write_universal(source, tmp_path, WriteOptions(universal_style=style))
     training = opened(tmp_path).training
-    assert training is not None and training.scheduler == source.training.scheduler
+    assert training is not None
+    assert training.scheduler == source.training.scheduler
 
 
 def test_unsupported_models_and_missing_optimizers_are_refused(tmp_path: Path) -> None:
@@ -301,7 +305,8 @@ def test_unsupported_models_and_missing_optimizers_are_refused(tmp_path: Path) -
         assert any(part in note for note in notes), part
     back = opened(tmp_path / "out")
     assert not read_whole(back, optimizer_key("exp_avg", QKV)).any()
-    assert back.training is not None and back.training.iteration == 0
+    assert back.training is not None
+    assert back.training.iteration == 0
 
 
 def test_qkv_block_layout(tmp_path: Path) -> None:
@@ -379,7 +384,8 @@ def test_position_embedding_type_is_required(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="give --position-embedding-type"):
         opened(found, {"num_attention_heads": 4})
     source = opened(found, {"num_attention_heads": 4, "position_embedding_type": "rope"})
-    assert source.args["num_query_groups"] == 2 and source.args["swiglu"]
+    assert source.args["num_query_groups"] == 2
+    assert source.args["swiglu"]
 
 
 def test_flat_tensors_of_zero_3(written: Path) -> None:
@@ -425,7 +431,8 @@ def test_weight_decay_of_all_parameters_is_kept(written: Path, tmp_path: Path) -
         lambda optimizer: optimizer | {"param_groups": optimizer["param_groups"][:1]},
     )
     source = opened(written)
-    assert source.training is not None and source.training.param_groups is not None
+    assert source.training is not None
+    assert source.training.param_groups is not None
     groups = source.training.param_groups
     assert [group["wd_mult"] for group in groups] == [1.0, 1.0]
     assert groups[0]["weight_decay"] == groups[1]["weight_decay"] == 0.1
@@ -448,7 +455,8 @@ def test_other_parameter_groups_are_refused(written: Path, change: Any) -> None:
     with pytest.raises(ValueError, match=f"{message}.*--no-optim"):
         opened(written)
     weights = UniversalSource(written, ReadOptions(no_optim=True))
-    assert weights.training is not None and weights.training.param_groups is None
+    assert weights.training is not None
+    assert weights.training.param_groups is None
 
 
 def test_frozen_parameters_are_refused(written: Path) -> None:
@@ -608,9 +616,8 @@ def test_interrupted_write_is_not_a_checkpoint(tmp_path: Path) -> None:
     source = random_source(GPT_ARGS)
     with pytest.raises(OSError, match="disk full"):
         write_universal(Failing(source.args, source.values, source.training), tmp_path / "out")
-    assert not (tmp_path / "out" / "latest_universal").exists() and not list_formats(
-        tmp_path / "out"
-    )
+    assert not (tmp_path / "out" / "latest_universal").exists()
+    assert not list_formats(tmp_path / "out")
 
 
 def test_impossible_names_and_sizes_are_refused(written: Path) -> None:

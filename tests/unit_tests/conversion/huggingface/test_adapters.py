@@ -112,5 +112,6 @@ def test_modules_of_peft_in_the_weights_are_refused(names: tuple[str, str], llam
 def test_base_model_that_cannot_be_a_path(name: str, tmp_path: Path) -> None:
     add_adapter(tmp_path / "adapter", base_model_name_or_path=name)
     message = describe_adapter(tmp_path / "adapter")
-    assert message is not None and "Download its base model as BASE" in message
+    assert message is not None
+    assert "Download its base model as BASE" in message
     assert message.isprintable()

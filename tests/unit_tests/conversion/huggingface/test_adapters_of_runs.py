@@ -177,7 +177,8 @@ def test_a_shared_matrix_of_a_fused_module_is_copied(tmp_path):
     values = read_adapter(tmp_path, *options, 9, 2.0)
     layer = "decoder.layers.0.self_attention.linear_qkv"
     shared = values[f"{layer}.q_proj.lora_A"]
-    assert shared.shape == (9, 32) and torch.equal(shared, values[f"{layer}.v_proj.lora_A"])
+    assert shared.shape == (9, 32)
+    assert torch.equal(shared, values[f"{layer}.v_proj.lora_A"])
     # ... but is the same change.
     for name in ("q_proj", "k_proj", "v_proj"):
         product = values[f"{layer}.{name}.lora_B"] @ shared

@@ -24,7 +24,8 @@ def test_answers_are_those_of_a_process_with_torch():
         assert transformers_defaults(family.model_type) == in_json
     impossible = {"hidden_size": 64, "num_attention_heads": 3}
     refusal = refusal_of_transformers("llama", impossible)
-    assert refusal is not None and refusal == find_refusal("llama", impossible)
+    assert refusal is not None
+    assert refusal == find_refusal("llama", impossible)
     assert refusal_of_transformers("llama", {"hidden_size": 64, "num_attention_heads": 4}) is None
 
 

@@ -60,7 +60,8 @@ def test_sidecar_restores_everything(
     assert write_huggingface(source, tmp_path / "hf", options) == []
     back = HuggingFaceSource(tmp_path / "hf")
     assert_same_source(back, source)
-    assert back.training == source.training and back.training is not source.training
+    assert back.training == source.training
+    assert back.training is not source.training
     assert back.args.items() >= source.args.items()
 
 
@@ -86,9 +87,8 @@ def test_sidecar_of_other_weights_is_refused(tmp_path: Path) -> None:
     ):
         read_whole(back, optimizer_key("param", "decoder.layers.1.mlp.linear_fc1.weight"))
     without = HuggingFaceSource(tmp_path / "hf", ReadOptions(no_optim=True))
-    assert without.training is None and not any(
-        key.startswith("optimizer.") for key in without.tensors
-    )
+    assert without.training is None
+    assert not any(key.startswith("optimizer.") for key in without.tensors)
 
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config | {"rope_theta": 5e5}))
@@ -115,7 +115,8 @@ def test_main_parameters_are_cast_once(tmp_path: Path) -> None:
     """An fp32 export of a bf16 run contains the fp32 main parameters, not widened weights."""
     source = random_source(LLAMA_ARGS | {"bf16": True})
     lost = write_huggingface(source, tmp_path / "hf", WriteOptions(dtype="fp32"))
-    assert len(lost) == 1 and "--save-optim-sidecar" in lost[0]
+    assert len(lost) == 1
+    assert "--save-optim-sidecar" in lost[0]
     found = load_file(tmp_path / "hf" / "model.safetensors")["model.norm.weight"]
     assert torch.equal(
         found, source.values[optimizer_key("param", "decoder.final_layernorm.weight")]
@@ -446,7 +447,8 @@ def test_verification_counts_rounded_tensors(tmp_path: Path) -> None:
             tensors[name] = tensors[name].float() + 1e-4
     save_file(tensors, path, {"format": "pt"})
     kept = convert(tmp_path / "in", tmp_path / "kept", "torch_dist", verify=True)
-    assert kept.rounded == 0 and kept.not_carried == []
+    assert kept.rounded == 0
+    assert kept.not_carried == []
     exported = convert(tmp_path / "kept", tmp_path / "out", "hf", verify=True)
     assert exported.rounded == sum("norm" in name for name in tensors) == 5
     assert "fp32 precision of 5 weights" in exported.not_carried[0]

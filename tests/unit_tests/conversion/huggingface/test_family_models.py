@@ -187,7 +187,8 @@ def test_logits_equal_transformers(saved, name):
     tokens, models = saved
     directory, _, expected = models[name]
     source = open_checkpoint(directory)
-    assert source.unused == [] and source.args["hf_model_type"] == MODELS[name].model_type
+    assert source.unused == []
+    assert source.args["hf_model_type"] == MODELS[name].model_type
     torch.testing.assert_close(logits_of(source, tokens), expected, rtol=1e-4, atol=2e-5)
 
 
@@ -246,9 +247,8 @@ def test_conversion_chain_keeps_weights_bitwise(saved, tmp_path, name):
     convert(tmp_path / "torch_dist", tmp_path / "hf", "hf")
     assert compare(source, open_checkpoint(tmp_path / "hf")) == len(source.tensors)
     before, after = (load_file(path / "model.safetensors") for path in (directory, tmp_path / "hf"))
-    assert before.keys() == after.keys() and all(
-        torch.equal(before[key], after[key]) for key in before
-    )
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
     again = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "hf", attn_implementation="eager"
     ).eval()
@@ -267,9 +267,8 @@ def test_fused_experts_are_read(saved, tmp_path, name):
     )
     (tmp_path / "config.json").write_text((directory / "config.json").read_text())
     fused = open_checkpoint(tmp_path)
-    assert fused.unused == [] and any(
-        name.endswith("gate_up_proj") for name in load_file(tmp_path / "model.safetensors")
-    )
+    assert fused.unused == []
+    assert any(name.endswith("gate_up_proj") for name in load_file(tmp_path / "model.safetensors"))
     source = open_checkpoint(directory)
     assert compare(source, fused) == len(source.tensors)
     key = "decoder.layers.0.mlp.experts.experts.linear_fc1.weight"

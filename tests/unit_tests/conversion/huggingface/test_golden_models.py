@@ -79,7 +79,8 @@ def test_golden_round_trip(name: str, tmp_path: Path) -> None:
     """Import and export again: same tensors, logits, and configuration."""
     assert is_huggingface(GOLDEN / name)
     source = HuggingFaceSource(GOLDEN / name)
-    assert source.unused == [] and source.training is None
+    assert source.unused == []
+    assert source.training is None
     assert write_huggingface(source, tmp_path / "out", WriteOptions(trusted=(GOLDEN / name,))) == []
     assert_same(stored_tensors(tmp_path / "out"), stored_tensors(GOLDEN / name))
     found = logits(tmp_path / "out", torch.from_numpy(np.load(GOLDEN / name / "input_ids.npy")))
@@ -104,9 +105,8 @@ def test_both_generations_of_config(tmp_path: Path) -> None:
     new = HuggingFaceSource(tmp_path).args
     shutil.copy(GOLDEN / "llama" / "config_4x_style.json", tmp_path / "config.json")
     assert HuggingFaceSource(tmp_path).args == new
-    assert new["tokenizer_type"] == "HuggingFaceTokenizer" and new["tokenizer_model"] == str(
-        tmp_path
-    )
+    assert new["tokenizer_type"] == "HuggingFaceTokenizer"
+    assert new["tokenizer_model"] == str(tmp_path)
 
 
 LLAMA3 = {
@@ -225,7 +225,8 @@ def test_models_of_transformers_round_trip(
     assert_close(logits(tmp_path / "out", tokens), expected, atol=1e-5, rtol=0)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     total = sum(tensor.nbytes for tensor in stored_tensors(original).values())
-    assert index["metadata"]["total_size"] == total and len(set(index["weight_map"].values())) > 1
+    assert index["metadata"]["total_size"] == total
+    assert len(set(index["weight_map"].values())) > 1
 
 
 @pytest.mark.parametrize("name", ["llama-gqa-head-dim", "gpt2", "qwen3-window"])

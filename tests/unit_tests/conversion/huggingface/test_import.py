@@ -133,10 +133,8 @@ def test_attention_bias_without_mlp_bias(family: str, tmp_path: Path) -> None:
         parameter.data += 0.1 * torch.randn_like(parameter)
     model.save_pretrained(tmp_path / "in")
     source = HuggingFaceSource(tmp_path / "in")
-    assert (
-        source.args["add_bias_linear"]
-        and not read_whole(source, "decoder.layers.0.mlp.linear_fc1.bias").any()
-    )
+    assert source.args["add_bias_linear"]
+    assert not read_whole(source, "decoder.layers.0.mlp.linear_fc1.bias").any()
     with torch.no_grad():
         expected = model(TOKENS).logits
         assert_close(reference_logits(source, TOKENS).float(), expected, atol=1e-4, rtol=0)
@@ -161,7 +159,8 @@ def test_dtype_of_config_or_weights(llama: Path, tmp_path: Path) -> None:
     assert not HuggingFaceSource(llama).args["bf16"]
     write_huggingface(HuggingFaceSource(llama), tmp_path / "bf16", WriteOptions(dtype="bf16"))
     source = HuggingFaceSource(tmp_path / "bf16")
-    assert source.args["bf16"] and source.tensors[WORD_EMBEDDINGS].dtype == torch.bfloat16
+    assert source.args["bf16"]
+    assert source.tensors[WORD_EMBEDDINGS].dtype == torch.bfloat16
     edit_config(tmp_path / "bf16", torch_dtype=None)
     assert HuggingFaceSource(tmp_path / "bf16").args["bf16"]
 
@@ -268,7 +267,8 @@ def test_windows_round_trip(tmp_path: Path) -> None:
     qwen = LLAMA_ARGS | {"add_qkv_bias": True, "window_size": (7, 0)}
     write_huggingface(random_source(qwen, optimizer=False), tmp_path / "qwen2")
     config = json.loads((tmp_path / "qwen2" / "config.json").read_text())
-    assert config["model_type"] == "qwen2" and config["sliding_window"] == 8
+    assert config["model_type"] == "qwen2"
+    assert config["sliding_window"] == 8
     assert HuggingFaceSource(tmp_path / "qwen2").args["window_size"] == (7, 0)
     edit_config(tmp_path / "qwen2", max_window_layers=1, layer_types=None)
     assert HuggingFaceSource(tmp_path / "qwen2").args["window_attn_skip_freq"] == [0, 1]
@@ -421,9 +421,8 @@ def test_fp8_matrices_are_dequantized(tmp_path: Path) -> None:
     }
     edit_config(tmp_path, quantization_config=quantized)
     source = HuggingFaceSource(tmp_path)
-    assert source.unused == [] and {info.dtype for info in source.tensors.values()} == {
-        torch.bfloat16
-    }
+    assert source.unused == []
+    assert {info.dtype for info in source.tensors.values()} == {torch.bfloat16}
     key = "decoder.layers.1.mlp.linear_fc2.weight"
     name = "model.layers.1.mlp.down_proj.weight"
     assert torch.equal(read_whole(source, key), plain[name])

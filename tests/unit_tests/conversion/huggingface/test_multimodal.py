@@ -546,7 +546,8 @@ def test_changed_fields_are_written_and_others_kept(
     )
     assert done.returncode == 0, done.stderr
     after = read_config(tmp_path / "hf")
-    assert after["dtype"] == "bfloat16" and "torch_dtype" not in after
+    assert after["dtype"] == "bfloat16"
+    assert "torch_dtype" not in after
     text = before["text_config"] | {"vocab_size": 100, "rope_theta": 5000.0}
     text["torch_dtype"] = "bfloat16"
     del text["rope_parameters"]
@@ -796,7 +797,8 @@ def test_checkpoints_of_other_models_are_refused(
     save_model("internvl", tmp_path / "other", num_hidden_layers=1)
     words = ("--load-dir", tmp_path / "run", "--save-dir", tmp_path / "hf", "--saver", "hf")
     done = run_convert(*words, "--keep-foreign", tmp_path / "other")
-    assert "num_layers = 1, but " in done.stderr and "different models" in done.stderr
+    assert "num_layers = 1, but " in done.stderr
+    assert "different models" in done.stderr
     done = run_convert(*words, "--keep-foreign", tmp_path / "run")
     assert "has no tensors that the model does not have" in done.stderr
     assert not (tmp_path / "hf").exists()

@@ -79,7 +79,8 @@ def test_files_have_every_tensor_and_copies(exported):
         expected = {key.replace(f".{LAYERS - 1}.", f".{layer}.", 1) for key in last} | extra
         assert {key for key in stored if key.startswith(prefix)} == expected
     source_again = open_checkpoint(directory)
-    assert source_again.unused == [] and source_again.args["mtp_num_layers"] == 2
+    assert source_again.unused == []
+    assert source_again.args["mtp_num_layers"] == 2
     assert_same(read_all(source_again), read_all(source))
 
 
@@ -143,7 +144,8 @@ def test_layers_that_transformers_leaves_out_are_not_required(exported):
     kept = {key: value for key, value in stored.items() if not key.startswith(further)}
     save_file(kept, file)
     source = open_checkpoint(directory)
-    assert source.unused == [] and source.args["mtp_num_layers"] is None
+    assert source.unused == []
+    assert source.args["mtp_num_layers"] is None
     # An incomplete layer is an error.
     save_file(kept | {f"{further[0]}eh_proj.weight": stored[f"{further[0]}eh_proj.weight"]}, file)
     with pytest.raises(ValueError, match=r"lack model\.layers\.3\."):

@@ -480,32 +480,28 @@ def test_fields_of_published_configs() -> None:
         return find_family(PUBLISHED[name][1]).read_config(PUBLISHED[name][1], {})
 
     llama = read("Llama-3.2-1B")
-    assert (
-        llama["use_rope_scaling"]
-        and llama["rope_scaling_factor"] == 32.0
-        and llama["rotary_base"] == 5e5
-    )
-    assert llama["rope_original_max_position_embeddings"] == 8192 and llama["bf16"]
-    assert (
-        read("Llama-2-7B")["rotary_base"] == 1e4 and not read("Llama-2-7B")["group_query_attention"]
-    )
+    assert llama["use_rope_scaling"]
+    assert llama["rope_scaling_factor"] == 32.0
+    assert llama["rotary_base"] == 5e5
+    assert llama["rope_original_max_position_embeddings"] == 8192
+    assert llama["bf16"]
+    assert read("Llama-2-7B")["rotary_base"] == 1e4
+    assert not read("Llama-2-7B")["group_query_attention"]
     assert read("Mistral-7B-v0.1")["window_size"] == (4095, 0)
-    assert read("Qwen2.5-0.5B")["window_size"] is None and read("Qwen2.5-0.5B")["add_qkv_bias"]
+    assert read("Qwen2.5-0.5B")["window_size"] is None
+    assert read("Qwen2.5-0.5B")["add_qkv_bias"]
     gemma = model_config(read("Gemma-3-1B"), 262144, "Gemma 3")
-    assert (
-        gemma.get_window(4) == (511, 0)
-        and gemma.get_window(5) is None
-        and gemma.rotary_base_local == 1e4
-    )
-    assert (
-        read("Gemma-2-2B")["softmax_scale"] == 1 / 16
-        and read("Gemma-2-2B")["final_logit_softcapping"] == 30.0
-    )
-    assert read("Qwen3-0.6B")["kv_channels"] == 128 and read("Qwen3-0.6B")["qk_layernorm"]
-    assert (
-        read("BLOOM-560M")["ffn_hidden_size"] == 4096 and read("BLOOM-560M")["embedding_layernorm"]
-    )
-    assert read("GPT-2")["hidden_dropout"] == 0.1 and read("GPT-2")["bias_gelu_fusion"]
+    assert gemma.get_window(4) == (511, 0)
+    assert gemma.get_window(5) is None
+    assert gemma.rotary_base_local == 1e4
+    assert read("Gemma-2-2B")["softmax_scale"] == 1 / 16
+    assert read("Gemma-2-2B")["final_logit_softcapping"] == 30.0
+    assert read("Qwen3-0.6B")["kv_channels"] == 128
+    assert read("Qwen3-0.6B")["qk_layernorm"]
+    assert read("BLOOM-560M")["ffn_hidden_size"] == 4096
+    assert read("BLOOM-560M")["embedding_layernorm"]
+    assert read("GPT-2")["hidden_dropout"] == 0.1
+    assert read("GPT-2")["bias_gelu_fusion"]
 
 
 DEEPSEEK = {
@@ -564,10 +560,10 @@ def test_null_means_none_or_the_default() -> None:
     )
     hf = DEEPSEEK | nulls
     read = find_family(hf).read_config(hf, {})
-    assert (
-        read["moe_router_num_groups"] is None and read["moe_shared_expert_intermediate_size"] == 0
-    )
-    assert read["moe_layer_freq"] == 1 and read["moe_router_topk_scaling_factor"] == 1.0
+    assert read["moe_router_num_groups"] is None
+    assert read["moe_shared_expert_intermediate_size"] == 0
+    assert read["moe_layer_freq"] == 1
+    assert read["moe_router_topk_scaling_factor"] == 1.0
     hf = PUBLISHED["Qwen2.5-0.5B"][1] | {
         "use_sliding_window": True,
         "num_hidden_layers": 30,

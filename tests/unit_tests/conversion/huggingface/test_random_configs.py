@@ -100,7 +100,8 @@ def run_transformers(directory: Path) -> torch.Tensor:
     )
     # DeepSeek without shared experts has matrices of shape [0, h] for them.
     empty = {name for name, parameter in model.named_parameters() if not parameter.numel()}
-    assert set(report["missing_keys"]) <= empty and not report["unexpected_keys"], report
+    assert set(report["missing_keys"]) <= empty, report
+    assert not report["unexpected_keys"], report
     with torch.no_grad():
         return model.eval()(TOKENS).logits
 

@@ -34,7 +34,8 @@ def changed(tmp_path: Path, **model: object) -> Path:
 def test_bridge_checkpoint_equals_the_imported_hugging_face_model(tmp_path: Path) -> None:
     source = open_checkpoint(GOLDEN / "checkpoint")
     model = open_checkpoint(GOLDEN / "hf")
-    assert source.tensors == model.tensors and source.unused == []
+    assert source.tensors == model.tensors
+    assert source.unused == []
     assert all(
         torch.equal(read_whole(source, key), read_whole(model, key)) for key in model.tensors
     )
@@ -66,7 +67,8 @@ def test_layer_patterns_are_lists(tmp_path: Path) -> None:
     """Patterns that describe the golden model are accepted, others are refused."""
     windows = {"window_size": [3, 0], "window_attn_skip_freq": [0, 1, 0, 1]}
     source = open_checkpoint(changed(tmp_path, moe_layer_freq=[0, 0, 0, 0], **windows))
-    assert source.args["moe_layer_freq"] == [0, 0, 0, 0] and source.args["window_size"] == (3, 0)
+    assert source.args["moe_layer_freq"] == [0, 0, 0, 0]
+    assert source.args["window_size"] == (3, 0)
     assert source.config.window_attn_skip_freq == [0, 1, 0, 1]  # type: ignore[attr-defined]
     experts = {"num_moe_experts": 4, "moe_ffn_hidden_size": 16, "moe_router_topk": 2}
     with pytest.raises(ValueError, match="lacks decoder.layers.1.*, which its arguments call for"):

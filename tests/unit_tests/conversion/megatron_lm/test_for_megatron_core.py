@@ -38,11 +38,9 @@ def test_converted_checkpoint_has_the_arguments_that_bridge_reads(
     stored = vars(load_common(tmp_path / "run")["args"])
     assert [name for name in READ_BY_BRIDGE if name not in stored] == []
     assert stored["params_dtype"] == (torch.bfloat16 if args.get("bf16") else torch.float32)
-    assert (
-        stored["num_layers"] == 2
-        and stored["num_experts"] is None
-        and stored["cp_comm_type"] == ["p2p"]
-    )
+    assert stored["num_layers"] == 2
+    assert stored["num_experts"] is None
+    assert stored["cp_comm_type"] == ["p2p"]
     assert not stored["no_persist_layer_norm"]
 
 
@@ -84,7 +82,8 @@ def test_stacked_layers_equal_those_of_megatron_core(tmp_path: Path) -> None:
     ]
     assert shapes[0] == shapes[1]
     wanted = {key for key in golden.objects if "_extra_state" in key}
-    assert wanted and wanted <= ours.objects.keys()
+    assert wanted
+    assert wanted <= ours.objects.keys()
     assert not any(re.search(r"layers\.\d", key) for key in [*ours.tensors, *ours.objects])
     common = load_common(tmp_path / "out/iter_0000005")
     assert "non_homogeneous_layers" not in common["content_metadata"]

@@ -116,7 +116,8 @@ def test_patterns_of_layers_count_those_of_hybrid_model(tmp_path):
     assert stored.no_rope_freq == [0, 0, 1, 1, 0, 0]
     assert stored.decoder_first_pipeline_num_layers == 2
     read = open_checkpoint(tmp_path / "hybrid").args
-    assert read["window_attn_skip_freq"] == [1, 0, 1] and read["no_rope_freq"] == [0, 1, 0]
+    assert read["window_attn_skip_freq"] == [1, 0, 1]
+    assert read["no_rope_freq"] == [0, 1, 0]
     assert read["decoder_first_pipeline_num_layers"] == 1
 
     # Of six layers every third has no window: the second MLP, and the last one.

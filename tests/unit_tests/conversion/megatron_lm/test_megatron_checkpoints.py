@@ -57,7 +57,8 @@ def test_written_legacy_directory_equals_megatrons(directory, tmp_path):
     source = TorchDistSource(directory)
     write_legacy(source, tmp_path / "out", Layout.from_args(source.args))
     theirs = sorted(legacy_sibling(directory).rglob("*.pt"))
-    assert theirs and len(theirs) == len(list((tmp_path / "out").rglob("*.pt")))
+    assert theirs
+    assert len(theirs) == len(list((tmp_path / "out").rglob("*.pt")))
     for path in theirs:
         expected = safe_load(path)
         got = safe_load(tmp_path / "out" / path.parent.name / path.name)
@@ -124,7 +125,8 @@ def assert_equal(expected, got, where):
     """Compare structure, the order of names in a model, and bits."""
     assert type(expected) is type(got) or isinstance(expected, dict), where
     if isinstance(expected, torch.Tensor):
-        assert expected.dtype == got.dtype and torch.equal(expected, got), where
+        assert expected.dtype == got.dtype, where
+        assert torch.equal(expected, got), where
     elif isinstance(expected, dict):
         assert set(expected) == set(got), where
         if where.endswith(("model", "model0", "model1")):

@@ -54,17 +54,16 @@ def test_all_forms_of_a_state_are_equal_in_model_space(archive, form, other):
     """Experts in a separate or a shared buffer, transposed over ETP or whole, in any file."""
     one = open_checkpoint(archive(form))
     two = open_checkpoint(archive(other))
-    assert len(one.tensors) == 4 * WEIGHTS and one.unused == two.unused == []
+    assert len(one.tensors) == 4 * WEIGHTS
+    assert one.unused == two.unused == []
     assert one.tensors["decoder.layers.1.mlp.experts.experts.linear_fc1.weight"].shape == (
         4,
         64,
         16,
     )
     assert_same(read_all(one), read_all(two))
-    assert (
-        one.training.param_groups == two.training.param_groups
-        and len(one.training.param_groups) == 2
-    )
+    assert one.training.param_groups == two.training.param_groups
+    assert len(one.training.param_groups) == 2
     assert (one.training.iteration, one.training.consumed_train_samples) == (5, 40)
 
 
@@ -81,7 +80,8 @@ def test_lost_file_of_an_expert_rank_is_reported(archive, tmp_path):
 def test_read_without_distributed_optimizer(archive):
     """Numbered states of dense layers and of experts, each counted from 0."""
     source = open_checkpoint(archive("ep2_nodistopt_legacy"))
-    assert len(source.tensors) == 4 * WEIGHTS and source.unused == []
+    assert len(source.tensors) == 4 * WEIGHTS
+    assert source.unused == []
     weights = {
         key: value for key, value in read_all(source).items() if not key.startswith("optimizer.")
     }
@@ -264,7 +264,8 @@ def test_experts_with_biases_have_two_parameter_groups(tmp_path, distributed):
     assert "decoder.layers.0.mlp.experts.experts.linear_fc1.bias" in source.values
     write_legacy(source, tmp_path / "legacy", Layout.of(2, 1, 1, experts=(2, None)))
     legacy = open_checkpoint(tmp_path / "legacy")
-    assert compare(source, legacy) == len(source.tensors) and len(legacy.training.param_groups) == 2
+    assert compare(source, legacy) == len(source.tensors)
+    assert len(legacy.training.param_groups) == 2
     write_torch_dist(legacy, tmp_path / "torch_dist")
     dense, experts = load_common(tmp_path / "torch_dist")["optimizer"].values()
     assert [group["wd_mult"] for group in experts["optimizer"]["param_groups"]] == [1.0, 0.0]

@@ -99,7 +99,8 @@ def test_unpacked_archive_is_the_same_model(tmp_path: Path) -> None:
 
 def test_archive_is_the_checkpoint_of_a_run() -> None:
     checkpoint = find_checkpoint(GOLDEN / "gpt.nemo")
-    assert checkpoint is not None and checkpoint.format == "nemo"
+    assert checkpoint is not None
+    assert checkpoint.format == "nemo"
 
 
 def test_other_weights_are_refused(tmp_path: Path) -> None:

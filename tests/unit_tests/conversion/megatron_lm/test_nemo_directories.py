@@ -22,7 +22,8 @@ TEXT = "def main() -> None:"
 def test_state_is_that_of_megatron_core(name: str, tmp_path: Path) -> None:
     check_nemo(GOLDEN / name, tmp_path)
     checkpoint = find_checkpoint(GOLDEN / name)
-    assert checkpoint is not None and checkpoint.format == "nemo"
+    assert checkpoint is not None
+    assert checkpoint.format == "nemo"
     source = open_checkpoint(GOLDEN / name)
     assert any(key.startswith("optimizer.state.exp_avg.decoder") for key in source.tensors)
     training = source.training
@@ -34,12 +35,15 @@ def test_state_is_that_of_megatron_core(name: str, tmp_path: Path) -> None:
 
 def test_configuration_is_that_of_flags() -> None:
     args = open_checkpoint(GOLDEN / "llama").args
-    assert args["use_rope_scaling"] and args["rope_original_max_position_embeddings"] == 16
-    assert args["swiglu"] and args["untie_embeddings_and_output_weights"]
+    assert args["use_rope_scaling"]
+    assert args["rope_original_max_position_embeddings"] == 16
+    assert args["swiglu"]
+    assert args["untie_embeddings_and_output_weights"]
     assert (args["lr"], args["adam_beta2"], args["weight_decay"]) == (0.001, 0.95, 0.1)
     assert args["params_dtype"] == torch.float32
     args = open_checkpoint(GOLDEN / "gpt").args
-    assert args["bias_gelu_fusion"] and not args["swiglu"]
+    assert args["bias_gelu_fusion"]
+    assert not args["swiglu"]
     assert "kv_channels" not in args or args["kv_channels"] == 4
 
 

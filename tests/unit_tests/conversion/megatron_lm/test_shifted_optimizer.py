@@ -112,7 +112,8 @@ def test_repair_restores_every_stored_element(case, tmp_path, capsys):
     assert lost > 0
     printed = capsys.readouterr().out
     assert f"{lost} elements" in printed
-    assert repaired.training.iteration == 5 and repaired.training.param_groups
+    assert repaired.training.iteration == 5
+    assert repaired.training.param_groups
 
 
 def test_correct_checkpoint_is_not_repaired(tmp_path, capsys):

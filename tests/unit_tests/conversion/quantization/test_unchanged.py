@@ -80,9 +80,8 @@ def test_unchanged_matrices_keep_their_bytes(
     written = load_file(tmp_path / "hf/model.safetensors")
     assert written.keys() == expected.keys()
     for name, tensor in written.items():
-        assert tensor.dtype == expected[name].dtype and torch.equal(
-            tensor.view(torch.uint8), expected[name].view(torch.uint8)
-        ), name
+        assert tensor.dtype == expected[name].dtype, name
+        assert torch.equal(tensor.view(torch.uint8), expected[name].view(torch.uint8)), name
     assert read_settings(tmp_path / "hf") == read_settings(original)
 
 

@@ -102,7 +102,8 @@ def test_fused_matrices_share_the_scale_of_nvfp4(tmp_path: Path) -> None:
             module = name.removeprefix(f"{layer}.").partition("_proj")[0]
             group = module if module in ("o", "down") else "fused"
             scales.setdefault(f"{layer} {group}", set()).add(tensor.item())
-    assert len(scales) == 8 and all(len(values) == 1 for values in scales.values()), scales
+    assert len(scales) == 8, scales
+    assert all(len(values) == 1 for values in scales.values()), scales
     write_huggingface(HuggingFaceSource(tmp_path / "a"), tmp_path / "b", options)
     first = (tmp_path / "a/model.safetensors").read_bytes()
     assert first == (tmp_path / "b/model.safetensors").read_bytes()

@@ -114,7 +114,8 @@ def test_folder_becomes_a_checkpoint_of_a_run(folder, tmp_path):
     assert compare(source, run) == len(source.tensors) == 4 * 15
     assert run.training.iteration == 5
     weights = open_checkpoint(folder, read_options=ReadOptions(no_optim=True))
-    assert len(weights.tensors) == 15 and weights.training.param_groups is None
+    assert len(weights.tensors) == 15
+    assert weights.training.param_groups is None
 
 
 def test_folder_without_the_model_names_the_missing_file(folder):

@@ -70,20 +70,26 @@ def test_split_intervals_partition_the_sequences():
     for num_sequences in (1, 2, 10, 999, 12345):
         intervals = parse_split("969,30,1")
         ranges = [compute_sequence_range(interval, num_sequences) for interval in intervals]
-        assert ranges[0][0] == 0 and ranges[2][1] == num_sequences
-        assert ranges[0][1] == ranges[1][0] and ranges[1][1] == ranges[2][0]
+        assert ranges[0][0] == 0
+        assert ranges[2][1] == num_sequences
+        assert ranges[0][1] == ranges[1][0]
+        assert ranges[1][1] == ranges[2][0]
 
 
 def test_one_dataset_is_divided_by_split(data):
     train, valid, test = build(data_path=["a"], split="80,20,0")
-    assert isinstance(train, GPTDataset) and len(train) >= 100 and len(valid) >= 10 and test is None
+    assert isinstance(train, GPTDataset)
+    assert len(train) >= 100
+    assert len(valid) >= 10
+    assert test is None
     assert set(train.document_index.tolist()) == set(range(40))
     assert set(valid.document_index.tolist()) == set(range(40, 50))
 
 
 def test_default_split(data):
     train, valid, test = build((10, 10, 0), data_path=["a"])
-    assert (train.plan.last_sequence, valid.plan.last_sequence) == (48, 50) and test is None
+    assert (train.plan.last_sequence, valid.plan.last_sequence) == (48, 50)
+    assert test is None
 
 
 def test_separate_data_per_split(data, tmp_path):

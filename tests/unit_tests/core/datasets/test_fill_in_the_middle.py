@@ -96,9 +96,8 @@ def test_reordered_parts_form_the_document(tokenizer):
         if spm:
             suffix = told[2 : told.index(m)]
             rest = told[told.index(m) + 1 :]
-            assert (
-                tokenizer.detokenize(rest) + tokenizer.detokenize(suffix) == text and told[0] == p
-            )
+            assert tokenizer.detokenize(rest) + tokenizer.detokenize(suffix) == text
+            assert told[0] == p
         else:
             prefix = told[1 : told.index(s)]
             suffix = told[told.index(s) + 1 : told.index(m)]
@@ -146,9 +145,8 @@ def test_documents_with_the_excluded_prefix_are_kept(tokenizer):
     row = row_of(tokenizer, TEXTS[:2])
     length = len(tokenizer.tokenize(TEXTS[0]))
     told = fim(row, np.random.RandomState(0))
-    assert np.array_equal(told[: length + 1], row[: length + 1]) and told[
-        length + 1
-    ] == tokenizer.token_id(NAMES[0])
+    assert np.array_equal(told[: length + 1], row[: length + 1])
+    assert told[length + 1] == tokenizer.token_id(NAMES[0])
 
 
 def test_sample_depends_only_on_its_number(tokenizer, tmp_path):
@@ -169,21 +167,19 @@ def test_sample_depends_only_on_its_number(tokenizer, tmp_path):
     train, valid, _ = datasets(config, fim)
     plain, _, _ = datasets(GPTDatasetConfig(**vars(config) | {"fim_data": False}), None)
     again, _, _ = datasets(config, fim)
-    assert isinstance(train, GPTDataset) and valid is not None
+    assert isinstance(train, GPTDataset)
+    assert valid is not None
     changed = 0
     for i in reversed(range(len(train))):
         np.testing.assert_equal(train[i], again[i])
         text = plain._read(int(plain.shuffle_index[i]))
         expected = fim(text, make_generator(config.seed, "train", i))
-        assert np.array_equal(train[i]["tokens"], expected[:-1]) and np.array_equal(
-            train[i]["labels"], expected[1:]
-        )
+        assert np.array_equal(train[i]["tokens"], expected[:-1])
+        assert np.array_equal(train[i]["labels"], expected[1:])
         changed += not np.array_equal(train[i]["tokens"], plain[i]["tokens"])
     assert changed > len(train) / 2
-    assert (
-        len({dataset.fingerprint for dataset in (train, plain)}) == 2
-        and train.fingerprint == again.fingerprint
-    )
+    assert len({dataset.fingerprint for dataset in (train, plain)}) == 2
+    assert train.fingerprint == again.fingerprint
 
 
 def test_partial_row_keeps_its_padding(tokenizer, tmp_path):

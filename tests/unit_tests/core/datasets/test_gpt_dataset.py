@@ -46,7 +46,8 @@ def test_samples_are_cut_from_the_shuffled_documents(corpus, num_samples, extra,
     stream = np.concatenate([dataset.indexed[i] for i in dataset.document_index.tolist()])
     epochs = len(dataset.document_index) // 54
     assert sorted(dataset.document_index.tolist()) == sorted(list(range(3, 57)) * epochs)
-    assert len(dataset) >= (num_samples or 1) and len(dataset) == (len(stream) - extra) // 32
+    assert len(dataset) >= (num_samples or 1)
+    assert len(dataset) == (len(stream) - extra) // 32
     assert sorted(dataset.shuffle_index.tolist()) == list(range(len(dataset)))
     for i in range(len(dataset)):
         start = int(dataset.shuffle_index[i]) * 32
@@ -92,10 +93,12 @@ def test_small_last_epoch_is_shuffled_separately(corpus):
     tokens = int(IndexedDataset(corpus).lengths.sum())
     per_epoch = (tokens - 1) // 32
     dataset = dataset_for(corpus, per_epoch + 3)
-    assert dataset.plan.num_epochs == 2 and dataset.plan.separate_last_epoch
+    assert dataset.plan.num_epochs == 2
+    assert dataset.plan.separate_last_epoch
     assert set(dataset.shuffle_index[:per_epoch].tolist()) == set(range(per_epoch))
     shared = dataset_for(corpus, 2 * per_epoch - 1)
-    assert shared.plan.num_epochs == 2 and not shared.plan.separate_last_epoch
+    assert shared.plan.num_epochs == 2
+    assert not shared.plan.separate_last_epoch
 
 
 def test_document_masks_and_positions(corpus):
@@ -111,10 +114,8 @@ def test_document_masks_and_positions(corpus):
     assert sample["documents"].tolist() == [0, 0, 0, 1, 1, 1, 1, 2, 3]
     plain = finish_sample(text, make_config(corpus, seq_length=9), EOD)
     assert "documents" not in plain
-    assert (
-        plain["position_ids"].tolist() == list(range(9))
-        and plain["loss_mask"].tolist() == [1.0] * 9
-    )
+    assert plain["position_ids"].tolist() == list(range(9))
+    assert plain["loss_mask"].tolist() == [1.0] * 9
 
 
 def test_token_outside_the_vocabulary_is_an_error(corpus):

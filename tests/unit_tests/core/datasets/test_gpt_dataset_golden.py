@@ -115,6 +115,7 @@ def test_index_of_a_training_run(tmp_path):
         seq_length=64, seed=1234, data_path=[data], split="100,0,0", data_cache_path=str(tmp_path)
     )
     train, valid, test = build_datasets(config, (80, 0, 0), EOD, VOCAB_SIZE)
-    assert valid is None and test is None
+    assert valid is None
+    assert test is None
     directory = GOLDEN / "gpt_index" / "pretrain_run_seed1234_seq64_80samples"
     check_gpt_index(train, directory, "a0f413891ae6cb2d0a9a3bb2ee89d1b9-GPTDataset-train")

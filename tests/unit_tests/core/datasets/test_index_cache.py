@@ -117,7 +117,8 @@ def test_damaged_files_are_rebuilt(corpus, tmp_path, caplog, name, damage):
     (path,) = (tmp_path / "cache").glob(f"*{name}")
     replace_contents(path, DAMAGE[damage](path.read_bytes()))
     assert_equal_indices(make_dataset(corpus, tmp_path / "cache"), expected)
-    assert "is damaged" in caplog.text and "building it again" in caplog.text
+    assert "is damaged" in caplog.text
+    assert "building it again" in caplog.text
     caplog.clear()
     assert_equal_indices(make_dataset(corpus, tmp_path / "cache"), expected)
     assert caplog.text == ""  # repaired
@@ -138,7 +139,8 @@ def test_index_stays_in_memory_without_writable_directory(corpus, tmp_path, capl
     dataset = make_dataset(corpus, tmp_path / "file" / "cache")
     assert_equal_indices(dataset, expected)
     assert not any(map(is_mapped, list_arrays(dataset)))
-    assert "cannot write the index cache" in caplog.text and "Not a directory" in caplog.text
+    assert "cannot write the index cache" in caplog.text
+    assert "Not a directory" in caplog.text
 
 
 def test_full_disk_leaves_no_partial_files(tmp_path, caplog, monkeypatch):
@@ -148,14 +150,16 @@ def test_full_disk_leaves_no_partial_files(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(np, "save", no_space)
     arrays = load_or_build(tmp_path, "x", {"a": 1}, lambda: {"array": np.arange(5)})
     assert arrays["array"].tolist() == [0, 1, 2, 3, 4]
-    assert list(tmp_path.iterdir()) == [] and "No space left" in caplog.text
+    assert list(tmp_path.iterdir()) == []
+    assert "No space left" in caplog.text
 
 
 def test_record_describes_the_index(corpus, tmp_path):
     make_dataset(corpus, tmp_path / "cache")
     (path,) = (tmp_path / "cache").glob("*index.json")
     record = json.loads(path.read_text())
-    assert record["description"]["seq_length"] == 16 and record["description"]["num_epochs"] == 1
+    assert record["description"]["seq_length"] == 16
+    assert record["description"]["num_epochs"] == 1
     assert set(record["arrays"]) == {"document_index", "sample_index", "shuffle_index"}
 
 
@@ -225,6 +229,8 @@ def test_one_rank_per_node_builds_and_verifies(corpus, tmp_path, pool):
     first, again = (pool.run(loaded_by_node, 4, *args) for _ in range(2))
     for built, hashed, _ in (first[1], again[1], first[2], again[2]):
         assert built == hashed == 0
-    assert {first[0][0], first[3][0]} <= {0, 1} and first[0][0] + first[3][0] >= 1
+    assert {first[0][0], first[3][0]} <= {0, 1}
+    assert first[0][0] + first[3][0] >= 1
     assert [again[rank][:2] for rank in (0, 3)] == [(0, 3)] * 2
-    assert first[2][2] is None and first[0][2] == first[1][2] == first[3][2] == again[1][2]
+    assert first[2][2] is None
+    assert first[0][2] == first[1][2] == first[3][2] == again[1][2]

@@ -90,7 +90,8 @@ def test_blend_index_matches_definition(num_members, limited):
     limits = random.randint(0, 60, size=num_members) + 1 if limited else np.full(num_members, 10**9)
     size = int(limits.sum()) if limited else 700
     members, samples = build_blend_index(weights, size, limits if limited else None)
-    assert members.dtype == np.int16 and samples.dtype == np.int64
+    assert members.dtype == np.int16
+    assert samples.dtype == np.int64
     expected_members, expected_samples = blend_by_definition(
         weights.tolist(), size, limits.tolist()
     )

@@ -29,7 +29,8 @@ def test_results_are_in_order(num_workers, count):
 def test_number_of_items_taken_ahead_is_limited():
     taken = []
     stream = OrderedWorkers(square, (taken.append(n) or n for n in range(100)), 2, 3)
-    assert next(stream) == (0, 0) and len(taken) == 2 * 3 + 1
+    assert next(stream) == (0, 0)
+    assert len(taken) == 2 * 3 + 1
     stream.close()
 
 

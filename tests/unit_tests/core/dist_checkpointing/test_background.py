@@ -40,9 +40,8 @@ def test_every_thread_of_a_save_and_a_load(devices, tmp_path):
     }
     devices.clear()
     load(state_of(**{name: torch.zeros(100, 10) for name in weights}), tmp_path / "c", workers=2)
-    assert devices and all(
-        name.startswith("checkpoint-reader") and device == 3 for name, device in devices
-    )
+    assert devices
+    assert all(name.startswith("checkpoint-reader") and device == 3 for name, device in devices)
 
 
 def test_without_cuda_no_device_is_chosen(monkeypatch):

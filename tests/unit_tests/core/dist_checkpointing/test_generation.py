@@ -111,9 +111,9 @@ def test_suspended_process_changes_nothing_after_a_takeover(tmp_path):
         moment = list(MOMENTS)[number]
         assert new == [[None, False]] * 2, moment
         (error, superseded) = next(report for report in old if report[0] is not None)
-        assert (
-            superseded and "another launch has taken over" in error and "generation 2: " in error
-        ), moment
+        assert superseded, moment
+        assert "another launch has taken over" in error, moment
+        assert "generation 2: " in error, moment
         assert "host new" in error, moment
         assert read_tracker(root) == 60, moment
         present = {path.name for path in root.iterdir()}
@@ -154,7 +154,9 @@ def test_unfinished_removal_is_completed_by_the_next(tmp_path):
         directory.mkdir()
     (left,) = generation.put_aside(directories[:1])  # and the disk is read-only now
     (path,) = generation.put_aside(directories[1:])
-    assert path.is_dir() and not left.exists() and not directories[0].exists()
+    assert path.is_dir()
+    assert not left.exists()
+    assert not directories[0].exists()
 
 
 def test_slow_start_does_not_reuse_a_number(tmp_path, monkeypatch):
@@ -291,7 +293,8 @@ def test_old_owner_cannot_touch_a_directory_whose_numbers_start_again(tmp_path, 
     with pytest.raises(SupersededError):
         old.put_aside([root / "iter_0000005"])
     assert (root / "iter_0000005/data").read_text() == new.token
-    assert read_tracker(root) == 5 and new.is_current()
+    assert read_tracker(root) == 5
+    assert new.is_current()
 
 
 def test_removed_generation_is_created_again(tmp_path, caplog):
@@ -300,9 +303,11 @@ def test_removed_generation_is_created_again(tmp_path, caplog):
     shutil.rmtree(generation.directory)
     generation.restore()
     generation.restore()
-    assert len(caplog.records) == 1 and "was removed" in caplog.text
+    assert len(caplog.records) == 1
+    assert "was removed" in caplog.text
     generation.move_tracker(5)
-    assert generation.is_current() and read_tracker(tmp_path) == 5
+    assert generation.is_current()
+    assert read_tracker(tmp_path) == 5
     assert read_owner(tmp_path, find_newest(tmp_path))["host"] == "here"
 
 
@@ -383,7 +388,8 @@ def test_directory_of_an_older_version_is_taken_over(tmp_path):
     old.mkdir()
     (old / "owner.json").write_text('{"token": "ab"}')
     generation = Generation.take(tmp_path, {})
-    assert generation.number == 8 and not old.exists()
+    assert generation.number == 8
+    assert not old.exists()
 
 
 def test_pipe_as_owner_file_is_not_read(tmp_path):
@@ -466,7 +472,8 @@ def test_older_starts_never_change_checkpoints_of_the_newest(tmp_path, seed):
             older = rng.choice(starts)
             if older is not owner and not older.ended:
                 older.save(root, rng.randint(1, 9), keep=1)
-                assert contents(root) == before and read_tracker(root) == tracker
+                assert contents(root) == before
+                assert read_tracker(root) == tracker
     assert len(starts) > 5
 
 

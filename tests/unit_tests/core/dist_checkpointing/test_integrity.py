@@ -79,9 +79,8 @@ def load_and_compare(directory):
         common = load_common(directory)
     except CheckpointError as error:
         return str(error)
-    assert common == {"iteration": 7, "args": {"lr": 0.1}} and report.objects["rng"] == {
-        "seed": [1, 2, 3]
-    }
+    assert common == {"iteration": 7, "args": {"lr": 0.1}}
+    assert report.objects["rng"] == {"seed": [1, 2, 3]}
     for key in ("w", "u", "b", "s"):
         assert torch.equal(state[key].local, expected[key].local), key
     return None
@@ -90,7 +89,9 @@ def load_and_compare(directory):
 def test_an_intact_checkpoint_verifies(checkpoint):
     read = []
     report = verify(checkpoint, progress=read.append)
-    assert report.ok and report.has_checksums and not report.notes, report
+    assert report.ok, report
+    assert report.has_checksums, report
+    assert not report.notes, report
     assert (report.tensors, report.objects) == (4, 1)
     files = [path for path in checkpoint.iterdir() if path.name != "checksums.bin"]
     assert report.files == len(files)
@@ -119,7 +120,9 @@ def test_checksums_of_older_checkpoints_are_checked(checkpoint):
     body = with_older_checksums(checkpoint)
     files = body["files"]
     report = verify(checkpoint)
-    assert report.ok and report.has_checksums and not report.notes, report
+    assert report.ok, report
+    assert report.has_checksums, report
+    assert not report.notes, report
     assert load_and_compare(checkpoint) is None
     shard = max(checkpoint.glob("*.distcp"), key=lambda path: path.stat().st_size)
     flip(shard, shard.stat().st_size // 2, 3)
@@ -186,7 +189,8 @@ def test_every_flipped_bit_is_found(checkpoint, positions):
         else:
             assert path.name == "metadata.json", "a load does not read this file only"
         flip(path, position, bit)
-    assert len(places) >= positions and found > 0.75 * positions
+    assert len(places) >= positions
+    assert found > 0.75 * positions
     assert verify(checkpoint).ok
 
 
@@ -259,7 +263,8 @@ def test_lineage_is_part_of_a_checkpoint(tmp_path, damage):
     lineage = Lineage((Segment(1, 12, "a"),))
     content = lineage.encode(None)
     save(make_state(True), directory, common={}, extra_files={LINEAGE: content})
-    assert verify(directory).ok and not find_missing_or_truncated(directory)
+    assert verify(directory).ok
+    assert not find_missing_or_truncated(directory)
     damage(directory / LINEAGE)
     assert any(LINEAGE in problem for problem in verify(directory).problems)
     if damage is not change:
@@ -267,10 +272,12 @@ def test_lineage_is_part_of_a_checkpoint(tmp_path, damage):
 
 
 def test_lineage_of_older_checkpoints_has_no_checksum(checkpoint):
-    assert verify(checkpoint).ok and not find_missing_or_truncated(checkpoint)
+    assert verify(checkpoint).ok
+    assert not find_missing_or_truncated(checkpoint)
     lineage = Lineage((Segment(1, 12, "a"),))
     (checkpoint / LINEAGE).write_bytes(lineage.encode(None))
-    assert verify(checkpoint).ok and not find_missing_or_truncated(checkpoint)
+    assert verify(checkpoint).ok
+    assert not find_missing_or_truncated(checkpoint)
     empty(checkpoint / LINEAGE)
     assert not verify(checkpoint).ok
     assert LINEAGE in find_missing_or_truncated(checkpoint)[0]
@@ -279,7 +286,8 @@ def test_lineage_of_older_checkpoints_has_no_checksum(checkpoint):
 def test_appended_bytes_and_foreign_files(checkpoint):
     (checkpoint / "__7_0.distcp").write_bytes(b"left over")
     report = verify(checkpoint)
-    assert report.ok and "__7_0.distcp: belongs to no tensor" in report.notes[0]
+    assert report.ok
+    assert "__7_0.distcp: belongs to no tensor" in report.notes[0]
     with (checkpoint / "common.pt").open("ab") as file:
         file.write(b"x")
     assert not verify(checkpoint).ok
@@ -288,7 +296,9 @@ def test_appended_bytes_and_foreign_files(checkpoint):
 def test_foreign_checkpoints_have_no_checksums(tmp_path):
     dcp.save({"w": torch.randn(30, 4)}, checkpoint_id=tmp_path / "c")
     report = verify(tmp_path / "c")
-    assert report.ok and not report.has_checksums and len(report.notes) == 2
+    assert report.ok
+    assert not report.has_checksums
+    assert len(report.notes) == 2
     state = {"w": ShardedTensor.replicated("w", torch.zeros(30, 4))}
     load(state, tmp_path / "c")
     assert state["w"].local.any()
@@ -313,12 +323,11 @@ def with_manifest(pristine, tmp_path, **changes):
 def test_the_hashes_of_megatron_lm_are_checked(pristine, tmp_path):
     directory = with_manifest(pristine, tmp_path)
     report = verify(directory)
-    assert (
-        report.ok
-        and report.has_checksums
-        and report.notes == []
-        and report.bytes
-        == sum(path.stat().st_size for path in directory.iterdir() if path.name != "integrity.json")
+    assert report.ok
+    assert report.has_checksums
+    assert report.notes == []
+    assert report.bytes == sum(
+        path.stat().st_size for path in directory.iterdir() if path.name != "integrity.json"
     )
     shard = sorted(directory.glob("*.distcp"))[0]
     content = bytearray(shard.read_bytes())

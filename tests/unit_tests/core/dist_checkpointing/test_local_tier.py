@@ -63,9 +63,8 @@ def test_every_rank_is_in_one_replication_group(size, jump, copies):
     groups = form_replication_groups(size, jump, copies)
     assert sorted(rank for group in groups for rank in group) == list(range(size))
     for group in groups:
-        assert copies <= len(group) < 2 * copies and {rank % jump for rank in group} == {
-            group[0] % jump
-        }
+        assert copies <= len(group) < 2 * copies
+        assert {rank % jump for rank in group} == {group[0] % jump}
 
 
 def test_too_few_ranks_for_the_copies():
@@ -142,7 +141,8 @@ def test_a_neighbour_without_room_costs_a_warning_and_a_rank_without_room_the_sa
         first, second, third, fourth, fifth = told
         assert first == (None, None, [1])
         assert second[0] is third[0] is None
-        assert "rank 0: no replica on rank 1: " in second[1] and "File too large" in second[1]
+        assert "rank 0: no replica on rank 1: " in second[1]
+        assert "File too large" in second[1]
         assert (second[2], third[2]) == ([1, 2], [1, 3])
         assert "File too large" in fourth[0] and fourth[2] == [1, 3], "nothing is left of it"
         assert fifth == (None, None, [1, 5])
@@ -162,7 +162,8 @@ def long_names(rank, size, root):
 
 def test_a_long_reason_without_a_replica_is_a_warning(pool, tmp_path):
     for error, warning in pool.run(long_names, 2, str(tmp_path))[0]:
-        assert error is None and "no replica on rank 1: [Errno 27] File too large" in warning
+        assert error is None
+        assert "no replica on rank 1: [Errno 27] File too large" in warning
 
 
 def test_a_stray_file_among_the_local_checkpoints_is_left_out(tmp_path, caplog):
@@ -174,9 +175,8 @@ def test_a_stray_file_among_the_local_checkpoints_is_left_out(tmp_path, caplog):
         assert saver.save(state, tmp_path, common={}, pending=pending).wait().error is None
     (tmp_path / "iter_0000000-0000001.stray").write_bytes(b"")
     (found,) = find_local_checkpoints(tier).usable
-    assert (
-        found.lineage.order == (1, 1) and "iter_0000000-0000001.stray cannot be read" in caplog.text
-    )
+    assert found.lineage.order == (1, 1)
+    assert "iter_0000000-0000001.stray cannot be read" in caplog.text
 
 
 def damaged_on_the_way(rank, size, root):
@@ -205,9 +205,8 @@ def damaged_on_the_way(rank, size, root):
 
 def test_what_was_damaged_on_the_way_is_no_replica(pool, tmp_path):
     for rank, (error, warning, held) in enumerate(pool.run(damaged_on_the_way, 2, str(tmp_path))):
-        assert (
-            error is None and warning == "rank 0: no replica on rank 1: __0_0.distcp came damaged"
-        )
+        assert error is None
+        assert warning == "rank 0: no replica on rank 1: __0_0.distcp came damaged"
         assert held == ([0, 1] if rank == 0 else [1])
 
 
@@ -218,7 +217,8 @@ def save_with_interval(rank, size, root):
     writers = []
     for iteration in range(1, 7):
         report = node.save(iteration)
-        assert report.error is None and report.warning is None
+        assert report.error is None
+        assert report.warning is None
         dist.barrier()
         kept.append(node.kept())
         newest = node.tier.list_checkpoints()[-1]
@@ -282,7 +282,8 @@ def test_a_local_checkpoint_is_copied_to_where_all_nodes_find_it(pool, tmp_path)
         assert (good.error, good.staging, good.blocking) == (None, 0.0, 0.0)
         assert "__0_0.distcp: damaged on the disk of its node" in bad.error
     drained = tmp_path / "iter_0000001"
-    assert verify(drained).ok and not (tmp_path / "iter_0000006").exists()
+    assert verify(drained).ok
+    assert not (tmp_path / "iter_0000006").exists()
     assert (drained / "x").read_bytes() == b"y"
     pool.run(save_directly, 2, str(tmp_path / "direct"))
     contents = [

@@ -55,7 +55,8 @@ def prepare_with_an_error_on_rank_1(rank, world_size, root):
 
 def test_error_of_the_file_system_on_one_rank_is_reported_by_all(pool, tmp_path):
     for message in pool.run(prepare_with_an_error_on_rank_1, 2, tmp_path):
-        assert message.startswith("rank 1: ") and os.strerror(errno.EIO) in message
+        assert message.startswith("rank 1: ")
+        assert os.strerror(errno.EIO) in message
     assert list(tmp_path.iterdir()) == []
 
 
@@ -87,7 +88,8 @@ def test_restart_keeps_the_id_of_its_job(tmp_path):
     second = take_directory(tmp_path, RESTARTED)
     third = take_directory(tmp_path, RESTARTED)
     assert second.owner["job_id"] == third.owner["job_id"] == first.owner["job_id"]
-    assert third.owner["first_generation"] == 1 and third.number == 3
+    assert third.owner["first_generation"] == 1
+    assert third.number == 3
 
 
 def test_restart_does_not_take_over_from_another_job(tmp_path):
@@ -105,7 +107,8 @@ def test_restart_does_not_take_over_from_another_job(tmp_path):
 def test_restart_takes_over_from_the_owner_that_its_first_start_found(tmp_path):
     take_directory(tmp_path, OTHER)
     generation = take_directory(tmp_path, RESTARTED)  # the first launch failed before this
-    assert generation.number == 2 and generation.owner["job_id"] != ""
+    assert generation.number == 2
+    assert generation.owner["job_id"] != ""
 
 
 def test_generation_exceeds_those_of_checkpoints_on_the_nodes(tmp_path):

@@ -125,7 +125,8 @@ def save_layout(rank, size, directory, tp, fully_parallel):
         common={"tp": tp},
         fully_parallel=fully_parallel,
     )
-    assert report.error is None and report.directory == Path(directory)
+    assert report.error is None
+    assert report.directory == Path(directory)
     return report.bytes
 
 
@@ -306,7 +307,8 @@ def test_a_save_replaces_a_checkpoint_of_the_same_name(tmp_path):
         save(state_of(w=torch.full((10,), value)), tmp_path / "c", common={"value": value})
     state = state_of(w=torch.zeros(10))
     load(state, tmp_path / "c")
-    assert state["w"].local[0] == 2 and load_common(tmp_path / "c") == {"value": 2.0}
+    assert state["w"].local[0] == 2
+    assert load_common(tmp_path / "c") == {"value": 2.0}
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 

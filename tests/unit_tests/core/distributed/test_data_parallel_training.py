@@ -104,7 +104,8 @@ def test_overlaps_are_bitwise_equal(pool, dtype, tied):
         assert others
         for runs in others:
             for run, reference in zip(runs, expected, strict=True):
-                assert run["norms"] == reference["norms"] and run["losses"] == reference["losses"]
+                assert run["norms"] == reference["norms"]
+                assert run["losses"] == reference["losses"]
                 assert_same(run["params"], reference["params"])
                 assert_same_boxes(run["state"], reference["state"])
 
@@ -113,7 +114,8 @@ def assert_same_boxes(left, right):
     assert left.keys() == right.keys()
     for key, (_, boxes) in left.items():
         for (offset, data), (other_offset, other) in zip(boxes, right[key][1], strict=True):
-            assert offset == other_offset and torch.equal(data, other), key
+            assert offset == other_offset, key
+            assert torch.equal(data, other), key
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -63,8 +63,10 @@ def test_state_dict_resumes_the_sequence():
 )
 def test_grad_scaler_choice(options, fp16, is_dynamic, scale):
     scaler = GradScaler(OptimizerConfig(**options), fp16)
-    assert scaler.dynamic is is_dynamic and scaler.scale == scale
+    assert scaler.dynamic is is_dynamic
+    assert scaler.scale == scale
     if not is_dynamic:
         scaler.update(True)
         scaler.load_state_dict({"scale": torch.tensor([2.0])})
-        assert scaler.scale == scale and scaler.state_dict() == {}
+        assert scaler.scale == scale
+        assert scaler.state_dict() == {}

@@ -155,7 +155,8 @@ def test_loss_scale_does_not_change_the_result():
     plain_run = train_ours(ADAM, 5)
     scaled = train_ours({**ADAM, "loss_scale": 1024.0}, 5)
     for (loss, result), (scaled_loss, scaled_result) in zip(plain_run[2], scaled[2], strict=True):
-        assert loss == scaled_loss and torch.equal(result.grad_norm, scaled_result.grad_norm)
+        assert loss == scaled_loss
+        assert torch.equal(result.grad_norm, scaled_result.grad_norm)
     assert all(map(torch.equal, plain_run[0].parameters(), scaled[0].parameters()))
 
 
@@ -191,16 +192,16 @@ def test_nonfinite_gradient_changes_nothing(dtype, bad):
     chunk.module.decoder.layers[1].norm.main_grad[3] = bad
     finalize_model_grads([chunk], ONE)
     result = optimizer.step()
-    assert result.skipped and not torch.isfinite(result.grad_norm)
+    assert result.skipped
+    assert not torch.isfinite(result.grad_norm)
     assert_same(before, snapshot(chunk, optimizer))
     assert optimizer.state_dict()["optimizer"] == plain_before["optimizer"], (
         "the skipped step must not be counted"
     )
     assert optimizer.loss_scale == (32.0 if dtype == torch.float16 else 1.0)
     ((_, result),) = run(chunk, optimizer, [3])
-    assert (
-        not result.skipped and optimizer.state_dict()["optimizer"]["param_groups"][0]["step"] == 3
-    )
+    assert not result.skipped
+    assert optimizer.state_dict()["optimizer"]["param_groups"][0]["step"] == 3
 
 
 def test_fp16_lowers_its_loss_scale_until_gradients_fit():
@@ -210,7 +211,8 @@ def test_fp16_lowers_its_loss_scale_until_gradients_fit():
     )
     skipped = [bool(result.skipped) for _, result in results]
     first = skipped.index(False)
-    assert first > 0 and not any(skipped[first:])
+    assert first > 0
+    assert not any(skipped[first:])
     assert optimizer.loss_scale == 2.0 ** (24 - first)
     assert optimizer.state_dict()["optimizer"]["param_groups"][0]["step"] == 20 - first
     assert results[-1][0] < results[0][0]

@@ -219,7 +219,8 @@ def test_resume_with_the_same_schedule():
         param_groups, make_schedule_of("cosine", start_wd=0.1, end_wd=0.1, wd_incr_steps=80)
     )
     resumed.load_state_dict(save_at_40())
-    assert resumed.num_steps == 40 and param_groups[0]["lr"] == 0.001444415089128581
+    assert resumed.num_steps == 40
+    assert param_groups[0]["lr"] == 0.001444415089128581
 
 
 def make_longer_scheduler(**options):
@@ -241,7 +242,8 @@ def test_different_schedule_is_an_error():
         "lr_decay_style: cosine (now linear)",
     ):
         assert text in str(error.value)
-    assert "min_lr" not in str(error.value) and "--override-opt_param-scheduler" in str(error.value)
+    assert "min_lr" not in str(error.value)
+    assert "--override-opt_param-scheduler" in str(error.value)
 
 
 def make_decoupled_group(max_lr, min_lr):
@@ -290,7 +292,8 @@ def test_constant_schedule_may_be_extended():
     )
     scheduler = OptimizerParamScheduler(make_groups(), constant)
     scheduler.load_state_dict(save_at_40() | {"lr_decay_style": "constant"})
-    assert scheduler.num_steps == 40 and scheduler.schedule == constant
+    assert scheduler.num_steps == 40
+    assert scheduler.schedule == constant
     with pytest.raises(
         ValueError, match=r"another schedule: lr_decay_style: cosine \(now constant\)"
     ):
@@ -355,6 +358,7 @@ def test_override_uses_the_flags(caplog):
 def test_use_checkpoint_uses_the_stored_schedule(caplog):
     param_groups, scheduler = make_longer_scheduler(use_checkpoint=True)
     scheduler.load_state_dict(save_at_40())
-    assert param_groups[0]["lr"] == 0.001444415089128581 and param_groups[0]["max_lr"] == MAX
+    assert param_groups[0]["lr"] == 0.001444415089128581
+    assert param_groups[0]["max_lr"] == MAX
     assert "lr_decay_steps" in caplog.text
     assert scheduler.state_dict() == save_at_40()

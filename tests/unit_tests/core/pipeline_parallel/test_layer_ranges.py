@@ -113,8 +113,10 @@ def test_embedding_and_loss_count_as_layers():
 
 def test_layout_in_megatron_lms_notation():
     assert parse_layout("Et*3|(tt|)*6L") == [3, 2, 2, 2, 2, 2, 2, 0]
-    assert parse_layout("Et,t|tL") == [2, 1] and parse_layout("E|t*4|L") == [0, 4, 0]
-    assert parse_layout("Et|t|m*2L") == [1, 1, 0] and count_mtp_layers("Et|t|m*2L") == 2
+    assert parse_layout("Et,t|tL") == [2, 1]
+    assert parse_layout("E|t*4|L") == [0, 4, 0]
+    assert parse_layout("Et|t|m*2L") == [1, 1, 0]
+    assert count_mtp_layers("Et|t|m*2L") == 2
     # Chunks alternate between the stages: stage 0 has chunks 0 and 2.
     ranges = pipeline_layer_ranges(6, 2, 2, layout="Et|ttt|t|tL")
     assert ranges == [[range(0, 1), range(4, 5)], [range(1, 4), range(5, 6)]]

@@ -160,7 +160,8 @@ def test_no_messages_beyond_the_ends_of_the_model(pp, vpp):
                 assert (tick.action in received) == (virtual_stage != first)
                 assert (tick.send is not None) == (virtual_stage != final)
             else:
-                assert tick.send is None and tick.receive is not None
+                assert tick.send is None
+                assert tick.receive is not None
             if tick.receive:
                 received.add(tick.receive.input_of)
 

@@ -29,7 +29,8 @@ def test_extra_states_contain_those_of_megatron_lm():
         for key in ours
         if re.match(TRANSFORMER_ENGINE, key.removesuffix("._extra_state/shard_0_1"))
     }
-    assert theirs and ours - more == theirs
+    assert theirs
+    assert ours - more == theirs
     assert len(more) == 4 + 1, "attention in each of four layers, and the last norm"
     assert all(is_extra_state(key) for key in ours)
 
@@ -65,7 +66,8 @@ def test_shared_object_is_stored_once(tmp_path):
     state = dict(build_extra_states(keys)) | {"rng": ShardedObject("rng", {"seed": 1})}
     save(state, tmp_path / "c", common={})
     stored = read_metadata(tmp_path / "c").objects
-    assert stored.keys() == state.keys() and len(state) == 101
+    assert stored.keys() == state.keys()
+    assert len(state) == 101
     assert len({stored[key] for key in state}) == 2
     reader = Reader(tmp_path / "c")
     assert reader.read_object("rng") == {"seed": 1}

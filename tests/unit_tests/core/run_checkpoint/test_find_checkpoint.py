@@ -102,7 +102,8 @@ def test_unusable_tracker_falls_back_to_the_newest(run, tracker):
         else:
             (root / name).unlink(missing_ok=True)
     found = find_checkpoint(root)
-    assert found[:2] == (new, form) and "the newest complete checkpoint" in found.note
+    assert found[:2] == (new, form)
+    assert "the newest complete checkpoint" in found.note
     assert (
         "there is no tracker file" in found.note
         or "latest_" in found.note
@@ -143,7 +144,8 @@ def test_missing_or_truncated_files_are_detected(run, stride):
     assert find_checkpoint(root) == CheckpointRef(new, form)
     pattern = {"torch_dist": "*.distcp", "legacy": "*.pt", "universal": "zero/*/[fe]*.pt"}[form]
     needed = set(files) & set(new.rglob(pattern))
-    assert needed and found_out >= (1 if form == "universal" else 3) * len(needed)
+    assert needed
+    assert found_out >= (1 if form == "universal" else 3) * len(needed)
 
 
 def branch(*segments):
@@ -215,8 +217,10 @@ def test_converter_and_training_find_the_same_checkpoint(run, caplog, tmp_path):
         (root / name).unlink(missing_ok=True)
     next(path for path in new.rglob("*") if path.suffix in (".distcp", ".pt")).unlink()
     outcome = convert(root, tmp_path / "hf", "hf")
-    assert str(old) in outcome.source and "newest complete checkpoint" in caplog.text
-    assert open_checkpoint(tmp_path / "hf", "hf").training is None and form in FORMATS
+    assert str(old) in outcome.source
+    assert "newest complete checkpoint" in caplog.text
+    assert open_checkpoint(tmp_path / "hf", "hf").training is None
+    assert form in FORMATS
 
 
 def test_non_ascii_digits_are_not_iterations(tmp_path):

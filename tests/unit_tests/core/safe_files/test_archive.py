@@ -45,9 +45,9 @@ def test_torch_loads_envelopes_with_data(dtype, shape):
     archive = envelope.prefix + raw_bytes(expected) + envelope.suffix
     for weights_only in (True, False):
         loaded = torch.load(io.BytesIO(archive), weights_only=weights_only)
-        assert (
-            loaded.dtype == dtype and loaded.shape == shape and loaded.stride() == expected.stride()
-        )
+        assert loaded.dtype == dtype
+        assert loaded.shape == shape
+        assert loaded.stride() == expected.stride()
         assert raw_bytes(loaded) == raw_bytes(expected)
     assert archive_of(archive).find_data("data/0") == len(envelope.prefix)
     assert len(envelope.prefix) % 64 == 0

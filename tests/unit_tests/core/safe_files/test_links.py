@@ -111,7 +111,8 @@ def test_named_directory_may_be_a_link(checkpoints: Path, tmp_path: Path) -> Non
     (iteration,) = (checkpoints / "torch_dist").glob("iter_*")
     (tmp_path / "step").symlink_to(iteration)
     found = find_checkpoint(tmp_path / "step")
-    assert found is not None and found.directory == tmp_path / "step"
+    assert found is not None
+    assert found.directory == tmp_path / "step"
 
 
 def test_named_directory_may_move_and_leave_a_link(checkpoints: Path, tmp_path: Path) -> None:

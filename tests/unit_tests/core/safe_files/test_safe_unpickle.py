@@ -101,7 +101,8 @@ def test_parameters_and_attributes_become_plain_tensors():
     parameter.tensor_model_parallel = True
     tensor.note = "x"
     loaded = safe_load(saved({"p": parameter, "t": tensor}))
-    assert torch.equal(loaded["p"], parameter.detach()) and torch.equal(loaded["t"], tensor)
+    assert torch.equal(loaded["p"], parameter.detach())
+    assert torch.equal(loaded["t"], tensor)
 
 
 def test_views_share_their_storage(tmp_path):
@@ -109,7 +110,8 @@ def test_views_share_their_storage(tmp_path):
     (tmp_path / "x.pt").write_bytes(saved({"a": base, "b": base[3:7], "c": base.view(3, 4).t()}))
     loaded = safe_load(tmp_path / "x.pt")
     loaded["a"][4] = 100
-    assert loaded["b"][1] == 100 and loaded["c"][0, 1] == 100
+    assert loaded["b"][1] == 100
+    assert loaded["c"][0, 1] == 100
     assert safe_load(tmp_path / "x.pt")["a"][4] == 4, (
         "writing to a mapped tensor must not reach the file"
     )
@@ -134,7 +136,8 @@ def test_mapped_tensors_cost_no_memory_before_use(tmp_path):
 def test_shared_containers_stay_shared_and_cycles_are_refused():
     shared = [torch.ones(2)]
     loaded = safe_load(saved({"x": shared, "y": shared}))
-    assert loaded["x"] is loaded["y"] and torch.equal(loaded["x"][0], torch.ones(2))
+    assert loaded["x"] is loaded["y"]
+    assert torch.equal(loaded["x"][0], torch.ones(2))
     shared.append(shared)
     with pytest.raises(CheckpointError, match="a container contains itself"):
         safe_load(saved({"x": shared}))
@@ -172,7 +175,8 @@ def test_unknown_classes_become_placeholders(foreign_module):
     )
     loaded = safe_load(content)
     assert loaded["ok"] == 1
-    assert isinstance(loaded["kind"], Placeholder) and loaded["kind"].args == (2,)
+    assert isinstance(loaded["kind"], Placeholder)
+    assert loaded["kind"].args == (2,)
     assert repr(loaded["kind"]) == "<someproject.enums.Kind(2)>"
     assert torch.equal(loaded["config"].state["width"], torch.ones(2))
     assert loaded["rows"].items == [("a", 1)]
@@ -183,7 +187,8 @@ def test_unknown_classes_become_placeholders(foreign_module):
 def test_call_of_wrapper_function_makes_a_placeholder():
     call = b"ctorch._utils\n_rebuild_wrapper_subclass\ncsomeproject\nX\nK\x05N\x87R."
     loaded = unpickle(call, "here")
-    assert isinstance(loaded, Placeholder) and loaded.args[1:] == (5, None)
+    assert isinstance(loaded, Placeholder)
+    assert loaded.args[1:] == (5, None)
     assert repr(loaded).startswith("<torch._utils._rebuild_wrapper_subclass(")
 
 
@@ -336,7 +341,8 @@ def test_file_is_unmapped_with_its_last_tensor(tmp_path):
         assert is_mapped()
         kept = loaded["nested"][0]["b"]
         del loaded
-        assert is_mapped() and kept.sum() == 3
+        assert is_mapped()
+        assert kept.sum() == 3
         del kept
         assert not is_mapped()
     finally:

@@ -75,7 +75,8 @@ def test_megatron_lms_names_are_understood():
     stored = normalize_stored_args(
         {"group_query_attention": False, "num_attention_heads": 8, "x": 1}
     )
-    assert stored["num_query_groups"] == 8 and stored["x"] == 1  # Megatron-LM stores an unused 1
+    assert stored["num_query_groups"] == 8  # Megatron-LM stores an unused 1
+    assert stored["x"] == 1
 
 
 def test_same_model():
@@ -212,11 +213,13 @@ def test_other_mathematics_is_a_note():
 def test_text_of_a_checkpoint_cannot_forge_a_line():
     forged = {"rope_type": "\x1b[2J\n > loaded", "normalization": "\r > loaded"}
     (note,) = check_same_model(flags(), flags() | {"rope_type": forged["rope_type"]}, "here")
-    assert note.isprintable() and r"\x1b[2J\n > loaded in the checkpoint" in note
+    assert note.isprintable()
+    assert r"\x1b[2J\n > loaded in the checkpoint" in note
     with pytest.raises(ValueError, match=r"normalization: \\r > loaded in the checkpoint"):
         check_same_model(flags(), flags() | forged, "here")
     _, notes = merge_stored_args(flags(), forged)
-    assert len(notes) == 2 and all(note.isprintable() for note in notes)
+    assert len(notes) == 2
+    assert all(note.isprintable() for note in notes)
     with pytest.raises(ValueError, match=r"--tokenizer-type: .\\n > loaded. is not one of"):
         TokenizerConfig("\n > loaded")
 
@@ -234,12 +237,11 @@ def test_taking_arguments_over():
     (note,) = notes
     assert "num_layers is 4 as in the checkpoint, not 12" in note
     config = make_config(merged, 1)
-    assert (
-        config.model.num_layers == 4
-        and config.model.num_query_groups == 2
-        and config.data.seq_length == 64
-    )
-    assert config.optimizer.lr == 1e-4 and config.training.micro_batch_size == 4
+    assert config.model.num_layers == 4
+    assert config.model.num_query_groups == 2
+    assert config.data.seq_length == 64
+    assert config.optimizer.lr == 1e-4
+    assert config.training.micro_batch_size == 4
     assert merge_stored_args(given | {"seq_length": 32}, stored)[0]["seq_length"] == 32
 
 
@@ -271,7 +273,8 @@ def test_dropout_and_losses_of_a_checkpoint_are_defaults():
 def test_unsupported_load_balancing_of_a_checkpoint_is_reported():
     stored = {"moe_router_load_balancing_type": "unheard-of", "moe_aux_loss_coeff": 0.0}
     merged, (note,) = merge_stored_args({}, stored)
-    assert "moe_router_load_balancing_type" not in merged and "not unheard-of as in" in note
+    assert "moe_router_load_balancing_type" not in merged
+    assert "not unheard-of as in" in note
 
 
 def test_precision_of_a_run_that_differs_from_the_checkpoint_is_reported():

@@ -15,7 +15,8 @@ def test_checkpoints_of_one_name_and_different_starts_are_different(tmp_path: Pa
     """Otherwise a launch that has loaded the first one would not notice the second one."""
     config = CheckpointConfig(save=str(tmp_path), load=str(tmp_path))
     directory = TrainingDirectory(config, tmp_path)
-    assert directory.choose() is None and not directory.take()
+    assert directory.choose() is None
+    assert not directory.take()
     WRITERS["torch_dist"](random_source(GPT_ARGS), tmp_path, WriteOptions(), no_progress)
     assert directory.take()  # a first checkpoint
 

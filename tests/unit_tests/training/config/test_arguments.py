@@ -57,7 +57,8 @@ def parsed(text: str) -> Example:
 
 def test_defaults_are_the_dataclass_ones_and_only_given_flags_are_reported():
     given, ignored = parse_flags(FlagParser({"Example": Example}), ["--rate", "0.5"])
-    assert given == {"rate": 0.5} and ignored == []
+    assert given == {"rate": 0.5}
+    assert ignored == []
     assert build(Example, given) == Example(rate=0.5)
 
 
@@ -149,7 +150,8 @@ def test_default_values_and_parts_of_disabled_features_have_no_effect():
         "vanilla"
     )
     given, ignored = parse_flags(parser, words.split())
-    assert given == {} and len(ignored) == 4
+    assert given == {}
+    assert len(ignored) == 4
     with pytest.raises(ValueError, match="multi-token prediction"):
         parse_flags(parser, [*words.split(), "--mtp-num-layers", "1"])
 
@@ -174,9 +176,12 @@ def test_quotes_and_spellings_of_launch_scripts():
 
 
 def test_every_spelling_of_a_switch():
-    assert parsed("--bias").bias and parsed("--disable-bias --bias").bias
-    assert not parsed("--no-bias").bias and not parsed("--disable-bias").bias
-    assert parsed("--shuffle").shuffle and not parsed("--disable-shuffle").shuffle
+    assert parsed("--bias").bias
+    assert parsed("--disable-bias --bias").bias
+    assert not parsed("--no-bias").bias
+    assert not parsed("--disable-bias").bias
+    assert parsed("--shuffle").shuffle
+    assert not parsed("--disable-shuffle").shuffle
     assert not parsed("--tied --no-tied").tied
 
 
@@ -184,7 +189,8 @@ def test_help_shows_every_flag_once_with_its_docstring_and_default():
     text = format_help({"Example": Example, "Other": Other})
     assert text.count("--num-layers") == 1
     assert "Layers, 100 % of them. (default: 2)" in text
-    assert "First line." in text and "Not shown." not in text
+    assert "First line." in text
+    assert "Not shown." not in text
     assert "--internal" not in text
     assert "Paths. Also --path." in text
     assert "N,N" in text

@@ -14,16 +14,13 @@ def batches(size, micro_batch_size, dp_size, rampup=None, decrease_if_needed=Fal
 def test_constant_batch_size():
     schedule = batches(64, 4, 2)
     for consumed in (0, 64, 10**12):
-        assert (
-            schedule.global_batch_size_at(consumed) == 64
-            and schedule.num_microbatches_at(consumed) == 8
-        )
-    assert schedule.consumed_after(10) == 640 and schedule.consumed_after(10, 128) == 768
-    assert (
-        schedule.iterations_for(639) == 9
-        and schedule.iterations_for(640) == 10
-        and schedule.iterations_for(0) == 0
-    )
+        assert schedule.global_batch_size_at(consumed) == 64
+        assert schedule.num_microbatches_at(consumed) == 8
+    assert schedule.consumed_after(10) == 640
+    assert schedule.consumed_after(10, 128) == 768
+    assert schedule.iterations_for(639) == 9
+    assert schedule.iterations_for(640) == 10
+    assert schedule.iterations_for(0) == 0
     assert schedule.iterations_for(640, 100) == 8  # where earlier iterations had another batch size
 
 
@@ -122,13 +119,12 @@ def test_step_schedule_counts_tokens():
         16,
         16,
     ]
-    assert steps.sizes() == [4, 8, 16] and steps.global_batch_size == 16
+    assert steps.sizes() == [4, 8, 16]
+    assert steps.global_batch_size == 16
     # 25 iterations of 4, then 7 of 8 until 156, then of 16
-    assert (
-        steps.consumed_after(25) == 100
-        and steps.consumed_after(33) == 172
-        and steps.iterations_for(172) == 33
-    )
+    assert steps.consumed_after(25) == 100
+    assert steps.consumed_after(33) == 172
+    assert steps.iterations_for(172) == 33
 
 
 @pytest.mark.parametrize("text", ["0:4 x:8", "10:4", "0:4 0:8", "", "0:4 20:8 10:16"])

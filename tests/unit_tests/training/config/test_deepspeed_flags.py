@@ -76,7 +76,8 @@ def test_bloom(tmp_path):
     (row,) = [row for row in SETS if row["id"].endswith("-tr11-176B-ml.slurm")]
     argv = write_files(row["argv"], tmp_path, BLOOM)
     config = parse_args(argv, 384)
-    assert config.model.bf16 and config.tokenizer.vocab_size == 250880
+    assert config.model.bf16
+    assert config.tokenizer.vocab_size == 250880
     # 70 layers and two embeddings are 72 of 12 stages.
     assert config.pipeline_layout.account_for_embedding_in_pipeline_split
     assert config.pipeline_layout.account_for_loss_in_pipeline_split
@@ -91,7 +92,9 @@ def test_smoke_reduces_the_flags_that_replace_options(tmp_path):
     (row,) = [row for row in SETS if row["id"].endswith("-tr11-176B-ml.slurm")]
     argv = write_files(row["argv"], tmp_path, BLOOM)
     config = parse_args(reduce_flags(list_options(argv), 1), 1)
-    assert config.model.bf16 and config.data.mock_data and config.training.train_iters == 3
+    assert config.model.bf16
+    assert config.data.mock_data
+    assert config.training.train_iters == 3
     # A file that is missing is an error, not a run without it.
     (tmp_path / "ds.json").unlink()
     with pytest.raises(ValueError, match="--deepspeed_config .*ds.json: cannot be read"):
@@ -140,10 +143,13 @@ def test_options_of_the_model():
         "--position-embedding-type rotary --rotary-position-embeddings-theta 5000 "
         "--ds-sequence-parallel-size 2 --attention-dropout 0 --eval-only True"
     )
-    assert config.model.group_query_attention and config.model.num_query_groups == 2
+    assert config.model.group_query_attention
+    assert config.model.num_query_groups == 2
     # Without --ffn-hidden-size the gate does not make the layer narrower.
-    assert config.model.geglu and config.model.ffn_hidden_size == 256
-    assert config.model.rotary_base == 5000 and config.training.skip_train
+    assert config.model.geglu
+    assert config.model.ffn_hidden_size == 256
+    assert config.model.rotary_base == 5000
+    assert config.training.skip_train
     assert config.parallel.context_parallel_size == 2
     assert config.parallel.cp_comm_type == ["a2a"]
 
@@ -199,7 +205,8 @@ def test_values_of_the_file_replace_flags(tmp_path):
     fields = {"gradient_clipping": 0.5, "fp16": {"enabled": True, "loss_scale": 0}}
     flags = "--train-iters 5 --clip-grad 2 --fp16 --loss-scale 12"
     config = parse(flags, fields, tmp_path)
-    assert config.optimizer.clip_grad == 0.5 and config.optimizer.loss_scale is None
+    assert config.optimizer.clip_grad == 0.5
+    assert config.optimizer.loss_scale is None
     assert "--loss-scale 12.0: not used" in "\n".join(config.notes)
     config = parse(flags, {"fp16": {"enabled": True}}, tmp_path)
     assert config.optimizer.clip_grad == 2
@@ -209,7 +216,8 @@ def test_values_of_the_file_replace_flags(tmp_path):
 def test_memory_that_is_not_saved_is_listed(tmp_path):
     zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "overlap_comm": True}
     notes = "\n".join(parse("--train-iters 5", {"zero_optimization": zero}, tmp_path).notes)
-    assert "ZeRO stage 3" in notes and "zero_optimization.offload_optimizer (to cpu)" in notes
+    assert "ZeRO stage 3" in notes
+    assert "zero_optimization.offload_optimizer (to cpu)" in notes
 
 
 @pytest.mark.parametrize(
@@ -253,10 +261,12 @@ def parse_data(**groups):
 
 def test_data_sets_with_ranges():
     whole = parse_data(train=["T: 0.3 0:1 /a, 0.7 0:1 /b"], valid=["V: 1 0:1.0 /c"])
-    assert whole.problems == [] and whole.flag_values["valid_data_path"] == ["1", "/c"]
+    assert whole.problems == []
+    assert whole.flag_values["valid_data_path"] == ["1", "/c"]
     assert whole.flag_values["train_data_path"] == ["0.3", "/a", "0.7", "/b"]
     ranges = parse_data(train=["T: 1 0:0.6 /a"], valid=["V: 1 0.6:0.8 /a"], test=["X: 1 0.8:1 /a"])
-    assert ranges.problems == [] and ranges.flag_values["split"] == "60,20,20"
+    assert ranges.problems == []
+    assert ranges.flag_values["split"] == "60,20,20"
     assert ranges.flag_values["data_path"] == ["1", "/a"]
 
 

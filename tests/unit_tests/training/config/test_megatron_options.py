@@ -30,7 +30,8 @@ def test_every_boolean_has_both_spellings(field):
     counts.
     """
     on, off = both_spellings(field)
-    assert on and off
+    assert on
+    assert off
     parse = make_flag_parser().parse
     for names, value in ((on, True), (off, False)):
         for name in names:
@@ -55,14 +56,16 @@ def test_dispatcher_aliases():
     line = make_flag_parser().parse(
         ["--moe-token-dispatcher-type", "flex", "--moe-enable-deepep", "--moe-deepep-num-sms", "24"]
     )
-    assert line.flag_values == {"moe_token_dispatcher_type": "alltoall"} and line.problems == []
+    assert line.flag_values == {"moe_token_dispatcher_type": "alltoall"}
+    assert line.problems == []
     assert line.ignored == ["--moe-enable-deepep", "--moe-deepep-num-sms"]
 
 
 def test_short_names_of_layout_and_batch():
     words = "--tp=2 --pp=3 --cp=4 --ep=5 --mbs=6 --gbs=7"
     line = make_flag_parser().parse(words.split())
-    assert line.problems == [] and line.flag_values == {
+    assert line.problems == []
+    assert line.flag_values == {
         "tensor_model_parallel_size": 2,
         "pipeline_model_parallel_size": 3,
         "context_parallel_size": 4,
@@ -75,14 +78,16 @@ def test_short_names_of_layout_and_batch():
 def test_values_of_forks_that_disable_a_feature_have_no_effect():
     words = ["--train-mode", "pretrain", "--attention-sink-k", "0", "--extra-vocab-size", "0"]
     line = make_flag_parser().parse(words)
-    assert line.problems == [] and line.ignored == words[::2]
+    assert line.problems == []
+    assert line.ignored == words[::2]
     assert "fork" in make_flag_parser().parse(["--attention-sink-k", "4"]).problems[0]
 
 
 def test_equivalent_replacements_are_noted():
     words = "--use-torch-fsdp2 --cp-comm-type a2a+p2p --ckpt-format fsdp_dtensor"
     line = make_flag_parser().parse(words.split())
-    assert line.problems == [] and line.flag_values == {
+    assert line.problems == []
+    assert line.flag_values == {
         "use_distributed_optimizer": True,
         "cp_comm_type": ["p2p"],
         "ckpt_format": "torch_dist",
@@ -110,7 +115,8 @@ def test_tokenizers_of_pai_megatron_patch():
     words = ["--patch-tokenizer-type", "Qwen2Tokenizer", "--load", "base"]
     words += ["--extra-vocab-size", "293"]
     line = make_flag_parser().parse(words)
-    assert line.problems == [] and line.flag_values == {
+    assert line.problems == []
+    assert line.flag_values == {
         "tokenizer_type": "HuggingFaceTokenizer",
         "tokenizer_model": "base",
         "load": "base",
@@ -126,7 +132,8 @@ def test_tokenizers_of_pai_megatron_patch():
 def test_packed_sequences_of_pretraining_reset_the_attention_mask():
     words = ["--use-packed-seq-params", "--no-create-attention-mask-in-dataloader"]
     line = make_flag_parser().parse(words)
-    assert line.problems == [] and "--reset-attention-mask" in line.notes[0]
+    assert line.problems == []
+    assert "--reset-attention-mask" in line.notes[0]
     assert line.flag_values == {
         "reset_attention_mask": True,
         "create_attention_mask_in_dataloader": True,
@@ -136,7 +143,8 @@ def test_packed_sequences_of_pretraining_reset_the_attention_mask():
 def test_memory_that_is_not_saved_is_noted():
     words = "--optimizer-cpu-offload --fine-grained-activation-offloading --offload-modules moe_act"
     line = make_flag_parser().parse(words.split())
-    assert line.problems == [] and len(line.unsaved_memory) == 2
+    assert line.problems == []
+    assert len(line.unsaved_memory) == 2
     assert line.unsaved_memory[0] == "--optimizer-cpu-offload (offloading to host memory)"
 
 
@@ -145,7 +153,8 @@ def test_underscores_of_forks_are_hyphens():
         ["--num_layers", "2", "--mbs=3", "--data_impl", "mmap", "--foo_bar", "1"]
     )
     assert line.flag_values == {"num_layers": 2, "micro_batch_size": 3}
-    assert line.ignored == ["--data-impl"] and "--foo_bar" in line.problems[0]
+    assert line.ignored == ["--data-impl"]
+    assert "--foo_bar" in line.problems[0]
 
 
 def test_unknown_flags_are_ignored_only_on_request():
@@ -162,13 +171,13 @@ def test_unknown_flags_are_ignored_only_on_request():
         "--hybrid-context-parallel",
     ]
     line = make_flag_parser().parse(words)
-    assert len(line.problems) == 4 and not line.dropped
+    assert len(line.problems) == 4
+    assert not line.dropped
     line = make_flag_parser().parse([*words, "--ignore-unknown-flags"])
-    assert (
-        line.dropped == ["--foo-bar 3 4", "--train-mode 7", "--no-baz"]
-        and line.flag_values["lr"] == 0.1
-    )
-    assert len(line.problems) == 1 and line.problems[0].startswith("--hybrid-context-parallel: ")
+    assert line.dropped == ["--foo-bar 3 4", "--train-mode 7", "--no-baz"]
+    assert line.flag_values["lr"] == 0.1
+    assert len(line.problems) == 1
+    assert line.problems[0].startswith("--hybrid-context-parallel: ")
 
 
 def test_no_option_of_megatron_lm_is_unknown():
@@ -270,15 +279,16 @@ def test_defaults_that_follow_from_other_flags():
     def config(**options):
         return TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, **options)
 
-    assert config().ffn_hidden_size == 128 and config().kv_channels == 8
-    assert config().query_groups == 4 and config(num_query_groups=2).query_groups == 4
+    assert config().ffn_hidden_size == 128
+    assert config().kv_channels == 8
+    assert config().query_groups == 4
+    assert config(num_query_groups=2).query_groups == 4
     assert config(group_query_attention=True).query_groups == 1
     # The tanh approximation is fused with the bias; without a bias GELU is exact.
-    assert config().tanh_gelu and not config(add_bias_linear=False).tanh_gelu
-    assert (
-        not config(bias_gelu_fusion=False).tanh_gelu
-        and config(openai_gelu=True, add_bias_linear=False).tanh_gelu
-    )
+    assert config().tanh_gelu
+    assert not config(add_bias_linear=False).tanh_gelu
+    assert not config(bias_gelu_fusion=False).tanh_gelu
+    assert config(openai_gelu=True, add_bias_linear=False).tanh_gelu
 
 
 @pytest.mark.parametrize("row", SETS, ids=lambda row: row["id"])
@@ -286,6 +296,5 @@ def test_real_command_lines(row):
     """Command lines of supported models parse; the others are rejected with one line per reason."""
     result, lines = outcome(row["argv"])
     assert result == row["outcome"], lines
-    assert len(lines) == len(row["because"]) and all(
-        why in line for why, line in zip(row["because"], lines, strict=True)
-    )
+    assert len(lines) == len(row["because"])
+    assert all(why in line for why, line in zip(row["because"], lines, strict=True))

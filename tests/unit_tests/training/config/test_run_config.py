@@ -39,13 +39,13 @@ def test_command_lines_of_megatron_lm_parse_unchanged(path):
         64,
         8,
     )
-    assert parsed.optimizer.lr == 2e-3 and parsed.schedule().lr_warmup_steps == 16
+    assert parsed.optimizer.lr == 2e-3
+    assert parsed.schedule().lr_warmup_steps == 16
     assert parsed.model.position_embedding_type == (
         "rope" if "llama" in path.stem else "learned_absolute"
     )
-    assert parsed.model.bias_gelu_fusion is False and parsed.model.add_bias_linear == (
-        "gpt2" in path.stem
-    )
+    assert parsed.model.bias_gelu_fusion is False
+    assert parsed.model.add_bias_linear == ("gpt2" in path.stem)
     assert "--no-masked-softmax-fusion" in parsed.notes[0]
 
 
@@ -53,7 +53,8 @@ def test_derived_values():
     parsed = config("--micro-batch-size 2 --swiglu --vocab-size 100", world_size=3)
     assert parsed.training.global_batch_size == 6
     assert parsed.model.max_position_embeddings == 16
-    assert parsed.set_vocab_size(101) == 101 and parsed.model.vocab_size == 101
+    assert parsed.set_vocab_size(101) == 101
+    assert parsed.model.vocab_size == 101
     assert parsed.flags()["vocab_size"] == 100  # as given: with NullTokenizer it means 101 tokens
     assert parsed.flags()["ffn_hidden_size"] == parsed.model.ffn_size
 
@@ -376,7 +377,8 @@ def test_numbers_must_be_finite():
         if spelling.word_type is float
     ]
     accepted = [name for name in numbers if not parse([name, "nan"]).problems]
-    assert len(numbers) > 50 and accepted == []
+    assert len(numbers) > 50
+    assert accepted == []
 
 
 def list_invalid_values():

@@ -71,10 +71,8 @@ def tokenizer_json(tmp_path):
 def test_null_tokenizer():
     tokenizer = build_tokenizer(TokenizerConfig("NullTokenizer", vocab_size=256))
     assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (257, 256, None)
-    assert (
-        tokenizer.tokenize(" 3 0\n256 ") == [3, 0, 256]
-        and tokenizer.detokenize([3, 0, 256]) == "3 0 256"
-    )
+    assert tokenizer.tokenize(" 3 0\n256 ") == [3, 0, 256]
+    assert tokenizer.detokenize([3, 0, 256]) == "3 0 256"
     assert tokenizer.tokenize("") == []
     with pytest.raises(ValueError, match="reads decimal ids .* not 'three'"):
         tokenizer.tokenize("three")
@@ -112,10 +110,8 @@ def test_gpt_sentencepiece_and_llama2(sentencepiece_models):
         for kind in ("GPTSentencePiece", "Llama2")
     )
     assert plain.tokenize(TEXT) == oracle.encode(TEXT)
-    assert (
-        llama.tokenize(TEXT) == [oracle.bos_id(), *oracle.encode(TEXT)]
-        and llama.detokenize(llama.tokenize(TEXT)) == TEXT
-    )
+    assert llama.tokenize(TEXT) == [oracle.bos_id(), *oracle.encode(TEXT)]
+    assert llama.detokenize(llama.tokenize(TEXT)) == TEXT
     assert (
         (plain.vocab_size, plain.eod)
         == (llama.vocab_size, llama.eod)
@@ -187,9 +183,8 @@ def test_megatron_lm_tiktokenizer(tmp_path):
     )
     assert tokenizer.tokenize("retre") == [10 + i for i in oracle.encode("retre")] == [268, 266]
     assert tokenizer.tokenize("12") == [10 + ord("1"), 10 + ord("2")]  # digits one by one
-    assert tokenizer.detokenize(
-        tokenizer.tokenize(TEXT + "<s>")
-    ) == TEXT + "<s>" and 1 not in tokenizer.tokenize("<s>")
+    assert tokenizer.detokenize(tokenizer.tokenize(TEXT + "<s>")) == TEXT + "<s>"
+    assert 1 not in tokenizer.tokenize("<s>")
 
     for changes, message in [
         ({"vocab_size": 300}, "has 259 ranks, not each of 0 to 289 once: give --vocab-size 269"),
@@ -221,10 +216,8 @@ def test_llama3_tokenizer_of_meta(tmp_path):
     }
     names |= {"<|reserved_special_token_4|>": 8, "<|reserved_special_token_5|>": 10}
     assert {name: tokenizer.token_id(name) - 259 for name in names} == names
-    assert (
-        tokenizer.tokenize("ret") == [258]
-        and tokenizer.detokenize(tokenizer.tokenize(TEXT)) == TEXT
-    )
+    assert tokenizer.tokenize("ret") == [258]
+    assert tokenizer.detokenize(tokenizer.tokenize(TEXT)) == TEXT
     model.write_text("junk")
     with pytest.raises(ValueError, match="has a line that is not a token and its rank"):
         build_tokenizer(TokenizerConfig("Llama3Tokenizer", str(model)))
@@ -245,7 +238,8 @@ def test_added_tokens(gpt2_files, tokenizer_json):
     }
     gpt2 = build_tokenizer(TokenizerConfig("GPT2BPETokenizer", **files, **added))
     assert (gpt2.vocab_size, gpt2.eod, gpt2.token_id("<fim_prefix>")) == (259, 257, 258)
-    assert gpt2.token_id("<|endoftext|>") == 257 and gpt2.token_id("<nothing>") is None
+    assert gpt2.token_id("<|endoftext|>") == 257
+    assert gpt2.token_id("<nothing>") is None
     assert 257 not in gpt2.tokenize("<|endoftext|>")  # text still never becomes EOD
     face = build_tokenizer(
         TokenizerConfig("HuggingFaceTokenizer", str(tokenizer_json), special_tokens=["<fim>"])
@@ -282,7 +276,8 @@ def test_huggingface_file_alone(tokenizer_json):
     tokenizer = build_tokenizer(TokenizerConfig("HuggingFaceTokenizer", str(tokenizer_json)))
     assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (258, 257, None)
     ids = tokenizer.tokenize(TEXT)
-    assert ids == Pipeline.from_file(str(tokenizer_json)).encode(TEXT).ids and 256 not in ids
+    assert ids == Pipeline.from_file(str(tokenizer_json)).encode(TEXT).ids
+    assert 256 not in ids
     assert tokenizer.detokenize(ids) == TEXT
 
 
@@ -319,9 +314,8 @@ def test_gpt2_bpe(gpt2_files):
     tokenizer = build_tokenizer(config)
     assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (258, 257, None)
     ids = tokenizer.tokenize(TEXT + "<|endoftext|>")
-    assert (
-        ids.count(256) == 1 and tokenizer.eod not in ids
-    )  # "re" is merged; text never becomes EOD
+    assert ids.count(256) == 1  # "re" is merged; text never becomes EOD
+    assert tokenizer.eod not in ids
     assert tokenizer.detokenize(ids) == TEXT + "<|endoftext|>"
     alphabet = byte_alphabet()
     assert tokenizer.tokenize("ab") == [alphabet["a"], alphabet["b"]]

@@ -83,9 +83,11 @@ def test_memory_and_input_waits_are_those_of_all_ranks(pool):
         for interval in intervals:
             assert list(interval.input_seconds) == [1.0, 2.0]
             fields = interval.as_fields()
-            assert fields["input_seconds"] == 2.0 and fields["input_rank"] == 1
+            assert fields["input_seconds"] == 2.0
+            assert fields["input_rank"] == 1
             memory = interval.max_memory_bytes
-            assert len(memory) == 2 and min(memory) > 1e6
+            assert len(memory) == 2
+            assert min(memory) > 1e6
             assert fields["max_memory_bytes"] == max(memory) == memory[fields["max_memory_rank"]]
             assert fields["min_memory_bytes"] == min(memory)
 
@@ -121,10 +123,8 @@ def test_log_line(pool):
         "ETA: 0:04:24 |",  # 88 iterations of 3 seconds
     ):
         assert part in line
-    assert (
-        re.match(r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6}\] iteration", line)
-        and "params norm" not in line
-    )
+    assert re.match(r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6}\] iteration", line)
+    assert "params norm" not in line
 
 
 MEGATRON_LM_LINE = re.compile(
@@ -153,19 +153,19 @@ def test_log_line_begins_with_the_fields_of_megatron_lm_in_their_order(pool, flo
     (interval,) = pool.run(interval_of, 1, [(12, 2.0, False)])
     interval = dataclasses.replace(interval, flops=flops, seconds=1.0)
     match = MEGATRON_LM_LINE.match(format_log_line(interval, 100))
-    assert match is not None and match[1] == throughput
+    assert match is not None
+    assert match[1] == throughput
 
 
 def test_fields_of_a_json_line(pool):
     (interval,) = pool.run(interval_of, 1, [(9, 2.0, False), (10, math.nan, False)])
     fields = interval.as_fields()
-    assert (
-        fields["iteration"] == 10
-        and fields["iterations"] == 2
-        and fields["seconds"] == 6.0
-        and fields["nan"] == 1
-    )
-    assert interval.estimate_remaining_seconds(100) == 270.0 and math.isnan(fields["lm_loss"])
+    assert fields["iteration"] == 10
+    assert fields["iterations"] == 2
+    assert fields["seconds"] == 6.0
+    assert fields["nan"] == 1
+    assert interval.estimate_remaining_seconds(100) == 270.0
+    assert math.isnan(fields["lm_loss"])
 
 
 def test_losses_of_further_tokens_are_logged():
@@ -270,7 +270,8 @@ def test_restart_continues_the_run_at_weights_and_biases(tmp_path, monkeypatch):
     assert begin(15) == first
     assert begin(30, ckpt_step=None, finetune=False) == first
     branch = begin(10, ckpt_step=10)
-    assert branch != first and begin(20) == branch
+    assert branch != first
+    assert begin(20) == branch
     assert begin(0) not in (first, branch)
     (tmp_path / ".wandb-run").write_text("../../x")
     assert begin(20).isalnum()

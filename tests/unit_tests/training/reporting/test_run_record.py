@@ -30,10 +30,11 @@ def test_launches_are_ordered_by_time(tmp_path):
     first.write("end", iteration=5, reason="complete", failed=False)
     one, two = read_record(tmp_path)
     assert (one.first, one.last, two.first, two.last) == (0, 5, 5, 6)
-    assert one.end["reason"] == "complete" and two.end is None and one.ended == 1004
-    assert two.intervals[0]["lm_loss"] is None and one.points[0]["values"] == {
-        "save-total-time": 1.0
-    }
+    assert one.end["reason"] == "complete"
+    assert two.end is None
+    assert one.ended == 1004
+    assert two.intervals[0]["lm_loss"] is None
+    assert one.points[0]["values"] == {"save-total-time": 1.0}
 
 
 def test_truncated_lines_are_skipped(tmp_path):
@@ -82,7 +83,8 @@ def test_failed_launches_are_recorded(tmp_path):
     fail(tmp_path, 3000, record=True)  # its own record ends with the reason
     assert [launch.began for launch in read_record(tmp_path)] == [1000, 3000]
     (failed,) = read_failed_launches(tmp_path)
-    assert failed["time"] == 2000 and failed["reason"] == "--lr x is wrong"
+    assert failed["time"] == 2000
+    assert failed["reason"] == "--lr x is wrong"
     assert failed["command"] == ["pretrain_gpt.py", "--lr", "x"]
 
 

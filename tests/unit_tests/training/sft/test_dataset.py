@@ -165,11 +165,13 @@ def test_tokens_are_cached_until_the_data_changes(build, tmp_path, monkeypatch):
     )
     first, _, _ = build(data=data)
     second, _, _ = build(data=data)
-    assert len(calls) == 1 and first.fingerprint == second.fingerprint
+    assert len(calls) == 1
+    assert first.fingerprint == second.fingerprint
     data.write_text(data.read_text().replace("fine", "good"))
     third, _, _ = build(data=data)
     build("--sft-train-on all", data=data)
-    assert len(calls) == 3 and third.fingerprint != first.fingerprint
+    assert len(calls) == 3
+    assert third.fingerprint != first.fingerprint
 
 
 def test_workers_write_the_tokens_that_one_process_writes(build, tmp_path, monkeypatch):
@@ -205,7 +207,8 @@ def test_the_preview_marks_trained_text(build, caplog):
     )
     assert "16 samples are 2.00 epochs" in caplog.text
     preview = next(message for message in caplog.messages if "trained on the text" in message)
-    assert "</s>" in preview and preview.count("[[") == preview.count("]]") == 2
+    assert "</s>" in preview
+    assert preview.count("[[") == preview.count("]]") == 2
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,8 @@ def test_json_lines_are_read_plain_and_compressed(tmp_path):
         file.write(LINES)
     plain, plain_lines = read_records(tmp_path / "a.jsonl")
     compressed, _ = read_records(tmp_path / "b.jsonl.gz")
-    assert plain == compressed and len(plain) == 12
+    assert plain == compressed
+    assert len(plain) == 12
     assert plain_lines == list(range(1, 25, 2))
 
 

@@ -11,7 +11,9 @@ class FusedAdam(torch.optim.Optimizer):
         self, params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8, adam_w_mode=True, weight_decay=0.0,
         amsgrad=False, set_grad_none=True, capturable=False, master_weights=False,
     ):  # fmt: skip
-        assert capturable and adam_w_mode and not (amsgrad or master_weights)
+        assert capturable
+        assert adam_w_mode
+        assert not (amsgrad or master_weights)
         defaults = {
             "lr": torch.tensor(lr),
             "bias_correction": bias_correction,

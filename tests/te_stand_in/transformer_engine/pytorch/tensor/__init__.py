@@ -27,7 +27,8 @@ class Quantizer:
         self.columnwise = columnwise
 
     def __call__(self, tensor):
-        assert self.columnwise and not self.internal
+        assert self.columnwise
+        assert not self.internal
         self.amax.copy_(torch.maximum(self.amax, tensor.abs().amax().float()))
         return Fp8Tensor(self.bytes_of(tensor), 1 / self.scale, tensor.dtype, self)
 

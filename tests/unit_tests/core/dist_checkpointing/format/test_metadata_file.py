@@ -117,7 +117,8 @@ def test_large_metadata_is_encoded_in_blocks():
         objects={f"rng_state/{rank}": Location("__0_0.distcp", rank, 1) for rank in range(9000)}
     )
     parts = encode(large)
-    assert {len(part) for part in parts[:-1]} == {BLOCK_SIZE} and len(parts[-1]) <= BLOCK_SIZE
+    assert {len(part) for part in parts[:-1]} == {BLOCK_SIZE}
+    assert len(parts[-1]) <= BLOCK_SIZE
     assert plain(decode_metadata(b"".join(parts), "here")) == plain(large)
     assert (
         compute_checksums(*parts)
@@ -135,11 +136,9 @@ def test_dcp_unpickles_the_same_metadata():
     """Compare the objects that plain `pickle` builds with the content of the index."""
     encoded = written(example())
     read = pickle.load(io.BytesIO(encoded))
-    assert (
-        isinstance(read, dcp.Metadata)
-        and read.version == "1.0.0"
-        and read.storage_meta == dcp.StorageMeta()
-    )
+    assert isinstance(read, dcp.Metadata)
+    assert read.version == "1.0.0"
+    assert read.storage_meta == dcp.StorageMeta()
     expected = example()
     assert (
         read.state_dict_metadata.keys()
@@ -149,7 +148,8 @@ def test_dcp_unpickles_the_same_metadata():
     for key, tensor in expected.tensors.items():
         entry = read.state_dict_metadata[key]
         assert entry.properties == dcp.TensorProperties(dtype=tensor.dtype)
-        assert type(entry.size) is torch.Size and entry.size == torch.Size(tensor.shape)
+        assert type(entry.size) is torch.Size
+        assert entry.size == torch.Size(tensor.shape)
         assert [(c.offsets, c.sizes) for c in entry.chunks] == [
             (c.offset, c.shape) for c in tensor.chunks
         ]
@@ -216,10 +216,8 @@ def test_file_is_closed_with_its_last_tensor(tmp_path):
     gc.disable()  # it must not take a collection
     try:
         metadata = read_metadata(tmp_path)
-        assert (
-            len(metadata.tensors["w"].chunks) == 300
-            and len(os.listdir("/proc/self/fd")) == before + 1
-        )
+        assert len(metadata.tensors["w"].chunks) == 300
+        assert len(os.listdir("/proc/self/fd")) == before + 1
         del metadata
         assert len(os.listdir("/proc/self/fd")) == before
     finally:

@@ -99,9 +99,11 @@ def test_strictness(saved, caplog):
     report = attempt("return_unexpected")
     assert (report.unexpected, report.missing) == (["layer.weigth"], [])
     assert not caplog.text
-    assert attempt("ignore_all").unexpected == [] and not caplog.text
+    assert attempt("ignore_all").unexpected == []
+    assert not caplog.text
     attempt("log_unexpected")
-    assert "layer.weigth" in caplog.text and "any rank" not in caplog.text
+    assert "layer.weigth" in caplog.text
+    assert "any rank" not in caplog.text
     attempt("log_all")
     assert "any rank" in caplog.text
     with pytest.raises(ValueError, match="'strict' is none of assume_ok_unexpected"):
@@ -131,9 +133,8 @@ def test_common_is_plain(saved, tmp_path):
 def test_tracker(tmp_path):
     assert read_tracker(tmp_path) is None
     write_tracker(tmp_path, 120)
-    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "120" and read_tracker(
-        tmp_path
-    ) == 120
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "120"
+    assert read_tracker(tmp_path) == 120
     write_tracker(tmp_path, "release")
     assert read_tracker(tmp_path) == "release"
     for content in (b"12\xff0", b"9" * 5000):

@@ -54,10 +54,8 @@ def test_a_snapshot_is_isolated(tmp_path, limit):
             training.change_tensors()
             (report,) = saver.finish()
             assert report.error is None, report.error
-            assert (
-                report.staging <= report.writing <= report.total
-                and report.bytes >= 2 * training.weight.nbytes
-            )
+            assert report.staging <= report.writing <= report.total
+            assert report.bytes >= 2 * training.weight.nbytes
             assert_holds(tmp_path / f"{seed}", seed)
 
 
@@ -107,7 +105,8 @@ def test_waiting_for_a_save_counts_as_blocking_time(tmp_path, monkeypatch):
         while not handle.done():
             time.sleep(0.01)
         (report,) = saver.finish()
-        assert report.blocking < report.writing and report.end_wait == 0.0
+        assert report.blocking < report.writing
+        assert report.end_wait == 0.0
         saver.save(training.state(), tmp_path / "finished", common={})
         (report,) = saver.finish()
         assert report.blocking >= report.writing
@@ -131,14 +130,16 @@ def test_one_save_waits_for_the_other(tmp_path, monkeypatch):
         for seed, (name, gate) in enumerate(gates.items()):
             training = Training(seed)
             handles.append(saver.save(training.state(), tmp_path / name, common=training.common))
-            assert [handle.done() for handle in handles] == [True] * seed + [False] and saver.busy
+            assert [handle.done() for handle in handles] == [True] * seed + [False]
+            assert saver.busy
             gate.set()
             saver.wait_staged()
             training.change_tensors()
         reports = saver.finish()
         assert [report.error for report in reports] == [None] * 3
         assert [report.directory.name for report in reports] == list(gates)
-        assert saver.poll() == [] and not saver.busy
+        assert saver.poll() == []
+        assert not saver.busy
     for seed, name in enumerate(gates):
         assert_holds(tmp_path / name, seed)
 
@@ -153,7 +154,8 @@ def test_the_tracker_moves_after_the_commit(tmp_path):
 
     with AsyncSaver() as saver:
         saver.save(training.state(), tmp_path / "iter_0000003", common={}, on_commit=on_commit)
-    assert seen == [True] and read_tracker(tmp_path) == 3
+    assert seen == [True]
+    assert read_tracker(tmp_path) == 3
 
 
 def test_a_failing_tracker_does_not_undo_the_commit(tmp_path):
@@ -166,7 +168,8 @@ def test_a_failing_tracker_does_not_undo_the_commit(tmp_path):
         ).wait()
     assert "committed, but a step after the commit failed" in report.error
     assert "Read-only" in report.error
-    assert is_complete(tmp_path / "c") and os.listdir(tmp_path) == ["c"]
+    assert is_complete(tmp_path / "c")
+    assert os.listdir(tmp_path) == ["c"]
 
 
 def test_prepare_makes_the_first_save_like_the_others(tmp_path):
@@ -234,7 +237,8 @@ def saves_counting_collectives(rank, size, root, constant):
 @pytest.mark.parametrize("constant", [False, True])
 def test_later_saves_need_no_collectives(pool, tmp_path, constant):
     for counts in pool.run(saves_counting_collectives, 3, str(tmp_path), constant):
-        assert "gather" in counts[0] and "scatter" in counts[0]
+        assert "gather" in counts[0]
+        assert "scatter" in counts[0]
         assert counts[1:] == [[] if constant else ["all_reduce"]] * 2
     for value in range(3):
         assert_sharded(tmp_path / str(value), 3, value)
@@ -363,7 +367,8 @@ def test_slow_file_systems_do_not_hold_training_up(tmp_path, monkeypatch, name):
         held.reached.wait()
         saver.wait_staged()
         training.change_tensors()
-        assert saver.busy and saver.poll() == []
+        assert saver.busy
+        assert saver.poll() == []
         held.go.set()
         assert handle.wait().error is None
     assert_holds(tmp_path / "c", 5)
@@ -508,7 +513,8 @@ def test_an_interrupted_save_is_cancelled(tmp_path):
         handle = saver.save(state, tmp_path / "interrupted", common={})
         begun.wait()
         raise KeyboardInterrupt
-    assert "cancelled" in handle.wait().error and os.listdir(tmp_path) == []
+    assert "cancelled" in handle.wait().error
+    assert os.listdir(tmp_path) == []
 
 
 def nested_value():
@@ -611,7 +617,8 @@ def test_changed_objects_do_not_reach_the_file(tmp_path, monkeypatch, make, chan
     assert report.error is None, report.error
     assert (threading.main_thread() not in threads) == in_background
     loaded = load({key: ShardedObject(key, None) for key in state}, tmp_path / "saved").objects
-    assert equal(loaded["o"], make()) and equal(loaded["p"], make())
+    assert equal(loaded["o"], make())
+    assert equal(loaded["p"], make())
     assert equal(load_common(tmp_path / "saved")["value"], make())
 
 
@@ -621,7 +628,8 @@ def test_copies_of_plain_values_keep_shared_parts():
     value = {"a": inner, "b": inner, "c": (1, "two", None)}
     inner.append(value)  # a cycle
     copied = copy_plain_value(value)
-    assert copied["a"] is copied["b"] and copied["a"][0] is copied["a"][1] is not shared
+    assert copied["a"] is copied["b"]
+    assert copied["a"][0] is copied["a"][1] is not shared
     assert copied["a"][2] is copied
     assert copied["c"] is value["c"]  # immutable
 

@@ -90,11 +90,9 @@ def test_async_save_is_loaded_at_another_layout(root, pool):
             (report,) = saver.finish()
             assert report.error is None
             assert_holds(directory, seed, ROWS)
-            assert (
-                verify(directory).ok
-                and find_missing_or_truncated(directory) == []
-                and is_complete(directory)
-            )
+            assert verify(directory).ok
+            assert find_missing_or_truncated(directory) == []
+            assert is_complete(directory)
     assert read_tracker(root) == 2
     pool.run(save_sharded, 2, str(root / "sharded"), dict(os.environ))
     assert_sharded(root / "sharded", 2, 7.0)
@@ -116,9 +114,11 @@ def test_local_checkpoint_is_copied_by_the_owner_only(root, tmp_path):
             reports.append(copier.copy(local, root / f"iter_{iteration:07d}", **options).wait())
     copier.close()
     nodes.close()
-    assert reports[0].error is None and reports[1].superseded
+    assert reports[0].error is None
+    assert reports[1].superseded
     assert_holds(root / "iter_0000001", 1, ROWS)
-    assert verify(root / "iter_0000001").ok and not is_complete(root / "iter_0000002")
+    assert verify(root / "iter_0000001").ok
+    assert not is_complete(root / "iter_0000002")
 
 
 def save_sharded(rank, world_size, directory, environment):
@@ -204,12 +204,11 @@ def test_suspended_owner_changes_nothing_at_any_request(root, monkeypatch, endin
     gate.opened.set()
     thread.join()
     assert report.error is None
-    assert (
-        reports[0].superseded
-        and "another launch has taken over this directory (generation 2" in reports[0].error
-    )
+    assert reports[0].superseded
+    assert "another launch has taken over this directory (generation 2" in reports[0].error
     assert_holds(directory, 2, ROWS)
-    assert verify(directory).ok and find_missing_or_truncated(directory) == []
+    assert verify(directory).ok
+    assert find_missing_or_truncated(directory) == []
 
 
 def test_claim_after_a_takeover_does_not_commit(root, monkeypatch):
@@ -224,7 +223,8 @@ def test_claim_after_a_takeover_does_not_commit(root, monkeypatch):
     take_generation(root, {"host": "new"})
     gate.opened.set()
     thread.join()
-    assert reports[0].superseded and not is_complete(root / "iter_0000004")
+    assert reports[0].superseded
+    assert not is_complete(root / "iter_0000004")
 
 
 def test_simultaneous_starts_get_different_generations(root):
@@ -253,7 +253,8 @@ def test_slow_start_does_not_reuse_a_removed_number(root, monkeypatch):
 
     monkeypatch.setattr(fencing, "find_newest", look_before_the_others)
     generation = take_generation(root, {})
-    assert generation.number == 3 and generation.is_current()
+    assert generation.number == 3
+    assert generation.is_current()
 
 
 def test_old_owner_cannot_touch_a_prefix_whose_numbers_start_again(root):
@@ -272,7 +273,8 @@ def test_old_owner_cannot_touch_a_prefix_whose_numbers_start_again(root):
     with pytest.raises(SupersededError):
         old.put_aside([root / "iter_0000005"])
     assert_holds(root / "iter_0000005", 2, ROWS)
-    assert read_tracker(root) == 5 and not is_complete(root / "iter_0000009")
+    assert read_tracker(root) == 5
+    assert not is_complete(root / "iter_0000009")
 
 
 def test_removal_revokes_the_checkpoint_first(root, monkeypatch):
@@ -329,12 +331,12 @@ def test_failed_upload_fails_the_save_and_is_cleaned_up(root, server, monkeypatc
     ):
         object_storage.open_store.cache_clear()
         report = save_one(root / "iter_0000001", 1, generation)
-        assert report.error is not None and not report.superseded
+        assert report.error is not None
+        assert not report.superseded
     monkeypatch.setenv("MEGATRON_STORAGE_DEADLINE", "60")
     object_storage.open_store.cache_clear()
-    assert not any((root / "iter_0000001").glob("*.distcp")) and not is_complete(
-        root / "iter_0000001"
-    )
+    assert not any((root / "iter_0000001").glob("*.distcp"))
+    assert not is_complete(root / "iter_0000001")
     assert save_one(root / "iter_0000001", 2, generation).error is None
     assert_holds(root / "iter_0000001", 2, ROWS)
 
@@ -369,7 +371,8 @@ def test_outage_is_reported_on_every_rank_and_cleaned_up(root, server, pool):
         environment = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
         environment["MEGATRON_STORAGE_DEADLINE"] = "0.3"
         told, other = pool.run(save_in_an_outage, 2, str(root), generation.id, environment)
-    assert "common.pt" in told and other == told
+    assert "common.pt" in told
+    assert other == told
     assert [path.name for path in (root / "iter_0000001").iterdir()] == [".claim"]
 
 
@@ -514,7 +517,9 @@ def test_load_reports_the_bytes_read(root):
         )
     }
     report = load(state, root / "c", strictness="log_unexpected", verify=False)
-    assert torch.equal(part, whole[100:110]) and report.bytes_read < 10_000
+    assert torch.equal(part, whole[100:110])
+    assert report.bytes_read < 10_000
     part.zero_()
     report = load(state, root / "c", strictness="log_unexpected")
-    assert torch.equal(part, whole[100:110]) and report.bytes_read < 10_000 + 2 * BLOCK_SIZE
+    assert torch.equal(part, whole[100:110])
+    assert report.bytes_read < 10_000 + 2 * BLOCK_SIZE

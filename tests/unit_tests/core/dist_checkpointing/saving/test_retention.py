@@ -351,7 +351,8 @@ def test_removal_after_a_failed_step_precedes_the_next_save(tmp_path, monkeypatc
     assert save_with(saver, tmp_path, 1)
     disk = FullDisk(tmp_path, monkeypatch, quota=True)
     assert not save_with(saver, tmp_path, 2)
-    assert read_tracker(tmp_path) == 1 and is_complete(tmp_path / "iter_0000002")
+    assert read_tracker(tmp_path) == 1
+    assert is_complete(tmp_path / "iter_0000002")
     disk.quota = False
     assert save_with(saver, tmp_path, 3)
     saver.close()

@@ -105,7 +105,8 @@ def test_a_file_system_that_fails_again_when_files_are_closed(tmp_path):
         report = saver.save(training.state(), tmp_path / "bad", common=training.common).wait(
             timeout=60
         )
-    assert os.strerror(errno.ENOSPC) in report.error and os.listdir(tmp_path) == []
+    assert os.strerror(errno.ENOSPC) in report.error
+    assert os.listdir(tmp_path) == []
     saver.wait_staged()
     assert (
         saver.save(training.state(), tmp_path / "next", common=training.common).wait().error is None
@@ -183,7 +184,8 @@ def test_an_interrupt_while_objects_are_copied_ends_the_save(tmp_path):
         )
     wait_until(lambda: not saver.busy)
     (report,) = saver.finish()
-    assert report.error == "interrupted" and os.listdir(tmp_path) == []
+    assert report.error == "interrupted"
+    assert os.listdir(tmp_path) == []
     saver.close()
 
 
@@ -249,7 +251,8 @@ def test_the_kernel_refuses_the_file(tmp_path):
         check=True,
     )
     first, second = result.stdout.strip().splitlines()
-    assert "File too large" in first and second == "None"
+    assert "File too large" in first
+    assert second == "None"
     assert os.listdir(tmp_path) == ["small"]
 
 
@@ -347,7 +350,8 @@ def failing_rank(rank, size, root, broken):
 def test_one_failing_rank_fails_the_save_everywhere(pool, tmp_path, broken):
     results = pool.run(failing_rank, 3, str(tmp_path), broken)
     for rank, (first, second, third) in enumerate(results):
-        assert first is None and third is None
+        assert first is None
+        assert third is None
         assert "Input/output error" in second, (rank, second)
         assert rank == broken or broken == 0 or "rank 2" in second
     assert sorted(os.listdir(tmp_path)) == ["0", "2"]
@@ -525,7 +529,8 @@ def test_ranks_agree_when_rank_0_was_suspended(pool, tmp_path, phase):
     )
     silence = "nothing was heard from rank 0 for 1 s: the process is dead or suspended"
     if phase == "on_commit":  # the checkpoint has its name: rank 1 finds it
-        assert error is None and other_error is None
+        assert error is None
+        assert other_error is None
         assert silence in warning
         assert_sharded(tmp_path / "0", 2, 0)
     else:

@@ -263,5 +263,6 @@ def test_moe_act_recomputes_the_activation(options):
 def test_dense_and_expert_layers_are_mixed_by_pattern():
     config = make_config(num_layers=3, moe_layer_freq=[0, 1, 0])
     kinds = [type(layer.mlp).__name__ for layer in GPTModel(config).decoder.layers]
-    assert kinds == ["MLP", "MoELayer", "MLP"] and config.moe_layer_pattern == [0, 1, 0]
+    assert kinds == ["MLP", "MoELayer", "MLP"]
+    assert config.moe_layer_pattern == [0, 1, 0]
     assert make_config(num_layers=3, moe_layer_freq=2).moe_layer_pattern == [1, 0, 1]
