@@ -33,7 +33,14 @@ NUM_VALUES = 1 << 24
 PUBLISHED = 12_500  # tokens/s, NeMo Automodel
 # The sizes of Llama 3.1 8B, and a small model
 LARGE = Shape(
-    layers=32, hidden=4096, ffn=14336, heads=32, groups=8, vocab=128_256, seq=4096, batch=2
+    layers=32,
+    hidden=4096,
+    ffn=14336,
+    heads=32,
+    groups=8,
+    vocab=128_256,
+    seq=4096,
+    batch=2,
 )
 SMALL = Shape(layers=2, hidden=128, ffn=256, heads=4, groups=2, vocab=256, seq=64, batch=2)
 VARIANTS = {
@@ -84,6 +91,7 @@ def measure(name: str, base: Path, shape: Shape, options: argparse.Namespace) ->
     speed = shape.seq * shape.batch / milliseconds * 1000
     memory = re.search(r"max (?:allocated|resident) ([\d.]+) GB", output)
     assert memory is not None, "the log has no line with the peak memory"
+
     line = f"  LoRA, {name}: {milliseconds:.1f} ms, {speed:,.0f} tokens/s, {memory[1]} GB"
     if shape is LARGE:
         line += f", {speed / PUBLISHED:.2f} of NeMo Automodel's published {PUBLISHED:,}"
@@ -108,6 +116,7 @@ def main() -> None:
         for name in [name for name in VARIANTS if options.only in name]:
             with report.measuring(name):
                 report.add(measure(name, base, shape, options))
+
     sys.exit(1 if report.num_failures else 0)
 
 

@@ -100,6 +100,7 @@ def two_streams(rank: int, size: int) -> None:
         dist.all_reduce(other)
         torch.cuda.current_stream().synchronize()
         assert reduced.query()
+
     assert late.tolist() == [float(size)] * 4
     assert other.tolist() == [1.0] * 4
 
@@ -108,10 +109,12 @@ def agree_during_training(rank: int, size: int) -> None:
     """Agree on a plan while an all-reduce is queued behind a late copy."""
     ranks = Coordination.of(None)
     assert ranks.all_true(True)
+
     torch.cuda.synchronize()
     late = torch.zeros(4, device="cuda")
     late.copy_(torch.ones(4).pin_memory(), non_blocking=True)
     dist.all_reduce(late)
+
     assert not ranks.all_true(rank > 0)
     assert not torch.cuda.current_stream().query()
 
@@ -121,7 +124,10 @@ def groups_after_axes(rank: int, size: int) -> None:
     ParallelState.create(ParallelConfig(pipeline_model_parallel_size=size))
     members = list(range(rank // 2 * 2, rank // 2 * 2 + 2))
     group = dist.new_group(
-        members, timedelta(seconds=20), backend="gloo", use_local_synchronization=True
+        members,
+        timedelta(seconds=20),
+        backend="gloo",
+        use_local_synchronization=True,
     )
     values = torch.ones(1)
     dist.all_reduce(values, group=group)

@@ -54,6 +54,7 @@ def enable() -> None:
     # oneDNN rounds fp32 operands to bf16 where torch.set_float32_matmul_precision allows it for CUDA,
     # and the host may have changed that setting by the time a task runs.
     torch.backends.mkldnn.set_flags(_enabled=False)
+
     if os.environ.get("FAKE_CUDA_NUMERICS") != "0":
         # Streams compute in Python: without them, the host would rarely pass on the interpreter.
         sys.setswitchinterval(0.0005)
@@ -151,6 +152,7 @@ class _HostOperators(TorchDispatchMode):
             for target, source in zip(args[0], args[1], strict=True):
                 _copy(target, source, **_get_copy_options(args, kwargs))
             return None
+
         if _needs_values(name, args, kwargs):
             return _compute_now(func, args, kwargs)
         return _launch(func, args, kwargs)
@@ -320,6 +322,7 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool) -> Tensor:
         if target.is_contiguous():
             return copy(target, on_device, non_blocking)
         return target.copy_(torch.ops.aten._to_copy.default(on_device, device="cpu"))
+
     on_host = torch.ops.aten._to_copy.default(source, **options)
     if target.is_contiguous():
         return copy(target, on_host, non_blocking)
@@ -551,6 +554,7 @@ def _make_window_mask(
     num_rows = query.shape[2]
     num_columns = key.shape[2]
     assert num_rows <= max_length, "a sequence is longer than the given maximum"
+
     if window is None:
         return None
     rows = torch.arange(num_rows) + num_columns - num_rows
@@ -611,7 +615,17 @@ def _efficient_attention_backward(
 ):  # fmt: skip
     state = (int(seed), int(offset)) if dropout else (0, 0)
     gradients = _attend_backward(
-        dout, query, key, value, out, lse, mask, causal, scale, dropout, state
+        dout,
+        query,
+        key,
+        value,
+        out,
+        lse,
+        mask,
+        causal,
+        scale,
+        dropout,
+        state,
     )
     return *gradients, None
 
@@ -626,6 +640,7 @@ def _grouped_mm(x, weight, offs=None, bias=None, out_dtype=None):
         for i, (start, end) in enumerate(zip(starts, ends, strict=True)):
             out[start:end] = x[start:end] @ weight[i]
         return out
+
     # As on Blackwell, the product of an empty group is not written.
     out = torch.full((len(ends), x.shape[0], weight.shape[1]), math.nan, dtype=x.dtype)
     for i, (start, end) in enumerate(zip(starts, ends, strict=True)):

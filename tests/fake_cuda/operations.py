@@ -101,9 +101,11 @@ def move_batches(rank: int, num_devices: int) -> list[Any]:
         if step >= 6:
             torch.cuda.current_stream().record_event().synchronize()
         pinned.append(torch.cuda.host_memory_stats()["allocations.allocated"])
+
     torch.cuda.set_sync_debug_mode("default")
     # Buffers are used again as soon as their copies have ended.
     assert pinned[6] == pinned[-1] <= pinned[0] + 6, pinned
+
     sums = []
     for batch in batches:
         expected = next(on_host)
@@ -139,6 +141,7 @@ def load_to_device(rank: int, num_devices: int) -> bool:
         reader.read_into([(key, Box((0, 0), target)) for key, target in targets.items()], workers=2)
         reader.read_into([("t0", Box((0, 7), columns)), ("t0", Box((0, 0), rounded))])
         torch.cuda.set_sync_debug_mode("default")
+
     whole = all(torch.equal(targets[key].cpu(), values) for key, values in host.items())
     part = torch.equal(columns.cpu(), host["t0"][:, 7:12])
     return whole and part and torch.equal(rounded.cpu(), host["t0"].bfloat16())

@@ -64,6 +64,7 @@ def test_resuming_is_bitwise(name, tmp_path):
     saving = f"{flags}--async-save --save {tmp_path} --save-interval 2 "
     uninterrupted = run_ranks(train_and_hash, num_devices, saving, **RANDOM_DELAYS)
     resumed = run_ranks(train_and_hash, num_devices, f"{flags}--load {tmp_path} --ckpt-step 2 ")
+
     assert_continued(resumed, uninterrupted)
     if name == "fp16_overflow":
         assert uninterrupted[0]["skipped"][0]
@@ -80,6 +81,7 @@ def test_resuming_with_a_rank_without_tokens(dispatcher, tmp_path):
     saving = f"{flags}--async-save --save {tmp_path} --save-interval 2 "
     uninterrupted = run_ranks(train_with_idle_experts, 2, saving, **RANDOM_DELAYS)
     assert [outcome["largest_expert"] for outcome in uninterrupted] == [1, 1]
+
     resumed = run_ranks(train_with_idle_experts, 2, f"{flags}--load {tmp_path} --ckpt-step 2 ")
     assert_continued(resumed, uninterrupted)
 
@@ -92,6 +94,7 @@ def test_resuming_from_object_storage():
         uninterrupted = run_ranks(train_and_hash, 2, saving, **RANDOM_DELAYS, **credentials)
         loading = f"{flags}--load s3://bucket/run --ckpt-step 2 "
         resumed = run_ranks(train_and_hash, 2, loading, **credentials)
+
     assert_continued(resumed, uninterrupted)
 
 
@@ -122,6 +125,7 @@ def test_kills_at_random_moments(seed, tmp_path):
         with contextlib.suppress(RankError):
             timeout = draws.uniform(0.3, 1.0) * duration
             run_ranks(train_and_hash, 2, saving, timeout=timeout, FAKE_CUDA_COPY_US="1000")
+
     resumed = run_ranks(train_and_hash, 2, saving)
     assert [outcome["tensors"] for outcome in resumed] == [
         outcome["tensors"] for outcome in uninterrupted

@@ -89,6 +89,7 @@ def test_operators_change_results_by_rounding_only(pool, name):
     processes, flags = RUNS[name]
     outcomes = pool.run(train_with_operators, processes, flags)
     expected = pool.run(train, processes, flags, COMMON + "--mock-data --train-iters 3 ")
+
     for (outcome, names), plain in zip(outcomes, expected, strict=True):
         assert names == set(fused_kernels._KERNELS) - WITHOUT_KERNELS.get(name, _IN_PLACE)
         assert outcome.measured.losses == pytest.approx(plain.measured.losses, rel=1e-6)
@@ -115,9 +116,11 @@ def test_separate_norms_of_transformer_engine_use_the_kernel(pool):
     te = "--transformer-impl transformer_engine"
     ((outcome, names),) = pool.run(train_with_operators, 1, experts + te)
     assert names >= _NORM_KERNELS
+
     (expected,) = pool.run(train, 1, experts, COMMON + "--mock-data --train-iters 3 ")
     assert outcome.measured.losses == pytest.approx(expected.measured.losses, rel=1e-6)
     assert outcome.measured.grad_norms == pytest.approx(expected.measured.grad_norms, rel=1e-5)
+
     ((_, names),) = pool.run(train_with_operators, 1, f"{LLAMA} {te}")
     assert not names & _NORM_KERNELS
     assert not names & _SPLIT
@@ -126,6 +129,7 @@ def test_separate_norms_of_transformer_engine_use_the_kernel(pool):
 def test_bf16_weights_are_the_rounded_main_parameters(pool):
     ((outcome, names),) = pool.run(train_with_operators, 1, f"{LLAMA} --bf16")
     assert "adamw" in names
+
     values = {(key, offset): value for key, _, offset, value in outcome.boxes}
     compared = 0
     for (key, offset), weight in values.items():
@@ -133,6 +137,7 @@ def test_bf16_weights_are_the_rounded_main_parameters(pool):
         if main is not None:
             assert torch.equal(weight, main.to(torch.bfloat16)), key
             compared += 1
+
     assert compared > 10
 
 
@@ -145,4 +150,5 @@ def test_disabled_kernels_are_not_found():
             assert fused_kernels.find_kernel("swiglu", x) is None
         finally:
             fused_kernels.enable_kernels(True)
+
     assert fused_kernels.find_kernel("swiglu", x) is None

@@ -71,6 +71,7 @@ def test_suspended_run_leaves_its_successor_alone(launcher, tmp_path, way, mode)
         root.rename(tmp_path / "run.old")
     else:
         shutil.rmtree(root)
+
     if way == "restored":
         launcher.run(1, f"{FLAGS} --save {backup} --train-iters 2 --save-interval 1")
         shutil.copytree(backup, root, dirs_exist_ok=True)
@@ -78,6 +79,7 @@ def test_suspended_run_leaves_its_successor_alone(launcher, tmp_path, way, mode)
     before = tensors(root)
     run_json = (root / "run.json").read_text()
     suspended.resume()
+
     assert suspended.wait() == [1]
     assert "another launch has taken over this directory" in suspended.output()
     assert tracker(root) == 12
@@ -99,6 +101,7 @@ def test_start_that_fails_leaves_the_running_job_alone(launcher, tmp_path):
         job = launcher.start(1, f"{given} --train-iters 50 {wrong}")
         assert job.wait() == [1], job.output()
         assert message in job.output()
+
     count = len(running.saved())
     running.until(lambda: len(running.saved()) > count + 1, "two more saves")
     assert not running.has_ended()
@@ -115,6 +118,7 @@ def test_removed_generation_is_created_again(launcher, tmp_path):
     count = len(running.saved())
     running.resume()
     running.until(lambda: len(running.saved()) > count + 2, "further saves")
+
     assert running.output().count("the directory was created again") == 1
     assert not running.has_ended()
 
@@ -135,10 +139,12 @@ def test_restart_continues_what_its_job_has_saved(launcher, tmp_path, begin):
     first.until(lambda: len(first.saved()) >= 3, "three saves")
     first.kill()
     assert first.wait() == [-9]
+
     newest = tracker(run)
     iterations = f"--train-iters {newest + 2} --override-opt_param-scheduler"
     second = launcher.start(1, f"{flags} {iterations}", variables=torchelastic(logs, 1))
     second.succeed()
+
     assert second.resumed_at() == newest
     assert second.iterations()[0] == newest + 1
     assert f"continuing from {run}/iter_{newest:07d}" in second.output()
@@ -151,18 +157,22 @@ def test_second_start_continues_the_branch_that_its_flags_began(launcher, tmp_pa
     flags = f"{FLAGS} --load {base} --save {run} --save-interval 2"
     launcher.run(1, f"{flags} --train-iters 8")
     second = launcher.run(1, f"{flags} --train-iters 10")
+
     assert second.resumed_at() == 8
     assert "this run began with" in second.output()
+
     third = launcher.run(1, f"{flags} --train-iters 6 --override-existing-run")
     assert third.resumed_at() == 4
     assert "--override-existing-run starts again" in third.output()
     assert tracker(run) == 6
     assert checkpoints(run) == [6, 8, 10]
+
     # A rollback in one directory: the first launch rolls back, the second one continues.
     back = f"{FLAGS} --load {run} --save {run} --ckpt-step 6 --save-interval 1"
     fourth = launcher.run(1, f"{back} --train-iters 7")
     assert fourth.resumed_at() == 6
     assert "iter_0000008, iter_0000010" in fourth.output()
+
     fifth = launcher.run(1, f"{back} --train-iters 9")
     assert fifth.resumed_at() == 7
     assert tracker(run) == 9
@@ -179,6 +189,7 @@ def test_run_in_the_directory_of_its_first_checkpoint_is_continued(launcher, tmp
     flags += " --override-opt_param-scheduler"
     begin = {"hf": 0, "universal": 4}[form]
     assert launcher.run(1, f"{flags} --train-iters 6").resumed_at() == begin
+
     second = launcher.run(1, f"{flags} --train-iters 8")
     assert second.resumed_at() == 6
     assert "To use the other one, move it" in second.output()
@@ -195,9 +206,11 @@ def test_edited_tracker_is_followed_with_a_warning(launcher, tmp_path):
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
     second = launcher.run(1, f"{flags} --train-iters 6")
     assert second.resumed_at() == 4
+
     newer = f"{tmp_path}/iter_0000006, {tmp_path}/iter_0000008"
     reason = f"the tracker has been edited to return to {tmp_path}/iter_0000004"
     assert f"{newer} are not used: {reason}" in second.output()
+
     # The last one is of an abandoned branch now, and not newer than the run.
     third = launcher.run(1, f"{flags} --train-iters 7")
     assert third.resumed_at() == 6
@@ -211,6 +224,7 @@ def test_damaged_checkpoints_do_not_look_like_an_edited_tracker(launcher, tmp_pa
     for iteration in (4, 6):
         (tmp_path / f"iter_{iteration:07d}/.metadata").unlink()
     second = launcher.run(1, f"{flags} --train-iters 4 --lr-decay-style constant")
+
     assert second.resumed_at() == 2
     assert "it is not complete: taking" in second.output()
     assert "the tracker has been edited" not in second.output()
@@ -230,6 +244,7 @@ def test_edited_tracker_is_followed_although_nodes_have_newer_checkpoints(launch
     newest = tracker(run)
     # Unedited, the run continues from its newest checkpoint, wherever that is.
     assert launcher.run(1, f"{flags} --train-iters 1").resumed_at() >= newest
+
     (run / "latest_checkpointed_iteration.txt").write_text("2")
     second = launcher.run(1, f"{flags} --train-iters 4")
     assert second.resumed_at() == 2
@@ -245,6 +260,7 @@ def test_another_run_is_replaced_only_on_request(launcher, tmp_path, load):
     before = tensors(run)
     flags = f"{FLAGS} {load.format(other=other)} --save {run} --train-iters 4 --save-interval 3"
     refused = launcher.start(1, f"{flags} --seed 99")
+
     assert refused.wait() == [1]
     assert re.search(
         r"contains iter_0000006 of a run that this one.*iter_0000003, iter_0000006.*"
@@ -254,6 +270,7 @@ def test_another_run_is_replaced_only_on_request(launcher, tmp_path, load):
     )
     assert tracker(run) == 6
     assert_unchanged(run, before)
+
     launcher.run(1, f"{flags} --seed 99 --override-existing-run")
     assert tracker(run) == 4
 
@@ -268,12 +285,15 @@ def test_restart_does_not_take_over_from_another_job(launcher, tmp_path):
     second.until(second.saved, "a save")
     first.resume()
     assert first.wait() == [1]
+
     again = launcher.start(1, flags, variables=torchelastic(tmp_path / "first", 1))
     assert again.wait() == [1]
     assert "another job has taken over this directory" in again.output()
+
     count = len(second.saved())
     second.until(lambda: len(second.saved()) > count + 1, "two more saves")
     assert not second.has_ended()
+
     second.kill()
     second.wait()
     last = launcher.start(1, flags, variables=torchelastic(tmp_path / "second", 1))

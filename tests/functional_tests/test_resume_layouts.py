@@ -56,7 +56,9 @@ def load_and_stop(pool, model, layout, directory):
     """Return the state of a run at `layout` right after loading, without training."""
     world_size, flags = SINGLE[layout]
     return pool.run(
-        train, world_size, f"{DATA} {MODELS[model]} {flags} --load {directory} --skip-train"
+        train,
+        world_size,
+        f"{DATA} {MODELS[model]} {flags} --load {directory} --skip-train",
     )
 
 
@@ -94,7 +96,9 @@ def test_one_checkpoint_resumes_at_every_layout(pool, tmp_path, uninterrupted, m
         assert_same(whole(load_and_stop(pool, model, layout, tmp_path)), saved)
         if model == "llama":
             resumed = pool.run(
-                train, world_size, f"{DATA} {MODELS[model]} {flags} --load {tmp_path}"
+                train,
+                world_size,
+                f"{DATA} {MODELS[model]} {flags} --load {tmp_path}",
             )
             assert close(losses(resumed), uninterrupted[model][SAVED:]), layout
 
@@ -114,6 +118,7 @@ def test_save_contains_keys_required_by_megatron_core(pool, tmp_path):
         if is_extra_state(key)
     }
     assert found == wanted | {"decoder.final_layernorm"}
+
     for pp, tp in np.ndindex(2, 2):
         (theirs,) = reader.read_object(f"rng_state/shard_{pp}.{tp}_2.2")
         ours = reader.read_object(f"rng_state/shard_{pp}.{tp}.0_2.2.1")
@@ -146,6 +151,7 @@ def test_resuming_at_the_same_layout_is_bitwise(pool, tmp_path, layout, precisio
     straight = pool.run(train, world_size, flags)
     first = pool.run(train, world_size, f"{flags} --save {tmp_path} --exit-interval {SAVED}")
     second = pool.run(train, world_size, f"{flags} --load {tmp_path}")
+
     assert losses(first) + losses(second) == losses(straight)
     assert_same(whole(second), whole(straight))
 
@@ -167,6 +173,7 @@ def test_bf16_checkpoint_reshards(pool, tmp_path):
     assert (
         saved["optimizer.state.param.decoder.layers.0.mlp.linear_fc1.weight"].dtype == torch.float32
     )
+
     loaded = pool.run(
         train,
         2,
@@ -194,6 +201,7 @@ def test_finetune_loads_weights_only(pool, tmp_path):
         0,
         0.0,
     )
+
     before = whole(saved)
     after = whole(tuned)
     for key, tensor in after.items():
@@ -206,15 +214,20 @@ def test_finetune_loads_weights_only(pool, tmp_path):
 def test_no_load_optim_keeps_the_position(pool, tmp_path):
     flags = f"{DATA} {MODELS['llama']}"
     saved = pool.run(
-        train, 1, f"{flags} --save {tmp_path} --exit-interval {SAVED} --no-save-optim --no-save-rng"
+        train,
+        1,
+        f"{flags} --save {tmp_path} --exit-interval {SAVED} --no-save-optim --no-save-rng",
     )
     objects = Reader(tmp_path / f"iter_{SAVED:07}").metadata.objects.keys()
+
     assert all(map(is_extra_state, objects - {COMMON_STATE}))
     with pytest.raises(ValueError, match=r"holds no optimizer.*--no-load-optim"):
         pool.run(train, 1, f"{flags} --load {tmp_path}")
+
     resumed = pool.run(train, 1, f"{flags} --load {tmp_path} --no-load-optim --skip-train")
     assert (resumed[0].iteration, resumed[0].consumed_train_samples) == (SAVED, BATCH * SAVED)
     assert resumed[0].learning_rate == saved[0].learning_rate > 0
+
     key = "decoder.layers.1.mlp.linear_fc2.weight"
     assert torch.equal(whole(resumed)[key], whole(saved)[key])
     assert not whole(resumed)[f"optimizer.state.exp_avg.{key}"].any()
@@ -223,7 +236,9 @@ def test_no_load_optim_keeps_the_position(pool, tmp_path):
 def test_use_checkpoint_args_restores_the_model(pool, tmp_path):
     """Flags of the model, its tokenizer and its schedule are not required."""
     saved = pool.run(
-        train, 1, f"{DATA} {MODELS['llama']} --save {tmp_path} --exit-interval {SAVED}"
+        train,
+        1,
+        f"{DATA} {MODELS['llama']} --save {tmp_path} --exit-interval {SAVED}",
     )
     run = (
         "--num-threads 1 --lr 1 --train-iters 4 --mock-data --eval-iters 0 --skip-train "
@@ -277,7 +292,9 @@ def test_samples_are_neither_lost_nor_repeated(pool, tmp_path, tokens):
     data += f"--save {tmp_path} --load {tmp_path}"
     straight = stream(
         pool.run(
-            train_and_record_tokens, 1, data.replace(str(tmp_path), str(tmp_path / "straight"))
+            train_and_record_tokens,
+            1,
+            data.replace(str(tmp_path), str(tmp_path / "straight")),
         )
     )
     parts = [
@@ -290,6 +307,7 @@ def test_samples_are_neither_lost_nor_repeated(pool, tmp_path, tokens):
         pool.run(train_and_record_tokens, 4, f"{data} --global-batch-size 8 --micro-batch-size 2"),
     ]
     assert [len(stream(part)) for part in parts] == [16, 12, 20 // 8 * 8]
+
     together = torch.cat([stream(part) for part in parts])
     assert torch.equal(together, straight[: len(together)])
     assert len({tuple(sample.tolist()) for sample in straight}) == 48
@@ -311,6 +329,7 @@ def test_damaged_blocks_are_detected_when_read(pool, tmp_path):
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
+
     with pytest.raises(ValueError, match=r"__0_0\.distcp"):
         pool.run(train, 1, f"{flags} --load {tmp_path} --skip-train --ckpt-verify")
 
@@ -327,12 +346,16 @@ def test_missing_keys_are_an_error_by_default(pool, tmp_path):
     torch.save(state, common)
     (tmp_path / f"iter_{SAVED:07}/checksums.bin").unlink()  # has the checksum of the old common.pt
     load = f"{flags} --qk-layernorm --load {tmp_path} --no-load-optim --skip-train"
+
     with pytest.raises(
-        ValueError, match=r"decoder\.layers\.0\.self_attention\.q_layernorm\.weight"
+        ValueError,
+        match=r"decoder\.layers\.0\.self_attention\.q_layernorm\.weight",
     ):
         pool.run(train, 1, load)
+
     loaded = whole(pool.run(train, 1, f"{load} --dist-ckpt-strictness log_unexpected"))
     weights = [key for key in loaded if not key.startswith("optimizer.")]
     assert all(torch.equal(loaded[key], saved[key]) for key in weights if key in saved)
+
     new = [key for key in weights if key not in saved and key.endswith(".weight")]
     assert new and all((loaded[key] == 1).all() for key in new), "they keep their first values"

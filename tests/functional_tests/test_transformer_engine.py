@@ -100,21 +100,26 @@ ALWAYS = {
 
 
 @pytest.mark.parametrize(
-    "way", [way if way in ALWAYS else pytest.param(way, marks=pytest.mark.slow) for way in WAYS]
+    "way",
+    [way if way in ALWAYS else pytest.param(way, marks=pytest.mark.slow) for way in WAYS],
 )
 def test_losses_match_the_local_backend(pool, way):
     world_size, model, flags = WAYS[way]
     flags = f"{DATA} {MODELS[model]} {flags} "
     expected = local(pool, world_size, flags)
     outcomes, told, _ = zip(*pool.run(train_with_stand_in, world_size, flags + TE), strict=True)
+
     assert told[0]
     assert all(call["fused"] for call in told[0])
+
     steps = [call["first"] for call in told[0]]
     assert steps.count(True) * 2 <= len(steps)  # some later micro-batches in every step
+
     for mine, theirs in zip(outcomes, expected, strict=True):
         for name in ("losses", "grad_norms"):
             ours = getattr(mine.measured, name)
             assert ours == pytest.approx(getattr(theirs.measured, name), rel=2e-5), name
+
     tensors = whole(expected)
     assert whole(list(outcomes)).keys() == tensors.keys()
     for key, ours in whole(list(outcomes)).items():
@@ -126,10 +131,13 @@ def test_adapters_train_the_same_as_on_local_layers(pool, layout):
     flags = f"{lora_runs.FLAGS} --pretrained-checkpoint {lora_runs.MODEL} {LAYOUTS[layout][1]} "
     expected = pool.run(train, 2, flags, "")
     outcomes, told, _ = zip(
-        *pool.run(train_with_stand_in, 2, flags + TE, forward_step, ""), strict=True
+        *pool.run(train_with_stand_in, 2, flags + TE, forward_step, ""),
+        strict=True,
     )
+
     assert told[0]
     assert get_losses(list(outcomes)) == pytest.approx(get_losses(expected), rel=2e-5)
+
     tensors = whole(expected)
     for key, ours in whole(list(outcomes)).items():
         torch.testing.assert_close(ours, tensors[key], rtol=2e-2, atol=2e-5, msg=key)
@@ -155,9 +163,12 @@ def test_run_changes_its_backend_by_load_alone(pool, tmp_path):
         )
         outcome = pool.run(train_with_stand_in if impl else train, 2, flags)[0]
         steps += (outcome[0] if impl else outcome).measured.losses
+
     assert steps == pytest.approx(expected, rel=2e-5)
+
     stored = torch.load(
-        tmp_path / "iter_0000002/mp_rank_00/model_optim_rng.pt", weights_only=False
+        tmp_path / "iter_0000002/mp_rank_00/model_optim_rng.pt",
+        weights_only=False,
     )["model"]
     assert "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight" in stored
 
@@ -181,6 +192,7 @@ def test_a_rank_without_tokens(pool, engine):
     )
     outcome, calls, _ = pool.run(train_with_stand_in, 2, flags + engine, step_with_idle_experts)[1]
     assert any(call["fp8"] for call in calls) == (engine == FP8)
+
     local_flags = flags + ("--bf16" if engine == FP8 else "")
     expected = pool.run(train_with_idle_experts, 2, local_flags)[1]
     tolerance = 2e-2 if engine == FP8 else 2e-5
@@ -205,16 +217,21 @@ def test_fp8_scales_are_restored_and_optional(pool, tmp_path, layout, prediction
     model += "--ffn-hidden-size 64 "
     flags = f"{model} {FP8} --first-last-layers-bf16 --save {tmp_path} --save-interval 2 "
     straight, told, scales = zip(*pool.run(train_with_stand_in, 2, flags), strict=True)
+
     assert scales[0] is not None
     assert scales[0][0][0] > 1.0
     assert len(scales[0][1]) == 4
+
     in_fp8 = [call["fp8"] for call in told[0]]
     assert 0 < sum(in_fp8) < len(in_fp8)  # except for the first and the last layer
+
     steps = [call["first"] for call in told[0] if call["fp8"]]
     assert steps.count(True) * 2 == len(steps)  # weights are quantized in one micro-batch of two
+
     tracker = tmp_path / "latest_checkpointed_iteration.txt"
     stored = read_metadata(tmp_path / "iter_0000002").objects
     assert "decoder.layers.1.mlp.linear_fc1._extra_state/shard_0_1" in stored
+
     if prediction:
         # Layers for multi-token prediction are in fp8, although they come last.
         assert "mtp.layers.0.eh_proj._extra_state/shard_0_1" in stored
@@ -232,14 +249,17 @@ def test_fp8_scales_are_restored_and_optional(pool, tmp_path, layout, prediction
     last = get_losses(straight)[2:]
     assert get_losses(again) == last
     assert same_scales == scales
+
     for other in ("--bf16", f"{FP8} --fp8-amax-history-len 2"):
         assert get_losses([outcome for outcome, *_ in resumed(other)]) == pytest.approx(
-            last, abs=0.02
+            last,
+            abs=0.02,
         ), other
 
 
 @pytest.mark.parametrize(
-    "layout", ["tp2_sp", pytest.param("pp2_interleaved", marks=pytest.mark.slow)]
+    "layout",
+    ["tp2_sp", pytest.param("pp2_interleaved", marks=pytest.mark.slow)],
 )
 def test_first_fp8_scales_are_those_of_the_first_batch(pool, layout):
     """With scale 1, gradients of the first iteration are below the smallest numbers of e5m2."""
@@ -260,7 +280,10 @@ def count_measured_iterations(rank, world_size, flags):
     """Train, and return how many iterations the detector of slow ranks measured from their start."""
     original = StragglerDetector.before_iteration
     with unittest.mock.patch.object(
-        StragglerDetector, "before_iteration", autospec=True, side_effect=original
+        StragglerDetector,
+        "before_iteration",
+        autospec=True,
+        side_effect=original,
     ) as before_iteration:
         train_with_stand_in(rank, world_size, flags)
     return before_iteration.call_count
@@ -285,6 +308,7 @@ def test_prediction_layers_stay_in_bf16_next_to_fp4(pool, tmp_path):
     flags = f"{model} --fp4-format e2m1 --load {tmp_path} "
     again, _, _ = zip(*pool.run(train_with_stand_in, 2, flags), strict=True)
     assert get_losses(again) == get_losses(straight)[2:]
+
     in_bf16 = pool.run(train_with_stand_in, 2, model)
     expected = get_losses([outcome for outcome, *_ in in_bf16])
     assert get_losses(straight) != expected
@@ -296,8 +320,11 @@ def test_recomputed_attention_does_not_change_fp8_state(pool):
     flags = f"{DATA} {MODELS['llama']} {FP8} "
     ((kept, _, scales),) = pool.run(train_with_stand_in, 1, flags)
     ((again, _, same_scales),) = pool.run(
-        train_with_stand_in, 1, flags + "--recompute-granularity selective"
+        train_with_stand_in,
+        1,
+        flags + "--recompute-granularity selective",
     )
+
     assert again.measured.losses == kept.measured.losses
     assert same_scales == scales
 
@@ -331,7 +358,10 @@ def list_created_groups(rank, world_size, first_layer):
     place = Placement(Axis(), TensorParallelRng(0, 0))
     with unittest.mock.patch.object(dist, "new_group") as new_group:
         TransformerBlock(
-            config, place, layers=range(first_layer, first_layer + 1), post_process=False
+            config,
+            place,
+            layers=range(first_layer, first_layer + 1),
+            post_process=False,
         )
     return [call.args[0] for call in new_group.call_args_list]
 
@@ -354,10 +384,12 @@ def test_user_buffers_are_initialized(pool, tmp_path):
     )
     (made, told), (other, _) = pool.run(user_buffers, 2, f"{flags} {overlap} {config}")
     assert made == other  # including the order
+
     shape, tp_size, modes, dtype, ub_cfgs, backend = made
     assert (shape, tp_size, dtype, backend) == ([32, 32], 2, torch.bfloat16, "gloo")
     assert ub_cfgs == {"qkv_fprop": {"method": "ring_exchange"}}
     assert modes == ["NONE", "FP8"]
+
     # all-gather, reduce-scatter, reduce-scatter of dgrad, bulk dgrad, bulk wgrad
     overlaps = (True, True, False, False, True)
     assert told == {(name, overlaps) for name in ("qkv", "proj", "fc1", "fc2")}
@@ -378,7 +410,8 @@ def read_tensors(directory, step):
 
 
 @pytest.mark.parametrize(
-    "more", ["", pytest.param(f"{EXPERTS} --ffn-hidden-size 48", marks=pytest.mark.slow)]
+    "more",
+    ["", pytest.param(f"{EXPERTS} --ffn-hidden-size 48", marks=pytest.mark.slow)],
 )
 def test_fp8_weights_are_saved_from_main_parameters(pool, tmp_path, more):
     """A run with --fp8-param-gather resumes bitwise, and can switch to bf16 and back.
@@ -388,8 +421,10 @@ def test_fp8_weights_are_saved_from_main_parameters(pool, tmp_path, more):
     model = f"--mock-data --train-iters 4 {MODELS['llama']} {more} "
     save = f"--save {tmp_path} --save-interval 2 "
     (straight, told, scales), _ = pool.run(train_with_stand_in, 2, f"{model} {FP8_WEIGHTS} {save}")
+
     assert all(call["fused"] for call in told)
     assert {call.get("primary") for call in told} >= {True}
+
     ((plain, _, _),) = pool.run(train_with_stand_in, 1, f"{model} {FP8} --log-params-norm")
     assert straight.measured.losses == pytest.approx(plain.measured.losses, abs=0.03)
     assert straight.measured.params_norms == pytest.approx(plain.measured.params_norms, rel=1e-2)
@@ -401,7 +436,9 @@ def test_fp8_weights_are_saved_from_main_parameters(pool, tmp_path, more):
     def resumed(flags, ranks=2):
         (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
         (outcome, _, found), *_ = pool.run(
-            train_with_stand_in, ranks, f"{model} {flags} --load {tmp_path}"
+            train_with_stand_in,
+            ranks,
+            f"{model} {flags} --load {tmp_path}",
         )
         return outcome.measured.losses, found
 
@@ -409,16 +446,21 @@ def test_fp8_weights_are_saved_from_main_parameters(pool, tmp_path, more):
     assert resumed(FP8_WEIGHTS) == (last, scales)
     for flags in ("--bf16", TE + "--bf16", FP8):
         assert resumed(flags, ranks=1)[0] == pytest.approx(last, abs=0.03), flags
+
     plain = f"{model} --bf16 --save {tmp_path} --ckpt-step 2 --load {tmp_path} --exit-interval 3 "
     (bf16,) = pool.run(train, 1, plain)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
     back = pool.run(train_with_stand_in, 2, f"{model} {FP8_WEIGHTS} --load {tmp_path}")[0][0]
     assert bf16.measured.losses + back.measured.losses == pytest.approx(last, abs=0.03)
+
     weights = pool.run(
-        train_with_stand_in, 2, f"{model} {FP8_WEIGHTS} --load {tmp_path} --finetune"
+        train_with_stand_in,
+        2,
+        f"{model} {FP8_WEIGHTS} --load {tmp_path} --finetune",
     )[0][0]
     (expected,) = pool.run(train, 1, f"{model} --bf16 --load {tmp_path} --finetune")
     assert weights.measured.losses == pytest.approx(expected.measured.losses, abs=0.03)
+
     large = f"{model} {FP8_WEIGHTS} --load {tmp_path} --finetune --init-method-std 0.5"
     # Replaced initial values do not affect the scales.
     other = pool.run(train_with_stand_in, 2, large)[0][0]
@@ -428,13 +470,20 @@ def test_fp8_weights_are_saved_from_main_parameters(pool, tmp_path, more):
 def test_missing_transformer_engine_is_reported_with_installation(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
     monkeypatch.delitem(
-        sys.modules, "megatron.core.transformer.transformer_engine.building_blocks", raising=False
+        sys.modules,
+        "megatron.core.transformer.transformer_engine.building_blocks",
+        raising=False,
     )
     config = TransformerConfig(
-        num_layers=1, hidden_size=32, num_attention_heads=4, transformer_impl="transformer_engine"
+        num_layers=1,
+        hidden_size=32,
+        num_attention_heads=4,
+        transformer_impl="transformer_engine",
     )
+
     with pytest.raises(
-        ValueError, match=r"transformer_engine.*pip install.*\[te\].*--transformer-impl local"
+        ValueError,
+        match=r"transformer_engine.*pip install.*\[te\].*--transformer-impl local",
     ):
         select_layer_spec(config)
 

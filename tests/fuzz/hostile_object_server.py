@@ -139,6 +139,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             headers["Content-Range"] = f"bytes {first}-{stop}/{total}"
             content = content[int(first) : stop + 1]
             status = 206
+
         headers["Content-Length"] = str(len(content))
         if fault == "truncate":
             content = content[: rng.randrange(len(content) + 1)]
@@ -168,6 +169,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         elif fault == "endless":
             self._send_endless(status, headers)
             return
+
         self._send(status, content, headers)
 
     def _send_endless(self, status: int, headers: dict[str, str]) -> None:
@@ -198,6 +200,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             below = {key: key[len(prefix) :].partition("/") for key in files}
             folders = {prefix + first + "/" for first, slash, _ in below.values() if slash}
             files = {key: size for key, size in files.items() if not below[key][1]}
+
         sizes = {key: str(size) for key, size in files.items()}
         if fault == "sizes":
             sizes = {key: rng.choice((*SIZES, size)) for key, size in sizes.items()}
@@ -207,6 +210,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         elif fault in ("empty pages", "deep"):
             sizes = {}
             folders = set()
+
         more = ""
         if fault in ("endless", "same page", "empty pages"):
             token = "same" if fault == "same page" else str(rng.random())

@@ -73,6 +73,7 @@ def find_places(value: Any, depth: int = 0) -> Iterator[tuple[Any, Any]]:
     """Yield (container, key) of all values inside `value`."""
     if depth > 12:
         return
+
     if isinstance(value, dict):
         children = list(value.items())
     elif isinstance(value, list):
@@ -85,6 +86,7 @@ def find_places(value: Any, depth: int = 0) -> Iterator[tuple[Any, Any]]:
         return
     else:
         return
+
     for key, child in children:
         yield value, key
         yield from find_places(child, depth + 1)
@@ -94,6 +96,7 @@ def damage_value(root: Any, rng: random.Random, weird: list[Any]) -> Any:
     """Replace or remove one or a few values, or now and then the root itself."""
     if rng.random() < 0.03:
         return rng.choice(weird)
+
     for _ in range(rng.choice((1, 1, 1, 3))):
         found = list(find_places(root))
         if not found:
@@ -160,6 +163,7 @@ def damaged_archive(content: bytes, rng: random.Random) -> bytes:
         value = torch.load(io.BytesIO(content), weights_only=False)
     except ModuleNotFoundError:
         return _with_other_program(content, rng)
+
     if rng.random() < 0.3:
         return _with_other_program(content, rng)
     buffer = io.BytesIO()
@@ -210,6 +214,7 @@ def damaged_yaml(content: bytes, rng: random.Random) -> bytes:
             lines.insert(number, lines[number])
         else:
             lines[number] = f"{key}{colon} {value}"
+
         if not lines:
             break
     return "\n".join(lines).encode("utf-8", "surrogatepass")
@@ -295,5 +300,6 @@ def damage(path: Path, mutation: Mutation | None, rng: random.Random) -> None:
             changed = mutation(content, rng)
         except Exception:  # the value cannot be written, or the file not be parsed
             changed = None
+
     path.unlink()  # other hard links to the file stay intact
     path.write_bytes(damaged_bytes(content, rng) if changed is None else changed)

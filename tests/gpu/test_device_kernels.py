@@ -44,7 +44,12 @@ LLAMA = {
 
 def config(dtype: torch.dtype, **options) -> TransformerConfig:
     return TransformerConfig(
-        1, 64, 4, bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16, **options
+        1,
+        64,
+        4,
+        bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
+        **options,
     )
 
 
@@ -58,14 +63,19 @@ def attention(dtype, device, **options):
 
 MODULES = {
     "RMSNorm": lambda dtype, device: Norm(
-        config(dtype, **LLAMA), 64, partial_grad=False, device=device
+        config(dtype, **LLAMA),
+        64,
+        partial_grad=False,
+        device=device,
     ),
     "LayerNorm": lambda dtype, device: Norm(config(dtype), 64, partial_grad=False, device=device),
     "SwiGLU": lambda dtype, device: MLP(config(dtype, **LLAMA), placed(device)),
     "GELU": lambda dtype, device: MLP(config(dtype), placed(device)),
     "attention": attention,
     "windows, norms of heads": lambda *place: attention(
-        *place, window_size=(5, 0), qk_layernorm=True
+        *place,
+        window_size=(5, 0),
+        qk_layernorm=True,
     ),
 }
 
@@ -162,8 +172,11 @@ def test_documents_and_windows(name, dtype, device):
         (0.2 * torch.randn(param.shape)).to(dtype) for param in module.parameters()
     ]
     assert_close(
-        run(dtype, device, documents), run(torch.float32, CPU, documents), TOLERANCES[dtype]
+        run(dtype, device, documents),
+        run(torch.float32, CPU, documents),
+        TOLERANCES[dtype],
     )
+
     if lengths is None:
         return
     # The output of each document without the others; rotary embedding sees distances only.
@@ -226,6 +239,7 @@ def test_blocks_of_context_parallel_ranks(positions, head_dim, dtype, device):
         context.backward(select_rank(dout, rank))
         outputs.append(context.detach())
         dqueries.append(own_query.grad)
+
     gradients = [join_ranks(*(g[i] for g in exchange.gradients)) for i in (0, 1)]
     found = [join_ranks(*outputs), join_ranks(*dqueries), *gradients]
     assert_close(found, expected, TOLERANCES[dtype])
@@ -253,6 +267,7 @@ def test_kernels_of_many_documents(options):
         assert calls.count["_flash_attention_forward"] == 1
         assert calls.count["_flash_attention_backward"] == 1
         counts.append(calls.count)
+
     # The documents are found on the CPU.
     for name in ("unique_consecutive", "slice"):
         for count in counts:
@@ -277,6 +292,7 @@ def test_windows_have_no_mask(options):
         before = torch.cuda.memory_allocated()
         module(x).float().sum().backward()
         peaks.append(torch.cuda.max_memory_allocated() - before)
+
     without_window, with_window = peaks
     assert with_window - without_window < length * length // 2
     assert not module.core_attention.mask._static_masks
@@ -284,7 +300,8 @@ def test_windows_have_no_mask(options):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"window_size": (5, 0)}, {"position_embedding_type": "alibi"}]
+    "options",
+    [{}, {"window_size": (5, 0)}, {"position_embedding_type": "alibi"}],
 )
 def test_copies_of_keys_and_values_give_the_same(options, device, monkeypatch):
     """Repeated key and value heads, for kernels without grouping, equal torch's own grouping."""
@@ -298,9 +315,12 @@ def test_copies_of_keys_and_values_give_the_same(options, device, monkeypatch):
     found = []
     for grouped in (True, False):
         monkeypatch.setattr(
-            attention_module, "supports_grouped_heads", lambda *place, grouped=grouped: grouped
+            attention_module,
+            "supports_grouped_heads",
+            lambda *place, grouped=grouped: grouped,
         )
         found.append(results(module(), values, torch.float32, device))
+
     assert_close(found[0], found[1], 1e-5)
 
 
@@ -326,6 +346,7 @@ def test_weight_gradients_are_added_in_fp32(dtype, device):
     weight = torch.nn.Parameter(torch.zeros(24, 32, device=device, dtype=dtype))
     main_grad = buffer.to(device)[2:].view(24, 32)
     weight.main_grad = main_grad
+
     assert compute_linear_weight_grad(weight, dy.to(device), x.to(device)) is None
     assert weight.main_grad is main_grad
     assert main_grad.dtype == torch.float32
@@ -369,11 +390,13 @@ def test_gradient_norm(device):
     grads = host.to(device).split(sizes)
     with CountCalls() as calls:
         found = sum_of_squares(grads, torch.device(device))
+
     assert found.dtype == torch.float64
     assert_close([found.cpu()], [expected], 2e-6)
     if device == "cuda":
         assert calls.count["_foreach_norm"] == 1
         assert calls.count.total() < 6
+
     bad = host.clone()
     bad[-1] = torch.nan
     assert sum_of_squares(bad.to(device).split(sizes), torch.device(device)).isnan()
@@ -395,9 +418,15 @@ def test_loss(dtype, device):
     labels = torch.randint(0, 90, (16, 2))
     logits = (hidden.double() @ weight.double().t())[..., :90]
     plain = torch.nn.functional.cross_entropy(
-        logits.flatten(0, 1), labels.flatten(), reduction="none"
-    ).view(16, 2)
+        logits.flatten(0, 1),
+        labels.flatten(),
+        reduction="none",
+    ).view(
+        16,
+        2,
+    )
     found = loss(dtype, device, hidden, weight, labels)
+
     assert_close(found[:1], [plain.float()], TOLERANCES[dtype])
     assert_close(found, loss(torch.float32, CPU, hidden, weight, labels), TOLERANCES[dtype])
 
@@ -409,6 +438,7 @@ def test_loss_does_not_depend_on_the_size_of_a_chunk(dtype, device, monkeypatch)
     It sums in an order that depends on the number of rows.
     """
     assert get_loss_chunk_elements("cuda") == 32 * get_loss_chunk_elements("cpu")
+
     torch.manual_seed(0)
     hidden = torch.randn(16, 2, 64).to(dtype)
     weight = (0.2 * torch.randn(96, 64)).to(dtype)
@@ -417,6 +447,7 @@ def test_loss_does_not_depend_on_the_size_of_a_chunk(dtype, device, monkeypatch)
     for elements in (1 << 20, 5 * 96, 1):
         monkeypatch.setitem(cross_entropy._CHUNK_ELEMENTS, device, elements)
         found.append(loss(dtype, device, hidden, weight, labels))
+
     for other in found[1:]:
         if device == "cpu":
             assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
@@ -432,13 +463,20 @@ def test_embedding_gradient_is_the_same_every_time(device):
     grads = []
     for _ in range(3):
         module = VocabParallelEmbedding(
-            8, 32, num_rows=8, init=Normal(0.1), tp=Axis(), device=torch.device(device)
+            8,
+            32,
+            num_rows=8,
+            init=Normal(0.1),
+            tp=Axis(),
+            device=torch.device(device),
         )
         module.initialize(1)
         module.weight.main_grad = torch.zeros(8, 32, device=device)
         module(tokens).backward(dy)
         grads.append(module.weight.main_grad)
+
     assert torch.equal(grads[0], grads[1])
     assert torch.equal(grads[0], grads[2])
+
     summed = torch.zeros(8, 32).index_add(0, tokens.cpu().flatten(), dy.cpu().flatten(0, 1))
     assert_close([grads[0].cpu()], [summed], 1e-5)

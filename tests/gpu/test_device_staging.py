@@ -31,6 +31,7 @@ def changed_behind_a_save(rank, world_size, device, directory, limit):
     (report,) = saver.finish()
     saver.close()
     assert report.error is None, report.error
+
     loaded = [torch.zeros_like(t) for t in tensors]
     load(state(loaded), directory)
     return all(torch.equal(a, b) for a, b in zip(loaded, before, strict=True)), dist.get_rank()
@@ -75,8 +76,10 @@ def test_save_uses_less_memory_if_it_cannot_be_pinned(limit, pinned, monkeypatch
         for number in range(2):
             report = saver.save(state, tmp_path / str(number), common={}).wait()
             assert report.error is None, report.error
+
     assert caplog.text.count("asynchronous saves use 128 MiB") == 1
     assert ("not pinned" in caplog.text) != pinned
+
     loaded = torch.zeros_like(value)
     load({"t": ShardedTensor.replicated("t", loaded)}, tmp_path / "1")
     assert torch.equal(loaded, value)

@@ -24,11 +24,13 @@ if _cudnn is not None and _cudnn.submodule_search_locations:
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        importlib.util.find_spec("transformer_engine") is None, reason="no Transformer Engine"
+        importlib.util.find_spec("transformer_engine") is None,
+        reason="no Transformer Engine",
     ),
 ]
 WIDER = COMMON.replace("--hidden-size 32", "--hidden-size 256").replace(
-    "--seq-length 16", "--seq-length 64"
+    "--seq-length 16",
+    "--seq-length 64",
 )
 MODEL = LLAMA.replace("--ffn-hidden-size 48", "--ffn-hidden-size 512")
 TE = "--transformer-impl transformer_engine "
@@ -56,7 +58,8 @@ train_local = functools.cache(train_alone)
 
 
 @pytest.mark.parametrize(
-    "more", ["", "--qk-layernorm", "--window-size 20,0", "--reset-attention-mask", EXPERTS, FUSED]
+    "more",
+    ["", "--qk-layernorm", "--window-size 20,0", "--reset-attention-mask", EXPERTS, FUSED],
 )
 def test_bf16_curves_agree(more):
     # Later, roundings have changed the choices of a router, and curves diverge.
@@ -94,21 +97,25 @@ def test_fp8_resumes_bitwise_and_goes_on_in_bf16(tmp_path, more):
     straight = train_alone(saving, 10)
     expected = extra_states(tmp_path / "iter_0000010")
     assert expected
+
     for flags, tolerance in ((fp8, 0.0), ("", 2e-2), (TE, 2e-2)):
         (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
         again = train_alone(f"{flags} --load {tmp_path}", 10)
         assert again == pytest.approx(straight[5:], rel=tolerance, abs=0.0)
+
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
     elsewhere = tmp_path / "again"
     train_alone(f"{fp8} --load {tmp_path} --save {elsewhere}", 10)
     resumed = Reader(elsewhere / "iter_0000010")
     uninterrupted = Reader(tmp_path / "iter_0000010")
     assert resumed.metadata.tensors.keys() == uninterrupted.metadata.tensors.keys()
+
     for key in uninterrupted.metadata.tensors:
         value = uninterrupted.view(key).read_all()
         assert torch.equal(resumed.view(key).read_all(), value), key
     found = extra_states(elsewhere / "iter_0000010")
     assert found.keys() == expected.keys()
+
     for key, state in expected.items():
         assert all(
             torch.equal(found[key][name], value)
@@ -132,7 +139,8 @@ def test_context_parallelism(more):
     more = f"--cp-comm-type {more}"
     whole = logged_losses(1, more)
     assert logged_losses(2, f"{TE} --context-parallel-size 2 {more}") == pytest.approx(
-        whole, rel=1e-2
+        whole,
+        rel=1e-2,
     )
 
 
@@ -162,7 +170,12 @@ def logged_losses(ranks, flags, iterations=10):
     }
     environment |= {"UB_SKIPMC": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     result = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+        command,
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert result.returncode == 0, result.stderr[-4000:]
     return [float(loss) for loss in re.findall(r"lm loss: (\d\.\d+E[+-]\d+)", result.stdout)]

@@ -43,8 +43,10 @@ def test_loss(width, valid, dtype, softcap):
     device_logits = logits.cuda()
     statistics = kernels.compute_softmax(logits, columns, valid)
     device_statistics = kernels.softmax(device_logits, columns.cuda(), valid)
+
     for actual, expected in zip(device_statistics, statistics, strict=True):
         assert_close(actual, expected)
+
     largest = torch.full((9,), 10.0)
     total = torch.full((9,), 100.0)
     dloss = torch.rand(9)
@@ -77,6 +79,7 @@ def test_adamw(dtype, found_inf):
     hyperparameters = (1e-2, 0.9, 0.999, 1e-8, 0.1)
     kernels.compute_adamw(*tensors, weight, scalars, *hyperparameters)
     kernels.adamw(*device_tensors, device_weight, scalars.cuda(), *hyperparameters)
+
     for actual, expected in zip(device_tensors, tensors, strict=True):
         assert_close(actual, expected)
     if device_weight is not None:
@@ -114,8 +117,10 @@ def test_split_and_rotation(dtype, interleaved):
     expected = rotary.compute_split(mixed, cos, sin, interleaved)
     device_mixed = mixed.cuda().requires_grad_()
     results = rotary.split_and_rotate(device_mixed, cos.cuda(), sin.cuda(), interleaved)
+
     for actual, reference in zip(results, expected, strict=True):
         assert_close(actual.detach(), reference)
+
     gradients = [torch.randn_like(x) for x in expected]
     torch.autograd.backward(results, [dy.cuda() for dy in gradients])
     dmixed = rotary.compute_split_backward(*gradients, cos, sin, interleaved)
@@ -133,18 +138,31 @@ def test_residual_norm(rows, size, dtype, norm):
     options = (1e-5, norm == "rms", True)
     expected = norms.compute_residual_norm(x, branch, weight, bias, *options)
     actual = norms.residual_norm(x.cuda(), branch.cuda(), weight.cuda(), device_bias, *options)
+
     for one, other in zip(actual, expected, strict=True):
         assert_close(one, other)
+
     total, _, mean, scale = expected
     dx, dparams = norms.compute_residual_norm_backward(
-        dy, dtotal, total, weight, mean, scale, bias is not None, True
+        dy,
+        dtotal,
+        total,
+        weight,
+        mean,
+        scale,
+        bias is not None,
+        True,
     )
     saved = [tensor.cuda() for tensor in (dy, dtotal, total, weight, mean, scale)]
     device_dx, device_dparams = norms.residual_norm_backward(*saved, bias is not None, True)
     # Elements are sums of terms that partly cancel: tolerance relative to the largest.
     tolerance = TOLERANCES[dtype]
     torch.testing.assert_close(
-        device_dx.cpu(), dx, rtol=tolerance, atol=tolerance * dx.abs().max().item()
+        device_dx.cpu(),
+        dx,
+        rtol=tolerance,
+        atol=tolerance * dx.abs().max().item(),
     )
+
     scale = dparams.abs().max().item()
     torch.testing.assert_close(device_dparams.cpu(), dparams, rtol=0, atol=1e-5 * scale)

@@ -67,7 +67,8 @@ def files_of(directory: Path, name: str) -> dict[str, torch.Tensor]:
     folder = directory / "zero" / name
     return {
         state: local_slice(
-            name, torch.load(folder / f"{state}.pt", weights_only=False)["param"].detach()
+            name,
+            torch.load(folder / f"{state}.pt", weights_only=False)["param"].detach(),
         )
         for state in ("fp32", "exp_avg", "exp_avg_sq")
     }
@@ -90,11 +91,13 @@ def local_slice(name: str, full: torch.Tensor) -> torch.Tensor:
     size = dist.get_world_size()
     if not is_split(name):
         return full
+
     if name.endswith(("word_embeddings.weight", "lm_head.weight")):
         rows = (
             math.ceil(len(full) / (4 * size)) * 4 * size
         )  # padded to a multiple of 4 per rank, with zeros
         return torch.cat([full, full.new_zeros(rows - len(full), full.shape[1])]).chunk(size)[rank]
+
     if name.endswith(("dense.weight", "dense_4h_to_h.weight")):
         return full.chunk(size, dim=1)[rank]
     if "dense_h_to_4h" in name and swiglu:
@@ -107,6 +110,7 @@ class Parameters(torch.nn.Module):
 
     def __init__(self, shapes: dict[str, torch.Size]) -> None:
         super().__init__()
+
         for name, shape in shapes.items():
             module: torch.nn.Module = self
             *path, last = name.split(".")
@@ -146,21 +150,25 @@ def main() -> None:
         parameter.tensor_model_parallel = is_split(
             name
         )  # else only rank 0 counts it in the gradient norm
+
     stored_groups = torch.load(folder / "zero" / "optimizer_state.pt", weights_only=False)[
         "param_groups"
     ]
     engine = make_engine(model, args.bf16, len(stored_groups))
     path, client_state = engine.load_checkpoint(str(root))
+
     assert path is not None
     assert client_state["iteration"] == state["iteration"]
     assert engine.global_steps == state["global_steps"]
 
     compare(engine, expected)
+
     for mine, stored in zip(engine.optimizer.param_groups, stored_groups, strict=True):
         assert all(mine[key] == value for key, value in stored.items() if key != "params"), (
             mine,
             stored,
         )
+
     for group in engine.optimizer.param_groups:
         group["lr"] = LR
 
@@ -171,6 +179,7 @@ def main() -> None:
         {name: stepped(values, int(step) + 1) for name, values in expected.items()},
         tolerance=1e-6,
     )
+
     if dist.get_rank() == 0:
         precision = "bf16" if args.bf16 else "fp32"
         print(
@@ -198,7 +207,10 @@ def make_engine(model: torch.nn.Module, bf16: bool, num_groups: int) -> deepspee
         config |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS)
     engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optimizer, config=config, mpu=TensorParallelUnit()
+        model=model,
+        optimizer=optimizer,
+        config=config,
+        mpu=TensorParallelUnit(),
     )
     return engine
 

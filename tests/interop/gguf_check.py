@@ -76,6 +76,7 @@ def check_written(python: str, work: Path, environment: dict[str, str]) -> None:
             options = WriteOptions(quantization=quantization)
             write_gguf(source, directory / "gguf", options, no_progress)
             convert(directory / "gguf", directory / "hf", "hf")
+
     script = Path(__file__).with_name("gguf_load.py")
     subprocess.run([python, str(script), str(work)], check=True, env=environment)
 
@@ -96,6 +97,7 @@ def check_tokenizers(python: str, work: Path, environment: dict[str, str]) -> No
                 (directory / "pieces" / name).write_bytes(files[name])
             write_tokenizer(directory / "pieces", directory / "pieces/gguf")
             models.append(directory / "pieces/gguf/model.gguf")
+
         tokenizer = PreTrainedTokenizerFast.from_pretrained(directory / "gguf")
         # llama.cpp does not normalize text.
         texts = [text for text in TEXTS if "\u0301" not in text]
@@ -125,6 +127,7 @@ def main() -> None:
     assert len(found.files) == len(model)
     for name in found.files:
         assert torch.equal(torch.from_numpy(found[name]), find_tensor(name, model)), name
+
     print(f"{len(model)} tensors are bitwise those of the export", flush=True)
 
     cases = work / "cases"

@@ -119,6 +119,7 @@ def make_model(config: transformers.PretrainedConfig, directory: Path) -> None:
         for parameter in model.parameters():
             steps = torch.randint(-64, 65, parameter.shape)
             parameter.copy_(steps / 512)
+
     model.half().save_pretrained(directory)
     tokens = {f"token{index}": index for index in range(config.vocab_size)}
     content = {"model": {"vocab": tokens}, "added_tokens": []}
@@ -164,6 +165,7 @@ def write_blocks(target: Path, generator: np.random.Generator) -> None:
         blocks = make_blocks(encoding, 6, generator)
         tensors[f"{encoding.name}.blocks"] = torch.from_numpy(blocks)
         tensors[f"{encoding.name}.values"] = torch.from_numpy(dequantize(blocks, encoding))
+
     # Blocks that llama.cpp encodes, with a scale of zero and ties among them
     elements = np.random.default_rng(3).normal(size=(12, 32)).astype(np.float32)
     elements[1] = 0
@@ -199,7 +201,9 @@ def write_quantized(target: Path, work: Path, generator: np.random.Generator) ->
         else:
             blocks = make_blocks(encoding, rows.size // block_size, generator)
             blocks = blocks.reshape(len(rows), -1)
+
         writer.add_tensor(tensor.name, blocks, raw_dtype=encoding)
+
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -207,7 +211,9 @@ def write_quantized(target: Path, work: Path, generator: np.random.Generator) ->
 
     (target / "config.json").write_text((work / "config.json").read_text())
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        target, gguf_file="model.gguf", dtype=torch.float32
+        target,
+        gguf_file="model.gguf",
+        dtype=torch.float32,
     )
     hashes = hash_tensors(model.state_dict())
     (target / "expected.json").write_text(json.dumps(hashes, indent=1))
@@ -227,6 +233,7 @@ def main() -> None:
             write_model(name, target / name, Path(work))
     with tempfile.TemporaryDirectory() as work:
         write_quantized(target / "quantized", Path(work), generator)
+
     with tempfile.TemporaryDirectory() as work:
         config_class, options = MODELS["qwen3"]
         sizes = SIZES | dict(hidden_size=32, num_hidden_layers=2)

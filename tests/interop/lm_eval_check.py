@@ -100,8 +100,10 @@ def check_run(python: str, work: Path) -> None:
     for name, value in scores.items():
         task, metric = name.split()
         errors.append(abs(value - results[task][f"{metric},none"]))
+
     assert len(errors) == 3, (scores, results)
     assert max(errors) <= 1e-5, (scores, results)
+
     print(f"{len(errors)} scores of a run within {max(errors):.1e}", flush=True)
 
 
@@ -126,12 +128,15 @@ def check_export(python: str, work: Path) -> None:
     (file,) = (work / "results").rglob("samples_local_questions_*.jsonl")
     samples = [json.loads(line) for line in file.read_text().splitlines()]
     assert len(samples) == len(QUESTIONS), samples
+
     errors = []
     for question, sample in zip(QUESTIONS, sorted(samples, key=lambda s: s["doc_id"]), strict=True):
         for choice, answer in zip(question["choices"], sample["filtered_resps"], strict=True):
             expected = score(source, question["question"], " " + choice)
             errors.append(abs(float(answer[0]) - expected))
+
     assert max(errors) <= 1e-4, errors
+
     print(f"{len(errors)} log-likelihoods within {max(errors):.1e}", flush=True)
 
 

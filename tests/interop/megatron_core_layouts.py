@@ -225,7 +225,11 @@ def train(
     model = build_model(fields, layout)
     fill(model, shapes)
     config = OptimizerConfig(
-        optimizer="adam", lr=2e-3, weight_decay=0.1, clip_grad=0.1, adam_eps=1e-4
+        optimizer="adam",
+        lr=2e-3,
+        weight_decay=0.1,
+        clip_grad=0.1,
+        adam_eps=1e-4,
     )
     optimizer = get_megatron_optimizer(config, [model])
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
@@ -235,6 +239,7 @@ def train(
                     "exp_avg": torch.zeros_like(param),
                     "exp_avg_sq": torch.zeros_like(param),
                 }
+
     dp_rank = parallel_state.get_data_parallel_rank()
     dp_size = parallel_state.get_data_parallel_world_size()
     samples = make_samples(masked)[dp_rank::dp_size]
@@ -265,6 +270,7 @@ def average_loss(reports: list[dict[str, torch.Tensor]], per_token: bool) -> flo
         tokens = report["tokens"].double()
         share = report["sum"].double()
         totals += torch.stack((share, tokens) if per_token else (share / tokens, tokens / tokens))
+
     # Ranks of TP and EP add the same numbers; other stages add nothing.
     dist.all_reduce(totals)
     return float(totals[0] / totals[1])
@@ -318,6 +324,7 @@ def main() -> None:
     cases = CASES
     if "expert_model_parallel_size" in layout:
         cases = {case: value for case, value in CASES.items() if "experts" in case}
+
     for case, (fields, masked, padding) in cases.items():
         case_shapes = shapes.setdefault(case, {})
         try:
@@ -326,6 +333,7 @@ def main() -> None:
             if os.environ.get("VERBOSE"):
                 traceback.print_exc()
             results[case] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
     if "expert_model_parallel_size" not in layout and name not in ("pp2", "cp2"):
         results["label smoothing"] = smooth_labels()
     if dist.get_rank() == 0:

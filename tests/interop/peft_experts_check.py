@@ -103,6 +103,7 @@ def write_ours(base: Path, work: Path, targets: list[str]) -> float:
             values[key] = entry.local.detach()
             gradients[key] = entry.local.grad
             assert gradients[key].norm() > 0, key
+
     for name, tensors in (("adapter", values), ("gradients", gradients)):
         (work / name).mkdir()
         write_adapter(MemorySource(args, tensors), work / name)
@@ -120,6 +121,7 @@ def compare_gradients(work: Path, expected: dict[str, torch.Tensor]) -> float:
         # PEFT also trains the zeros of B between projections that one module computes.
         expected_gradient = expected[short].masked_fill(weights[name] == 0, 0.0)
         error = max(error, (gradient - expected_gradient).abs().max().item())
+
     assert names == expected.keys(), names ^ expected.keys()
     return error
 
@@ -137,6 +139,7 @@ def check(python: str, work: Path, name: str, targets: list[str]) -> None:
     subprocess.run(command, check=True, env=environment)
     expected = torch.load(work / "result.pt")
     assert abs(loss - expected["loss"]) <= TOLERANCE, (loss, expected["loss"])
+
     error = compare_gradients(work, expected["gradients"])
     assert error <= TOLERANCE, f"{name}: gradients differ by {error}"
 

@@ -48,8 +48,10 @@ def compute_gradients(run: Path, base: Path) -> tuple[float, dict[str, torch.Ten
     """Return the loss of our model with the adapters of a run, and their gradients."""
     ref = find_checkpoint(run)
     assert ref is not None
+
     source = open_run_checkpoint(ref.directory)
     assert source is not None
+
     names = ("lora_rank", "lora_alpha", "lora_targets", "lora_dora", "lora_base_encoding")
     lora = LoraConfig(**{name: source.args[name] for name in names})
     model = chunk(open_checkpoint(base))
@@ -61,6 +63,7 @@ def compute_gradients(run: Path, base: Path) -> tuple[float, dict[str, torch.Ten
             layers[param].encode_box(param, base_values[name])
         elif name in base_values:
             param.data.copy_(base_values[name])
+
     for key, entry in model.sharded_state_dict().items():
         if ".lora_" in key:
             entry.local.data.copy_(read_whole(source, key))
@@ -86,6 +89,7 @@ def check(python: str, work: Path, name: str, flags: str) -> None:
         base = work / name / "base"
         shape = WIDE_SHAPE
         write_wide_model(base)
+
     argv = f"{shape} {TRAINING} {LORA} --pretrained-checkpoint {base} --save {run} --save-hf {adapter} {flags}"
     program = [sys.executable, str(ROOT / "pretrain_gpt.py"), *argv.split()]
     subprocess.run(program, check=True, cwd=ROOT)
@@ -100,6 +104,7 @@ def check(python: str, work: Path, name: str, flags: str) -> None:
     loss, gradients = compute_gradients(run, base)
     assert abs(loss - expected["loss"]) <= TOLERANCE, (loss, expected["loss"])
     assert gradients.keys() == expected["gradients"].keys()
+
     error = 0.0
     for key, gradient in gradients.items():
         assert gradient.norm() > 0, key
@@ -113,6 +118,7 @@ def check(python: str, work: Path, name: str, flags: str) -> None:
     convert(MODEL, work / name / "merged", "hf", options=options)
     merged = load_file(work / name / "merged/model.safetensors")
     assert merged.keys() == expected["merged"].keys()
+
     for key, weight in merged.items():
         difference = (weight - expected["merged"][key]).abs().max().item()
         assert difference <= TOLERANCE, f"{name}: {key} differs by {difference}"

@@ -55,6 +55,7 @@ def write_transformers(rows: int, columns: int) -> Iterator[Case]:
             {"matrix.weight": expected},
             {"quant_method": "fp8", "weight_block_size": size},
         )
+
     values = (torch.randn(2, rows, columns) * 100).to(torch.float8_e4m3fn)
     scale = torch.rand(2, *blocks) / 100
     yield Case(
@@ -159,6 +160,7 @@ def write_compressed(rows: int, columns: int) -> Iterator[Case]:
             width = fields.get("group_size") or columns
             groups = matrix.unflatten(1, (-1, width))
             low, high = groups.amin(2), groups.amax(2)
+
         whole = None
         if fields["strategy"] == "tensor_group":
             whole = generate_gparam(low.min(), high.max())
@@ -187,7 +189,9 @@ def write_bitsandbytes(rows: int, columns: int) -> Iterator[Case]:
         for nested in (False, True):
             matrix = torch.randn(rows, columns, dtype=torch.bfloat16)
             packed, state = functional.quantize_4bit(
-                matrix, compress_statistics=nested, quant_type=kind
+                matrix,
+                compress_statistics=nested,
+                quant_type=kind,
             )
             stored = {"matrix.weight": packed}
             for key, value in state.as_dict(packed=True).items():
@@ -198,6 +202,7 @@ def write_bitsandbytes(rows: int, columns: int) -> Iterator[Case]:
                 {"matrix.weight": functional.dequantize_4bit(packed, state)},
                 {"quant_method": "bitsandbytes", "load_in_4bit": True},
             )
+
     codes, scales, _ = functional.int8_vectorwise_quant(torch.randn(rows, columns).half())
     yield Case(
         "bitsandbytes_int8",
@@ -230,7 +235,10 @@ def write_modelopt(rows: int, columns: int) -> Iterator[Case]:
     )
     codes, scale, whole = NVFP4QTensor.quantize(matrix, 16)
     expected = codes.dequantize(
-        torch.bfloat16, scale=scale, double_scale=whole, block_sizes={-1: 16}
+        torch.bfloat16,
+        scale=scale,
+        double_scale=whole,
+        block_sizes={-1: 16},
     )
     yield Case(
         "modelopt_nvfp4",
@@ -314,6 +322,7 @@ WRITERS = (
 def main() -> None:
     directory, rows, columns, seed = Path(sys.argv[1]), *map(int, sys.argv[2:5])
     torch.manual_seed(seed)
+
     for write in WRITERS:
         for case in write(rows, columns):
             folder = directory / case.name

@@ -49,7 +49,9 @@ def train(directory: Path, options: str) -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     flags = [*TRAINING.split(), *options.split(), "--save", str(directory / "run")]
     subprocess.run(
-        [sys.executable, *launcher, "pretrain_gpt.py", *flags], check=True, cwd=REPOSITORY
+        [sys.executable, *launcher, "pretrain_gpt.py", *flags],
+        check=True,
+        cwd=REPOSITORY,
     )
 
 

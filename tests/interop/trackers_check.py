@@ -23,7 +23,9 @@ ARGS = {"num_layers": 4, "lr": 1e-3, "finetune": False, "data_path": ["x" * 1000
 def write_launch(directory: Path, first: int, **flags: object) -> None:
     """Report iterations `first + 1` and `first + 2`, and a validation loss."""
     config = LoggingConfig(
-        mlflow_experiment="experiment", trackio_project="project", wandb_project="project"
+        mlflow_experiment="experiment",
+        trackio_project="project",
+        wandb_project="project",
     )
     writers = make_writers(config, str(directory), ARGS | flags, first, 8 * first)
     iterations = [
@@ -77,12 +79,15 @@ def main(directory: Path) -> None:
 
     losses = [(number, 10.0 - number) for number in (1, 2, 3, 4)]
     assert sorted(read_mlflow(directory)) == [losses, losses[2:]], read_mlflow(directory)
+
     steps = read_trackio(directory)
     assert sorted(map(sorted, steps.values())) == [[1, 2, 3, 4], [3, 4]], steps
+
     offline = list(save.glob("wandb/wandb/offline-run-*"))
     ids = {path.name.rpartition("-")[2] for path in offline}
     assert len(offline) == 3, offline
     assert len(ids) == 2, offline
+
     print("trackers: ok")
 
 

@@ -141,6 +141,7 @@ def import_without_kernels() -> types.ModuleType:
         getattr(compiled, name).__members__ = [
             prefix + member for member in members(pytorch / file, python)
         ]
+
     te = importlib.import_module("transformer_engine.pytorch")
     te.cpp_extensions.get_cudnn_version = lambda: 91000
     torch.cuda.is_available = lambda: True  # constructors of older releases ask for it
@@ -172,8 +173,10 @@ def check_model(name: str, tp: int) -> int:
         for model in (local, engine):
             model.initialize(7)
             states.append(model.sharded_state_dict())
+
         assert [n for n, _ in local.named_parameters()] == [n for n, _ in engine.named_parameters()]
         assert states[0].keys() == states[1].keys()
+
         for key, ours in states[0].items():
             theirs = states[1][key]
             assert isinstance(ours, ShardedTensor)
@@ -182,6 +185,7 @@ def check_model(name: str, tp: int) -> int:
             for a, b in zip(ours.boxes, theirs.boxes, strict=True):
                 assert a.offset == b.offset, key
                 assert torch.equal(a.tensor, b.tensor), key
+
         count += len(states[0])
         for module in engine.modules():
             if hasattr(module, "engine"):
@@ -200,9 +204,11 @@ def check_engine(owner: nn.Module, tp: int) -> None:
             tuple(owner.weight.shape[1:])
         ] * len(owner.weight)  # type: ignore
         return
+
     own = dict(owner.named_parameters(recurse=False))
     assert parameters.keys() == own.keys(), (type(owner), parameters.keys(), own.keys())
     assert all(parameters[name] is own[name] for name in own)
+
     if hasattr(owner, "tp"):
         assert engine.tp_size == tp, type(owner)
         assert engine.sequence_parallel == (tp > 1), type(owner)
@@ -280,10 +286,14 @@ def check_calls(te: types.ModuleType) -> int:
     with recorded(te, calls), torch.no_grad():
         for name, more, mask in cases:
             model = build(
-                "transformer_engine", 1, 0, **(MODELS[name] | more | {"attention_dropout": 0.0})
+                "transformer_engine",
+                1,
+                0,
+                **(MODELS[name] | more | {"attention_dropout": 0.0}),
             )
             model.decoder.precision = select_layer_spec(TransformerConfig(1, 16, 1)).precision(
-                model.config, None
+                model.config,
+                None,
             )
             model.initialize(1)
             select_layer_spec(model.config).start_step()
@@ -299,7 +309,12 @@ def check_functions(te: types.ModuleType) -> None:
     )
     for options in RECIPES:
         config = TransformerConfig(
-            2, 64, 4, bf16=True, transformer_impl="transformer_engine", **options
+            2,
+            64,
+            4,
+            bf16=True,
+            transformer_impl="transformer_engine",
+            **options,
         )
         made = adapter.TEPrecision(config, None)._recipe
         if made.delayed():
@@ -309,6 +324,7 @@ def check_functions(te: types.ModuleType) -> None:
                 1,
                 "most_recent",
             )
+
     for kind in (te.Linear, te.LayerNormLinear, te.GroupedLinear):  # how scales are restored
         inspect.signature(kind.init_fp8_meta_tensors).bind(kind, made)
     options = {"calibrating": False, "fp8_recipe": made, "fp8_group": None}
@@ -316,6 +332,7 @@ def check_functions(te: types.ModuleType) -> None:
     assert any(
         p.kind is p.VAR_KEYWORD for p in inspect.signature(te.checkpoint).parameters.values()
     )
+
     source = inspect.getsource(te.checkpoint)
     assert '"use_reentrant"' in source or "'use_reentrant'" in source
 
@@ -340,20 +357,29 @@ def check_fp8_weights(te: types.ModuleType) -> int:
     count = 0
     inspect.signature(tensor.replace_raw_data).bind("tensor", "memory")
     inspect.signature(tensor.cast_master_weights_to_fp8).bind(["tensor"], ["main"], [0], "group")
+
     for options in RECIPES[:3]:
         for name in ("llama", "mixtral"):
             with OnTheCPU():
                 model = build(
-                    "transformer_engine", 1, 0, **MODELS[name], **options, fp8_param_gather=True
+                    "transformer_engine",
+                    1,
+                    0,
+                    **MODELS[name],
+                    **options,
+                    fp8_param_gather=True,
                 )
+
             for owner in model.modules():
                 fp8 = param_info(owner.weight).fp8 if hasattr(owner, "engine") else None  # type: ignore
                 if fp8 is None:
                     continue
                 module: Any = owner.engine.module  # type: ignore[union-attr]
                 made = module.fp8_meta["recipe"]
+
                 assert module.primary_weights_in_fp8
                 assert made.delayed() == (options is RECIPES[0])
+
                 for weight in [
                     weight for weight in module._parameters if weight.startswith("weight")
                 ]:
@@ -361,13 +387,17 @@ def check_fp8_weights(te: types.ModuleType) -> int:
                     quantizer = module.quantizers["scaling_fwd"][slot]
                     assert isinstance(quantizer.internal, bool)
                     assert callable(quantizer)
+
                     inspect.signature(quantizer.set_usage).bind(rowwise=True, columnwise=True)
+
                     if made.delayed():
                         scales = module.fp8_meta["scaling_fwd"].scale
                         quantizer.scale.fill_(2.0)  # it is a view: of the scale of this weight
                         assert scales[slot] == 2.0
                         assert quantizer.amax.numel() == 1
+
                     count += 1
+
     assert "_get_quantizer" in dir(
         importlib.import_module("transformer_engine.pytorch.tensor.float8_tensor").Float8Tensor
     )
@@ -383,19 +413,26 @@ def check_overlap(te: types.ModuleType) -> int:
     )
     overlap = {"tp_comm_overlap": True, "fp8": "hybrid", "first_last_layers_bf16": True}
     config = TransformerConfig(
-        2, 64, 4, bf16=True, transformer_impl="transformer_engine", **overlap
+        2,
+        64,
+        4,
+        bf16=True,
+        transformer_impl="transformer_engine",
+        **overlap,
     )
     select_layer_spec(config).set_up(config, 32, 2)
     base: Any = importlib.import_module("transformer_engine.pytorch.module.base")
     base._ub_initialized = True  # newer releases insist on this order
     model = build("transformer_engine", 2, 0, **MODELS["llama"], **overlap)
     assert bound[0].arguments["quantization_modes"] == [te.UserBufferQuantizationMode.NONE]
+
     engines: list[Any] = [
         module.engine.module for module in model.modules() if hasattr(module, "engine")
     ]
     named = [engine for engine in engines if getattr(engine, "ub_name", None) is not None]
     assert sorted({engine.ub_name for engine in named}) == ["fc1", "fc2", "proj", "qkv"]
     assert len(named) == 8
+
     for engine in named:
         column = engine.parallel_mode == "column"
         assert (engine.ub_overlap_ag_fprop, engine.ub_overlap_rs_fprop) == (column, not column), (
@@ -411,14 +448,20 @@ def check_context_parallel(te: types.ModuleType) -> None:
         "megatron.core.transformer.transformer_engine.building_blocks"
     )
     config = TransformerConfig(
-        2, 64, 4, bf16=True, transformer_impl="transformer_engine", attention_dropout=0.0
+        2,
+        64,
+        4,
+        bf16=True,
+        transformer_impl="transformer_engine",
+        attention_dropout=0.0,
     )
     group: Any = object()
     torch.cuda.Stream = object  # type: ignore[assignment, misc]
     for comm_type in ("p2p", "all_gather", "a2a"):
         cp = ContextParallel(Axis(0, 2, (0, 1), group), comm_type)
         module = adapter.TECoreAttention(
-            config, Placement(Axis(), TensorParallelRng(0, 0), cp)
+            config,
+            Placement(Axis(), TensorParallelRng(0, 0), cp),
         ).module
         whole = comm_type == "a2a"  # our exchange of heads is around it
         assert module.num_attention_heads == (2 if whole else 4)

@@ -29,6 +29,7 @@ def list_batches(flags: str) -> list[list[int]]:
     tokenizer = build_tokenizer(config.tokenizer)
     dataset, _, _ = build_sft_datasets(config, (STEPS * GLOBAL_BATCH, 0, 0), tokenizer)
     assert isinstance(dataset, SFTDataset)
+
     per_record = dataset.corpus.examples_per_record
     batches = []
     for step in range(STEPS):
@@ -55,6 +56,7 @@ def main() -> None:
             # A row contains one sequence, or two.
             "max_length": sft_runs.SEQ_LENGTH // (2 if "--dpo" in packing else 1) + 1,
         }
+
     (work / "cases.json").write_text(json.dumps(cases))
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
     script = str(Path(__file__).with_name("trl_sft_train.py"))
@@ -66,6 +68,7 @@ def main() -> None:
         golden_file.write_text(text + "\n")
     golden = json.loads(golden_file.read_text())
     assert results.keys() == golden.keys()
+
     for name, result in results.items():
         assert result["examples"] == golden[name]["examples"], name
         assert result["batches"] == golden[name]["batches"], name

@@ -18,7 +18,9 @@ FIRST = 5  # with it, they have experts, FSDP2, interleaved stages and fp16 amon
 
 def script(index, row):
     return pytest.param(
-        row["argv"], id=row["id"], marks=[] if index % EVERY == FIRST else [pytest.mark.slow]
+        row["argv"],
+        id=row["id"],
+        marks=[] if index % EVERY == FIRST else [pytest.mark.slow],
     )
 
 
@@ -37,8 +39,10 @@ def test_it_trains_saves_and_goes_on(pool, tmp_path, argv):
     flags = shlex.join(words)
     first = pool.run(train, world_size, f"{flags} --exit-interval 2", "")
     assert first[0].iteration == 2
+
     outcomes = pool.run(train, world_size, flags, "")
     assert outcomes[0].iteration == 4
+
     losses = outcomes[0].measured.losses
     assert len(losses) == 2
     assert all(math.isfinite(loss) for loss in losses)
@@ -55,6 +59,7 @@ def test_smoke_reads_every_spelling_and_leaves_errors_to_the_parser():
     assert config.model.hidden_size == 32
     assert config.checkpoint.save_hf is None
     assert not config.profiling.profile
+
     wrong = [*spellings.split(), "--num-experts", "four"]
     with pytest.raises(ValueError, match="--num-experts: 'four' is not an integer"):
         parse_args(reduce_flags(list_options(wrong), 1), 1)
@@ -63,6 +68,7 @@ def test_smoke_reads_every_spelling_and_leaves_errors_to_the_parser():
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_smoke_fits_any_number_of_processes(monkeypatch, capsys, world_size):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
+
     for row in SCRIPTS:
         flags = shrink([*row["argv"], "--smoke"], world_size)
         parse_args(flags, world_size)

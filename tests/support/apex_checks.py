@@ -29,6 +29,7 @@ def check_adam(device: str, tolerance: float) -> None:
             zeros = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
             rule.state[param] = zeros | {"step": torch.zeros((), device=device)}
         rules.append((rule, params))
+
     for number in range(5):
         gradients = [3.0 * torch.randn(len(value)) for value in values]
         for rule, params in rules:
@@ -40,6 +41,7 @@ def check_adam(device: str, tolerance: float) -> None:
                 param.grad = gradient.to(device, copy=True)
                 param.grad[7] = torch.nan if number == 2 else param.grad[7]
             rule.step()
+
         (ours, mine), (theirs, expected) = rules
         for param, wanted in zip(mine, expected, strict=True):
             torch.testing.assert_close(param, wanted, rtol=tolerance, atol=tolerance)
@@ -59,7 +61,10 @@ def check_sum_of_squares(device: str) -> None:
     grads = [torch.randn(size, device=device) for size in (5, 100_000)]
     wanted = sum_of_squares(grads, torch.device(device))
     torch.testing.assert_close(
-        apex_sum_of_squares(grads, torch.device(device)), wanted, rtol=1e-5, atol=0.0
+        apex_sum_of_squares(grads, torch.device(device)),
+        wanted,
+        rtol=1e-5,
+        atol=0.0,
     )
     assert apex_sum_of_squares([], torch.device(device)) == 0.0
 

@@ -104,6 +104,7 @@ def trace_training_step(rank: int, world_size: int, flags: str, device: torch.de
     """Return what a rank communicates in one training step of `pretrain_gpt.py COMMON FLAGS`."""
     config = parse_args(shlex.split(COMMON + flags), world_size)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+
     try:
         ps = ParallelState.create(config.parallel)
         config.set_vocab_size(config.tokenizer.vocab_size)
@@ -114,6 +115,7 @@ def trace_training_step(rank: int, world_size: int, flags: str, device: torch.de
             train_step(run, _make_batches(run), num_microbatches)
             for chunk in run.chunks:
                 chunk.finish_param_sync()
+
         trace.num_communicators = len(dist.distributed_c10d._world.pg_names)
         return trace
     finally:
@@ -150,11 +152,13 @@ def find_disagreements(traces: Sequence[Trace]) -> list[str]:
             found = traces[rank].calls[name, ranks]
             if found != expected:
                 problems.append(f"{name}: {_compare(ranks[0], expected, rank, found)}")
+
     for source, trace in enumerate(traces):
         for target, sent in trace.sent.items():
             received = traces[target].received[source]
             if received != sent:
                 problems.append(f"messages: {_compare(source, sent, target, received)}")
+
     for target, trace in enumerate(traces):
         for source in trace.received:
             if not traces[source].sent[target]:

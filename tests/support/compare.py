@@ -24,8 +24,10 @@ def assert_same(a: Any, b: Any, place: str = "") -> None:
     order.
     """
     assert type(a) is type(b), (place, type(a), type(b))
+
     if isinstance(b, argparse.Namespace):
         return assert_same(vars(a), vars(b), place)
+
     if isinstance(b, dict):
         assert a.keys() == b.keys(), (place, a.keys() ^ b.keys())
         for key in b:

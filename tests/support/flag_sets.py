@@ -63,6 +63,7 @@ def report(sets: Iterable[dict[str, Any]]) -> str:
         groups[group][result] += 1
         for problem in dict.fromkeys(problems):
             reasons[f"{group:14}  {problem[:150]}"] += 1
+
     header = "".join(f"{name:>14}" for name in OUTCOMES)
     table = [f"{'':16}{header}"]
     for group, counts in sorted(groups.items()):
@@ -72,6 +73,7 @@ def report(sets: Iterable[dict[str, Any]]) -> str:
             percentage = 100 * counts[name] / total
             cells += f"{counts[name]:>7} {percentage:4.0f} %"
         table.append(f"{group:16}{cells}  of {total}")
+
     table.append("")
     for reason, count in reasons.most_common(60):
         table.append(f"{count:5}  {reason}")

@@ -25,8 +25,10 @@ def check_case(folder: Path) -> None:
         tensor = decode_case(folder, expected.dtype)[name]
         whole_shape = tuple(expected.shape)
         assert tensor.shape == whole_shape, (folder.name, tensor.shape, whole_shape)
+
         decoded = tensor.read_all()
         assert decoded.dtype == expected.dtype
+
         num_different = int((decoded != expected).sum())
         assert torch.equal(decoded, expected), f"{folder.name}: {num_different} elements differ"
 

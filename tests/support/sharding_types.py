@@ -235,9 +235,11 @@ class Checker(TorchDispatchMode):
             for output in outputs:
                 self.write(output, UNDEFINED)
             return
+
         if name == "copy_":
             self.write(args[0], self._align([(self.get(args[1]), args[1])], args[0]))
             return
+
         if name in FACTORIES or not outputs or all(kind == REPLICATED for kind in before):
             value = [REPLICATED] * len(outputs)
         elif all(kind in (REPLICATED, UNDEFINED) for kind in before):
@@ -247,6 +249,7 @@ class Checker(TorchDispatchMode):
             value = [UNDEFINED if undefined else REPLICATED] * len(outputs)
         else:
             value = self._apply(name, args, kwargs, inputs, before, outputs)
+
         is_written = name.endswith("_") or "out" in kwargs
         for output, kind in zip(outputs, value, strict=True):
             if is_written:
@@ -294,6 +297,7 @@ class Checker(TorchDispatchMode):
                     "gather", "scatter_", "scatter_add", "scatter_add_", "scatter",
                     "_embedding_bag", "_embedding_bag_forward_only"):  # fmt: skip
             return [self._index(name, args, kwargs, of, inputs, outputs)] * len(outputs)
+
         pairs = [(kind, tensor) for kind, tensor in zip(before, inputs, strict=True)]
         if "out" in kwargs:  # it is overwritten
             pairs = [(kind, tensor) for kind, tensor in pairs if tensor is not kwargs["out"]]
@@ -341,6 +345,7 @@ class Checker(TorchDispatchMode):
         kinds = [kind for kind, _ in pairs]
         if MASK in kinds and set(kinds) == {MASK, REPLICATED}:
             return PARTIAL  # one rank has the value, the others have zero
+
         if PARTIAL in kinds:
             if kinds.count(PARTIAL) > 1 or any(kind.name == "sharded" for kind in kinds):
                 raise ShardingError("a product of a partial with a partial or sharded value")
@@ -348,6 +353,7 @@ class Checker(TorchDispatchMode):
             if is_divided or MAXIMUM in kinds:
                 raise ShardingError("a division by a partial value")
             return VARYING if VARYING in kinds else PARTIAL
+
         if MAXIMUM in kinds:
             raise ShardingError("a product with a partial maximum")
         return self._align(pairs, output)
@@ -360,6 +366,7 @@ class Checker(TorchDispatchMode):
             return kinds[0] if kinds[0].name == "sharded" else REPLICATED
         if name == "ones_like":
             return kinds[0] if kinds[0].name == "sharded" else REPLICATED
+
         if name in ("masked_fill", "masked_fill_"):
             value = args[2]
             is_zero = not isinstance(value, Tensor) and value == 0
@@ -367,6 +374,7 @@ class Checker(TorchDispatchMode):
                 return PARTIAL
             if kinds[0] == PARTIAL and kinds[1] == REPLICATED and is_zero:
                 return PARTIAL
+
         if OFFSET in kinds:
             is_comparison = name in ("lt", "le", "gt", "ge", "eq", "ne")
             return MASK if is_comparison and len(kinds) == 1 else VARYING
@@ -385,12 +393,14 @@ class Checker(TorchDispatchMode):
     def _reshape(self, kind: Type, old: tuple[int, ...], new: tuple[int, ...]) -> Type:
         if kind.name != "sharded":
             return kind
+
         for dims, targets in _match_dims(old, new):
             if kind.dim not in dims:
                 continue
             if len(targets) == 1:
                 return sharded(
-                    targets[0], kind.outer * math.prod(old[dim] for dim in dims if dim < kind.dim)
+                    targets[0],
+                    kind.outer * math.prod(old[dim] for dim in dims if dim < kind.dim),
                 )
             outer = kind.outer * math.prod(old[dim] for dim in dims if dim < kind.dim)
             for dim in targets:
@@ -436,6 +446,7 @@ class Checker(TorchDispatchMode):
             if dim == kind.dim:
                 return [VARYING] * len(outputs)
             return [sharded(kind.dim - (dim < kind.dim), kind.outer)] * len(outputs)
+
         if name == "slice_backward" and args[2] % len(args[1]) == kind.dim:
             return [PARTIAL]  # zero except for the rows of this rank
         if name == "select_backward":
@@ -470,6 +481,7 @@ class Checker(TorchDispatchMode):
         kind = REPLICATED
         if {a, b} & {MASK, OFFSET, MAXIMUM}:
             raise ShardingError("a product of a mask or a maximum")
+
         if VARYING in (a, b):
             kind = VARYING
         elif PARTIAL in (a, b):
@@ -492,6 +504,7 @@ class Checker(TorchDispatchMode):
             elif b.name == "sharded":
                 dim = rows if name == "mv" else b.dim + left.dim() - right.dim()
                 kind = sharded(dim, b.outer)
+
         if not has_summand or of(args[0]) == UNDEFINED:
             return kind
         if of(args[0]).name == "sharded" and kind == VARYING:
@@ -506,6 +519,7 @@ class Checker(TorchDispatchMode):
             if kind == PARTIAL and name in SUMS:
                 return PARTIAL
             raise ShardingError("a function that is not linear, of a partial value")
+
         num_dims = args[0].dim()
         position = 2 if name in ("linalg_vector_norm", "topk") else 1
         dims = kwargs.get("dim", args[position] if len(args) > position else None)
@@ -522,6 +536,7 @@ class Checker(TorchDispatchMode):
             if name in ("sort", "topk", "argmax"):
                 return VARYING  # positions among the elements of this rank
             raise ShardingError("a reduction of a sharded dimension that is not a sum or maximum")
+
         keeps = name in ("_softmax", "_log_softmax", "topk", "sort", "cumsum")
         keep = kwargs.get("keepdim", len(args) > position + 1 and args[position + 1] is True)
         if keeps or keep:
@@ -574,6 +589,7 @@ class Checker(TorchDispatchMode):
             if of(base).name == "sharded" and of(indices) == VARYING:
                 return LOOKED_UP
             return self._look_up(of(base), 0, of(indices), indices.dim(), 0)
+
         if name == "embedding_dense_backward":
             gradient, indices = of(args[0]), of(args[1])
             if indices == VARYING and gradient != VARYING:
@@ -581,10 +597,12 @@ class Checker(TorchDispatchMode):
             if VARYING in (gradient, indices):
                 return VARYING
             return PARTIAL if indices.name == "sharded" else gradient
+
         if name == "index_select":
             kind = of(args[0])
             dim = args[1] % args[0].dim()
             return self._look_up(kind, dim, of(args[2]), 1, dim)
+
         if name == "gather":
             base, indices = of(args[0]), of(args[2])
             dim = args[1] % args[0].dim()
@@ -595,13 +613,16 @@ class Checker(TorchDispatchMode):
             if base.name == "sharded" and base.dim == dim:
                 raise ShardingError("indices of the whole dimension select from a shard")
             return self._align([(base, args[0]), (indices, args[2])], args[2])
+
         if name in ("scatter_", "scatter_add", "scatter_add_", "scatter"):
             return self._scatter(name, args, of)
+
         if name in ("_embedding_bag", "_embedding_bag_forward_only"):
             rows, positions = of(args[0]), of(args[1])
             if rows == PARTIAL and positions == REPLICATED:
                 return PARTIAL
             return VARYING if VARYING in (rows, positions) else positions
+
         indices = [index for index in args[1] if index is not None]
         kinds = [of(index) for index in indices]
         if name == "index_put_":
@@ -614,6 +635,7 @@ class Checker(TorchDispatchMode):
             if VARYING in kinds:
                 return sharded(0)
             return PARTIAL if any(kind.name == "sharded" for kind in kinds) else of(args[2])
+
         if VARYING in kinds or of(args[0]) == VARYING:
             return VARYING
         first = [position for position, index in enumerate(args[1]) if index is not None]
@@ -621,7 +643,8 @@ class Checker(TorchDispatchMode):
             base = of(args[0])
             return self._look_up(base, first[0], kinds[0], indices[0].dim(), first[0])
         return self._align(
-            [(kind, index) for kind, index in zip(kinds, indices, strict=True)], outputs[0]
+            [(kind, index) for kind, index in zip(kinds, indices, strict=True)],
+            outputs[0],
         )
 
     def _look_up(self, base: Type, dim: int, indices: Type, num_dims: int, start: int) -> Type:
@@ -638,6 +661,7 @@ class Checker(TorchDispatchMode):
             if base.name == "sharded":
                 raise ShardingError("rows and columns are sharded over the same axis")
             return sharded(indices.dim + start, indices.outer)
+
         if base.name == "sharded" and base.dim > dim:
             return sharded(base.dim + num_dims - 1, base.outer)
         return base
@@ -737,6 +761,7 @@ def _match_dims(
                 break
             if size == target_size and dims and targets:
                 break
+
         yield dims, targets
 
 
@@ -856,6 +881,7 @@ def check_types(checker: Checker, find_mutation: Callable[[str], str] = lambda _
         for name, (perform, skip) in _make_methods(checker).items():
             stack.enter_context(replace_method(name, perform, skip))
         stack.enter_context(declare_exchanges(checker))
+
         for function, replacement in (
             (compute_rows, find_rows),
             (compute_positions, find_positions),
@@ -867,6 +893,7 @@ def check_types(checker: Checker, find_mutation: Callable[[str], str] = lambda _
                 if getattr(module, function.__name__, None) is function:
                     patch = mock.patch.object(module, function.__name__, replacement)
                     stack.enter_context(patch)
+
         stack.enter_context(_RankMode(checker))
         stack.enter_context(checker)
         yield
@@ -944,6 +971,7 @@ def declare_exchanges(checker: Checker) -> Iterator[None]:
                 tokens = _Declare.apply(tokens, checker, kind)
                 probs = _Declare.apply(routing.probs, checker, kind)
                 routing = replace(routing, probs=probs)
+
             output = dispatch(tokens, routing, *rest)
             if kind.name == "sharded":
                 output = _Declare.apply(output, checker, kind)
@@ -966,7 +994,9 @@ def declare_exchanges(checker: Checker) -> Iterator[None]:
     with (
         mock.patch.object(mappings, "_send_heads", make_exchange(mappings._send_heads, 0, 2)),
         mock.patch.object(
-            mappings, "_send_positions", make_exchange(mappings._send_positions, 2, 0)
+            mappings,
+            "_send_positions",
+            make_exchange(mappings._send_positions, 2, 0),
         ),
         mock.patch.object(attention, "forward", attend(attention.forward)),
         mock.patch.object(attention, "backward", attend_backward(attention.backward)),

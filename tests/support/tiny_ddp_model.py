@@ -66,7 +66,10 @@ class Layer(MegatronModule):
     def __init__(self, dtype: torch.dtype, tp: Axis) -> None:
         super().__init__()
         self.norm = make_parameter(
-            (HIDDEN,), dtype, None, ParamInfo(Constant(1.0), partial_grad=True)
+            (HIDDEN,),
+            dtype,
+            None,
+            ParamInfo(Constant(1.0), partial_grad=True),
         )
         self.linear = Linear(dtype, tp)
         self.scale = make_parameter((HIDDEN,), dtype, None, ParamInfo(Constant(1.0)))
@@ -123,7 +126,9 @@ def build(
     model.initialize(seed=7)
     chunk = DistributedDataParallel(model, ddp or DistributedDataParallelConfig(), ps.dp)
     return chunk, MegatronOptimizer(
-        [chunk], config or OptimizerConfig(lr=0.05, weight_decay=0.1), ps
+        [chunk],
+        config or OptimizerConfig(lr=0.05, weight_decay=0.1),
+        ps,
     )
 
 
@@ -152,6 +157,7 @@ def backward_pass(
             loss = chunk(tokens, labels)
             (loss * (loss_scale / count)).backward()
             total += loss.item() / count
+
     loss = chunk(*last)
     (loss * (loss_scale / count)).backward()
     return total + loss.item() / count
@@ -176,7 +182,11 @@ def train(
         else ParallelState.for_rank(ParallelConfig())
     )
     chunk, optimizer = build(
-        ps, DistributedDataParallelConfig(**ddp), OptimizerConfig(**config), dtype, tied=tied
+        ps,
+        DistributedDataParallelConfig(**ddp),
+        OptimizerConfig(**config),
+        dtype,
+        tied=tied,
     )
     losses = []
     norms = []
@@ -184,6 +194,7 @@ def train(
         losses.append(backward_pass(chunk, step, count, optimizer.loss_scale))
         finalize_model_grads([chunk], ps)
         norms.append(optimizer.step().grad_norm.item())
+
     model_state = chunk.sharded_state_dict()
     return {
         "losses": losses,
@@ -219,7 +230,8 @@ def assemble(states: list[dict[str, Any]]) -> dict[str, Tensor]:
     for state in states:
         for key, (shape, boxes) in state.items():
             target = whole.setdefault(
-                key, torch.zeros(shape, dtype=boxes[0][1].dtype if boxes else None)
+                key,
+                torch.zeros(shape, dtype=boxes[0][1].dtype if boxes else None),
             )
             seen = filled.setdefault(key, torch.zeros(shape, dtype=torch.bool))
             for offset, data in boxes:
@@ -227,6 +239,7 @@ def assemble(states: list[dict[str, Any]]) -> dict[str, Tensor]:
                 assert torch.equal(target[place][seen[place]], data[seen[place]]), key
                 target[place] = data
                 seen[place] = True
+
     assert all(seen.all() for seen in filled.values()), [
         key for key, seen in filled.items() if not seen.all()
     ]

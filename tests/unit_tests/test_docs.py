@@ -70,6 +70,7 @@ def list_messages(path):
 def test_every_message_of_the_troubleshooting_page_is_in_the_code():
     page = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
     assert len(page.split()) <= 1200
+
     rows = re.findall(r"^\| (`.*?`) \| ", page, re.MULTILINE)
     quoted = [message for row in rows for message in re.findall(r"`([^`]+)`", row)]
     assert len(quoted) > 25
@@ -84,7 +85,9 @@ def test_every_message_of_the_troubleshooting_page_is_in_the_code():
 
 def test_every_benchmark_has_a_block():
     blocks = re.findall(
-        r"<!-- begin (\w+) -->\n.*?<!-- end (\w+) -->", PAGE.read_text(encoding="utf-8"), re.DOTALL
+        r"<!-- begin (\w+) -->\n.*?<!-- end (\w+) -->",
+        PAGE.read_text(encoding="utf-8"),
+        re.DOTALL,
     )
     assert all(begin == end for begin, end in blocks)
     assert [begin for begin, _ in blocks] == list(COMMANDS)

@@ -68,11 +68,13 @@ def test_kubernetes(path, tmp_path):
     assert (launch.option("--nnodes"), launch.option("--node-rank")) == (str(pod.num_pods), "0")
     assert launch.option("--master-addr").startswith("llama-8b-")
     assert launch.option("--nproc-per-node") == "8"
+
     config = parse_args(launch.flags, launch.world_size)
     assert config.parallel.dp_size(launch.world_size) == 4
     assert config.checkpoint.save == "/data/run/checkpoints"
     if "LOCAL_DISK" in pod.variables:
         assert config.checkpoint.non_persistent_local_ckpt_dir == "/local"
+
     # torchrun ends the ranks before Kubernetes ends the pod.
     grace = pod.pod["terminationGracePeriodSeconds"]
     assert config.training.exit_signal_handler
@@ -89,8 +91,10 @@ def test_skypilot(tmp_path):
         "SKYPILOT_NUM_GPUS_PER_NODE": task["resources"]["accelerators"].partition(":")[2],
     }
     launch = launched(["bash", "-c", script], tmp_path, **task["envs"], **variables)
+
     assert launch.option("--master-addr") == "10.0.0.1"
     assert launch.option("--node-rank") == "1"
+
     checkpoint = parse_args(launch.flags, launch.world_size).checkpoint
     assert str(checkpoint.save) == str(checkpoint.load) == "s3://training-data/run"
 
@@ -138,6 +142,7 @@ def test_misspelled_kubernetes_fields_are_errors():
     pod["terminationGracePeriod"] = pod.pop("terminationGracePeriodSeconds")
     pod["containers"][0]["ports"][0]["containerPort"] = "29500"
     messages = [error.message for error in validator.iter_errors(job)]
+
     assert any("terminationGracePeriod" in message for message in messages)
     assert any("'29500' is not of type 'integer'" in message for message in messages)
 
@@ -149,9 +154,11 @@ def test_slurm_requeues_incomplete_runs(tmp_path, reached, requeued):
         (tmp_path / "run/checkpoints/latest_checkpointed_iteration.txt").write_text(reached)
     launch = launched(["bash", "examples/slurm/pretrain.sbatch"], tmp_path, **slurm(tmp_path))
     assert launch.option("--rdzv-endpoint") == "node1:29500"
+
     config = parse_args(launch.flags, launch.world_size)
     assert config.training.exit_signal_handler
     assert config.training.train_iters == 200000
+
     log = tmp_path / "scontrol.log"
     assert (log.read_text() if log.exists() else "") == ("requeue 7\n" if requeued else "")
 
@@ -183,6 +190,7 @@ def test_slurm_requeues_failed_runs_only_after_progress(tmp_path, saves, requeue
         text=True,
     )
     log = tmp_path / "run/scontrol.log"
+
     assert (log.read_text() if log.exists() else "") == ("requeue 7\n" if requeued else "")
     assert done.returncode == (0 if requeued else 3), done.stderr
 
@@ -197,6 +205,7 @@ def test_models_have_the_documented_size(name):
     matrices = 2 if model.untie_embeddings_and_output_weights else 1
     total = model.num_layers * layer + model.hidden_size * (matrices * 128256 + 1)
     assert total == pytest.approx(MODELS[name], rel=0.005)
+
     billions = float(re.search(r"([\d.]+)B parameters", lines[0])[1])
     assert total / 1e9 == pytest.approx(billions, rel=0.005)
 
@@ -229,6 +238,7 @@ esac
         timeout=120,
     )
     assert result.returncode == 0, result.stderr
+
     lines = [line.split() for line in result.stdout.splitlines() if " pretrain_gpt.py " in line]
     return result.stdout, [line[line.index("pretrain_gpt.py") + 1 :] for line in lines]
 
@@ -239,6 +249,7 @@ def test_demo(tmp_path):
     (tmp_path / "demo/checkpoints/latest_checkpointed_iteration.txt").write_text("80")
     output, trainings = run_demo("run.sh", tmp_path)
     configs = [parse_args(flags, 2) for flags in trainings]
+
     assert [config.parallel.tp_size for config in configs] == [1, 2]
     assert "tools/report.py" in output
     assert "report.html" in output.splitlines()[-1]
@@ -257,6 +268,7 @@ def test_demo_of_fine_tuning(tmp_path):
     for flags in trainings:
         flags.remove("--use-checkpoint-args")
         configs.append(parse_args([*flags, *small.split()], 2))
+
     assert [config.parallel.tp_size for config in configs] == [1, 2]
     assert [config.lora.lora_rank for config in configs] == [None, 16]
     for command in ("convert.py --saver hf", "serve.py", "ask.py"):

@@ -43,6 +43,7 @@ def test_flags_are_those_of_the_published_config(name):
     flags = [*read_model_flags(name), "--seq-length", "2048", "--lr", "1", "--train-iters", "1"]
     flags += ["--mock-data", "--vocab-size", str(hf["vocab_size"])]
     config = parse_args(flags, 1).model
+
     for field in dataclasses.fields(config):
         if field.name not in DTYPES:
             assert getattr(config, field.name) == published[field.name], field.name
@@ -55,6 +56,7 @@ def test_every_mode_has_a_valid_command(name, mode):
     lines = (MODELS / f"{name}.recipe").read_text().splitlines()
     sizes = [int(line.split()[0][5:]) for line in lines if line.startswith("gpus_")]
     assert sizes[-2:] == [8, 64]
+
     for gpus in sizes:
         done = launch(name, mode, gpus)
         assert done.returncode == 0, done.stderr

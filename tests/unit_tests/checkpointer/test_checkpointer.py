@@ -75,6 +75,7 @@ def build(kind="plain"):
         for block in model:
             fully_shard(block)
         fully_shard(model)
+
     decayed = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() == 1]
     groups = [{"params": decayed}, {"params": others[:-1], "weight_decay": 0.0}]
@@ -125,6 +126,7 @@ def train(rank, world_size, kind, directory, steps, options):
             scheduler.step()
             ckpt.step(step)
         ckpt.finish()
+
     rates = [group["lr"] for group in optimizer.param_groups]
     decays = [group["weight_decay"] for group in optimizer.param_groups]
     return first, losses, snapshot(model, optimizer), rates, decays
@@ -147,9 +149,11 @@ def test_resume_at_another_layout(saved_by, savers, loaded_by, loaders, async_sa
     options = {"save_interval": 3, "async_save": async_save}
     saved = pool.run(train, savers, saved_by, tmp_path / "run", 3, options)[0]
     loaded = pool.run(train, loaders, loaded_by, tmp_path / "run", 3, options)[0]
+
     assert (saved[0], loaded[0]) == (0, 3)
     assert_equal(loaded[2], saved[2])
     assert loaded[3:] == saved[3:] == ([0.005] * 3, [0.01, 0.0, 0.1])
+
     resumed = pool.run(train, loaders, loaded_by, tmp_path / "run", 6, options)[0]
     whole_run = pool.run(train, savers, saved_by, tmp_path / "other", 6, options)[0]
     assert resumed[1] == pytest.approx(whole_run[1][3:], rel=1e-5)
@@ -190,6 +194,7 @@ def write_with_dcp(rank, world_size, kind, directory, style):
     model, optimizer = build(kind)
     for step in range(3):
         train_step(model, optimizer, step)
+
     if style == "state_dict":
         model_state, optimizer_state = get_state_dict(model, optimizer)
         state = {"model": model_state, "optimizer": optimizer_state}
@@ -197,6 +202,7 @@ def write_with_dcp(rank, world_size, kind, directory, style):
         options = StateDictOptions(flatten_optimizer_state_dict=True)
         optimizer_state = get_optimizer_state_dict(model, optimizer, options=options)
         state = {**get_model_state_dict(model), "optimizer": optimizer_state}
+
     dcp.save(state, checkpoint_id=directory)
     return snapshot(model, optimizer)
 
@@ -213,7 +219,12 @@ def load_initial(rank, world_size, kind, directory, initial, weights_only):
 def test_checkpoints_of_plain_dcp_are_loaded(style, pool, tmp_path):
     saved = pool.run(write_with_dcp, 2, "fsdp", tmp_path / "dcp", style)[0]
     first, loaded, rate = pool.run(
-        load_initial, 4, "fsdp", tmp_path / "run", tmp_path / "dcp", False
+        load_initial,
+        4,
+        "fsdp",
+        tmp_path / "run",
+        tmp_path / "dcp",
+        False,
     )[0]
     assert_equal(loaded, saved)
     assert (first, rate) == (0, 0.01)
@@ -236,6 +247,7 @@ def test_objects_of_plain_dcp_are_loaded(tmp_path):
     counter.load_state_dict = loaded.update
     with Checkpointer(tmp_path / "run", model, scheduler=resumed, dataloader=counter) as ckpt:
         ckpt.load(tmp_path / "dcp")
+
     assert resumed.state_dict() == scheduler.state_dict()
     assert loaded["position"] == 5
     assert loaded["counts"]["seen"].tolist() == [0, 1, 2]
@@ -244,7 +256,12 @@ def test_objects_of_plain_dcp_are_loaded(tmp_path):
 def test_initial_weights_only(pool, tmp_path):
     saved = pool.run(write_with_dcp, 2, "fsdp", tmp_path / "dcp", "state_dict")[0]
     first, loaded, rate = pool.run(
-        load_initial, 1, "plain", tmp_path / "run", tmp_path / "dcp", True
+        load_initial,
+        1,
+        "plain",
+        tmp_path / "run",
+        tmp_path / "dcp",
+        True,
     )[0]
     assert_equal(loaded, {name: value for name, value in saved.items() if " " not in name})
     assert (first, rate) == (0, 7.0)
@@ -258,15 +275,20 @@ def test_another_model_is_refused_before_anything_changes(tmp_path):
     optimizer = torch.optim.AdamW(model.parameters())
     before = snapshot(model, optimizer)
     ckpt = Checkpointer(tmp_path, model, optimizer)
+
     with pytest.raises(
-        CheckpointError, match=r"model\.1\.out\.weight: \(6, 10\) in the checkpoint"
+        CheckpointError,
+        match=r"model\.1\.out\.weight: \(6, 10\) in the checkpoint",
     ):
         ckpt.load()
+
     assert_equal(snapshot(model, optimizer), before)
+
     del model[2]
     model[1].out = nn.Linear(10, 6)
     model[1].extra = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
+
     with pytest.raises(CheckpointError, match=r"not in the checkpoint.*\n.*model\.1\.extra\.bias"):
         Checkpointer(tmp_path, model, optimizer).load()
 
@@ -277,6 +299,7 @@ def load_wider_model(rank, world_size, directory):
     model[1].out = nn.Linear(10, 8)
     fully_shard(model)
     ckpt = Checkpointer(directory, model, torch.optim.AdamW(model.parameters()))
+
     with pytest.raises(CheckpointError) as caught:
         ckpt.load()
     return str(caught.value)
@@ -293,7 +316,8 @@ def test_stored_weights_that_nobody_requests_are_an_error(tmp_path):
     train(0, 1, "plain", tmp_path, 2, {"save_interval": 2})
     model, _ = build()
     with pytest.raises(
-        CheckpointError, match=r"not requested by any rank.*\n.*model\.1\.linear\.bias"
+        CheckpointError,
+        match=r"not requested by any rank.*\n.*model\.1\.linear\.bias",
     ):
         Checkpointer(tmp_path, model[:1]).load()
 
@@ -332,10 +356,12 @@ def test_pipeline_stages_are_loaded_in_one_process(pool, tmp_path):
     first, second = pool.run(train_stage, 2, tmp_path)
     model = nn.ModuleDict({"stage0": nn.Linear(3, 3), "stage1": nn.Linear(3, 3)})
     optimizer = torch.optim.SGD(
-        [{"params": model[f"stage{stage}"].parameters()} for stage in (0, 1)], lr=7.0
+        [{"params": model[f"stage{stage}"].parameters()} for stage in (0, 1)],
+        lr=7.0,
     )
     with Checkpointer(tmp_path, model, optimizer) as ckpt:
         assert ckpt.load() == 1
+
     assert_equal(snapshot(model, optimizer), first | second)
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 1.1]
 
@@ -360,6 +386,7 @@ def resume_uneven_stages(rank, world_size, directory, calls):
         stage = nn.ModuleDict({"second": Counted(2, 2), "tied": nn.Linear(2, 2)})
         stage["tied"].weight = stage["second"].weight
         stage["second"].calls = calls
+
     with Checkpointer(directory, stage) as ckpt:
         first = ckpt.load()
         ckpt.save(first + 1)
@@ -389,6 +416,7 @@ def test_two_optimizers_of_one_model(tmp_path):
         optimizer.param_groups[0]["lr"] = 7.0
     with Checkpointer(tmp_path, other, loaded) as ckpt:
         assert ckpt.load() == 1
+
     for before, after in zip(optimizers, loaded, strict=True):
         assert_equal(snapshot(other, after), snapshot(model, before))
     assert [optimizer.param_groups[0]["lr"] for optimizer in loaded] == [0.01, 0.02]
@@ -432,8 +460,10 @@ def test_wrong_checksum_is_an_error(tmp_path):
         content[position] ^= 1
     shard.write_bytes(content)
     model, optimizer = build()
+
     with pytest.raises(CheckpointError, match=re.escape(shard.name)):
         Checkpointer(tmp_path, model, optimizer).load()
+
     shutil.rmtree(tmp_path / "iter_0000004")
     with Checkpointer(tmp_path, model, optimizer) as ckpt:
         assert ckpt.load() == 2
@@ -445,6 +475,7 @@ def test_object_storage():
         saved = train(0, 1, "plain", "s3://bucket/run", 4, {"save_interval": 2, "keep_last": 1})
         loaded = train(0, 1, "plain", "s3://bucket/run", 4, {})
         assert CheckpointDirectory("s3://bucket/run").list_iterations() == [4]
+
     object_storage.open_store.cache_clear()
     assert loaded[0] == 4
     assert_equal(loaded[2], saved[2])
@@ -499,6 +530,7 @@ def test_tied_weights_and_extra_state(tmp_path):
     optimizer = torch.optim.SGD(other.parameters(), lr=0.5, momentum=0.9)
     with Checkpointer(tmp_path, other, optimizer) as ckpt:
         assert ckpt.load() == 1
+
     assert other.calls == 3
     assert optimizer.param_groups[0]["lr"] == 0.1
     assert torch.equal(other.head.weight, model.embedding.weight)
@@ -532,6 +564,7 @@ def test_weights_that_hooks_split_are_loaded(tmp_path):
     with Checkpointer(tmp_path, model) as ckpt:
         ckpt.save(1)
     assert "model.1.gate" in Reader(tmp_path / "iter_0000001").metadata.tensors
+
     other = nn.Sequential(nn.Linear(4, 4), Fused())
     with Checkpointer(tmp_path, other) as ckpt:
         assert ckpt.load() == 1
@@ -566,10 +599,12 @@ def test_values_changed_before_staging_fail_the_save(tmp_path, caplog):
         committed = CheckpointDirectory(tmp_path).list_iterations()
         # Staging may be complete before the change, on a machine with enough cores.
         assert failed == (committed == [])
+
         ckpt.save(2)
         ckpt.wait_staged()
         with torch.no_grad():
             model.weight.add_(1)
+
     assert 2 in CheckpointDirectory(tmp_path).list_iterations()
 
 
@@ -616,6 +651,7 @@ def stop_by_signal(rank, world_size, directory):
                 os.kill(os.getpid(), signal.SIGUSR1)
             if ckpt.step(step):
                 break
+
     assert signal.getsignal(signal.SIGUSR1) is before
     return step
 
@@ -629,6 +665,7 @@ def test_later_start_takes_the_directory_over(tmp_path):
     model, optimizer = build()
     first = Checkpointer(tmp_path, model, optimizer, async_save=False)
     assert first.load() == 0
+
     first.save(1)
     with Checkpointer(tmp_path, *build()) as second:
         assert second.load() == 1
@@ -656,6 +693,7 @@ def test_clocks_that_jump_do_not_order_checkpoints(tmp_path, monkeypatch):
                     for name in folders + files:
                         with suppress(FileNotFoundError):
                             os.utime(os.path.join(directory, name), (seconds, seconds))
+
         owner = fencing.read_owner(tmp_path, fencing.find_newest(tmp_path))
         assert owner["since"].startswith(str(year))
         assert CheckpointDirectory(tmp_path).list_iterations() == [newest - 1, newest]
@@ -692,10 +730,12 @@ def test_older_checkpoint_replaces_a_damaged_one_on_the_nodes(pool, tmp_path):
     saved = pool.run(train, 2, "fsdp", tmp_path / "run", 6, options)[0]
     shards = list((tmp_path / "disk").rglob("*0000006*/**/*.distcp"))
     assert shards
+
     for shard in shards:
         content = bytearray(shard.read_bytes())
         content[len(content) // 2] ^= 1
         shard.write_bytes(content)
+
     loaded = pool.run(train, 2, "fsdp", tmp_path / "run", 6, options)[0]
     assert loaded[0] < 6
     assert_equal(loaded[2], saved[2])
@@ -729,6 +769,7 @@ def test_stored_object_is_read_without_loading(tmp_path):
         assert ckpt.read_object("loader") is None
         loader.position = 5
         ckpt.save(1)
+
     with Checkpointer(tmp_path, nn.Module()) as ckpt:
         assert ckpt.read_object("loader") == {"position": 5}
         with pytest.raises(CheckpointError, match="iter_0000001: contains no object other"):
@@ -744,6 +785,7 @@ def test_every_option_has_an_effect_and_others_are_refused(tmp_path):
         "override_existing_run": False, "on_saved": lambda report: None, "clock": time.monotonic,
     }  # fmt: skip
     assert defaults.keys() == CheckpointerOptions.__annotations__.keys()
+
     model = nn.Linear(2, 2)
     with Checkpointer(tmp_path, model) as plain, Checkpointer(tmp_path, model, **defaults) as ckpt:
         assert plain._options == ckpt._options

@@ -100,6 +100,7 @@ def test_slices_of_a_checkpointable_tensor_are_boxes():
     assert tensor.global_offsets == ((4, 0), (0, 0))
     assert tensor.local_offsets == ((1, 0), (6, 0))
     assert tensor.local_sizes == ((4, 3), (4, 3))
+
     sharded = make_sharded_tensor("weight", tensor)
     assert sharded.global_shape == (8, 3)
     for box, expected in zip(sharded.boxes, boxes, strict=True):
@@ -110,6 +111,7 @@ def test_slices_of_a_checkpointable_tensor_are_boxes():
     columns = tensor[:, 1:].detach()
     box = Box((0, 2), tensor[2:4, 2:3])
     mark_checkpointable(columns, ShardedTensor("weight", (2, 3), tensor.dtype, (box,)))
+
     assert columns.local_offsets == ((2, 1),)
     assert columns.local_sizes == ((2, 1),)
 
@@ -121,12 +123,15 @@ def test_slices_outside_of_a_tensor_are_rejected():
         layout = ShardedTensor("weight", tuple(view.shape), tensor.dtype, (Box(offset, view),))
         with pytest.raises(ValueError, match=r"is not a slice of the tensor of shape \(4, 3\)"):
             mark_checkpointable(tensor, layout)
+
     mark_checkpointable(
-        tensor, ShardedTensor("weight", (4, 3), tensor.dtype, (Box((0, 0), tensor),))
+        tensor,
+        ShardedTensor("weight", (4, 3), tensor.dtype, (Box((0, 0), tensor),)),
     )
     tensor.global_offsets = ((1, 0),)
     with pytest.raises(CheckpointError, match=r"weight: a slice of shape \(4, 3\) at \(1, 0\)"):
         make_sharded_tensor("weight", tensor)
+
     tensor.global_offsets = ()
     with pytest.raises(CheckpointError, match="have different lengths"):
         make_sharded_tensor("weight", tensor)
@@ -165,4 +170,5 @@ def test_checkpointer_stores_the_global_tensor_and_its_optimizer_state(tmp_path)
                     checkpointer.step(step)
                 checkpointer.finish()
         results.append(next_model(x).detach())
+
     torch.testing.assert_close(*results)

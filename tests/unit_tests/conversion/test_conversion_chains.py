@@ -40,6 +40,7 @@ def assert_same_export(expected: Path, found: Path) -> None:
     """Compare all files bytewise except the sidecar's arguments and the tokenizer."""
     names = _files(expected)
     assert names == _files(found), found
+
     for name in names:
         if name.name == "state.json":
             training = [
@@ -63,10 +64,12 @@ def test_chain_equals_direct_conversion(start: Path, tmp_path: Path) -> None:
         with tarfile.open(start) as archive:
             archive.extractall(tmp_path, filter="data")
         start = tmp_path / name_of(start)
+
     options = WriteOptions(
         optim_sidecar=any(key.startswith("optimizer.") for key in open_checkpoint(start).tensors)
     )
     convert(start, tmp_path / "direct", "hf", options=options)
+
     for first in WRITERS:
         convert(start, tmp_path / first, first, options=options)
         for second in WRITERS:

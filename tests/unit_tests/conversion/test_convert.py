@@ -72,6 +72,7 @@ def test_every_pair_of_formats_keeps_weights_and_optimizer(
     source, path = convert_model(model, source_format)
     outcome = convert(path, tmp_path / "b", target_format, options=LAYOUT, verify=True)
     result = open_checkpoint(tmp_path / "b")
+
     assert outcome.verified == compare(source, result) == len(source.tensors)
     assert result.training.iteration == 7
     assert result.training.param_groups == source.training.param_groups
@@ -102,6 +103,7 @@ def test_chain_through_all_formats_and_back(tmp_path, args, distributed):
             saver,
             options=LAYOUT if step % 2 else WriteOptions(optim_sidecar=True),
         )
+
     assert compare(source, open_checkpoint(tmp_path / "8")) == len(source.tensors)
 
 
@@ -114,8 +116,10 @@ def test_without_optimizer_and_in_another_dtype(tmp_path):
         options=WriteOptions(optimizer=False, dtype="bf16"),
     )
     result = open_checkpoint(tmp_path / "out")
+
     assert not any(key.startswith("optimizer.") for key in result.tensors)
     assert {info.dtype for info in result.tensors.values()} == {torch.bfloat16}
+
     key = "decoder.layers.1.mlp.linear_fc1.weight"
     main = source.values[f"optimizer.state.param.{key}"]
     assert torch.equal(result.tensors[key].read((0, 0), tuple(main.shape)), main.bfloat16())
@@ -136,6 +140,7 @@ def test_progress_reaches_the_estimated_bytes(tmp_path, saver, sidecar):
         progress=written.append,
         starting=announced.append,
     )
+
     assert len(written) > 1
     assert len(announced) == 1
     assert abs(sum(written) - announced[0]) < 0.05 * announced[0]
@@ -145,9 +150,11 @@ def test_existing_target_requires_overwrite(tmp_path):
     first_checkpoint(tmp_path / "run")
     (tmp_path / "out").mkdir()
     (tmp_path / "out/precious").write_text("x")
+
     with pytest.raises(ValueError, match="exists: choose another --save-dir, or give --overwrite"):
         convert(tmp_path / "run", tmp_path / "out", "hf")
     assert (tmp_path / "out/precious").exists()
+
     convert(tmp_path / "run", tmp_path / "out", "hf", overwrite=True)
     assert not (tmp_path / "out/precious").exists()
     assert (tmp_path / "out/config.json").exists()
@@ -166,6 +173,7 @@ def test_interrupted_conversion_leaves_nothing(tmp_path, saver, monkeypatch):
         (KeyboardInterrupt, CheckpointError)
     ):  # the saver's threads report what stopped them
         convert(tmp_path / "run", tmp_path / "out", saver, progress=out_of_patience)
+
     assert sorted(os.listdir(tmp_path)) == ["run"]
 
 
@@ -176,7 +184,8 @@ def test_concurrent_conversion_to_one_target_is_refused(tmp_path):
     def another_one(nbytes):
         if not refused:
             with pytest.raises(
-                ValueError, match=r"out\.converting: another conversion to the same --save-dir"
+                ValueError,
+                match=r"out\.converting: another conversion to the same --save-dir",
             ) as error:
                 convert(tmp_path / "run", tmp_path / "out", "legacy")
             refused.append(error)
@@ -189,16 +198,20 @@ def test_concurrent_conversion_to_one_target_is_refused(tmp_path):
 def test_invalid_sources_are_refused(tmp_path):
     with pytest.raises(ValueError, match="nothing: no such directory$"):
         convert(tmp_path / "nothing", tmp_path / "out", "hf")
+
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="file is a file: give the directory of a checkpoint"):
         convert(tmp_path / "file", tmp_path / "out", "hf")
+
     (tmp_path / "unpacked").mkdir()
     (tmp_path / "unpacked/model_config.yaml").write_text("")
     with pytest.raises(ValueError, match="unpacked is an unpacked archive of NeMo without model_w"):
         convert(tmp_path / "unpacked", tmp_path / "out", "hf")
+
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="no checkpoint in a known format .*; it is empty"):
         convert(tmp_path / "empty", tmp_path / "out", "hf")
+
     first_checkpoint(tmp_path / "run")
     with pytest.raises(ValueError, match="--ckpt-step 3: .* complete are: iter_0000007"):
         convert(tmp_path / "run", tmp_path / "out", "hf", step=3)
@@ -210,13 +223,17 @@ def test_checksums_of_earlier_releases_are_verified(tmp_path):
     with_older_checksums(tmp_path / "run" / "iter_0000007")
     assert (
         open_checkpoint(
-            tmp_path / "run", read_options=ReadOptions(verify_source=True)
+            tmp_path / "run",
+            read_options=ReadOptions(verify_source=True),
         ).training.iteration
         == 7
     )
+
     (tmp_path / "run" / "iter_0000007" / "checksums.json").unlink()
+
     with pytest.raises(
-        ValueError, match=r"--ckpt-verify: .* has neither checksums.bin nor integrity.json"
+        ValueError,
+        match=r"--ckpt-verify: .* has neither checksums.bin nor integrity.json",
     ):
         open_checkpoint(tmp_path / "run", read_options=ReadOptions(verify_source=True))
 
@@ -242,6 +259,7 @@ def test_damaged_source_is_refused(tmp_path):
             convert(tmp_path / "run", tmp_path / "out", "torch_dist")
         assert os.listdir(tmp_path) == ["run"]
         shard.write_bytes(intact)
+
     damaged = bytearray(intact)
     damaged[-1] ^= 1  # in the padding of a file
     shard.write_bytes(damaged)
@@ -252,7 +270,8 @@ def test_wrong_loader_is_refused(tmp_path):
     first_checkpoint(tmp_path / "run")
     for loader in ("legacy", "universal"):
         with pytest.raises(
-            ValueError, match="is not a (legacy|DeepSpeed universal) checkpoint: it has no"
+            ValueError,
+            match="is not a (legacy|DeepSpeed universal) checkpoint: it has no",
         ):
             convert(tmp_path / "run" / "iter_0000007", tmp_path / "out", "hf", loader=loader)
 
@@ -267,15 +286,19 @@ def test_nan_values_are_compared_bitwise(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "groups,distributed", [(None, True), (None, False), ([1.0], False), ([1.0, 1.0, 0.0], False)]
+    "groups,distributed",
+    [(None, True), (None, False), ([1.0], False), ([1.0, 1.0, 0.0], False)],
 )
 def test_legacy_refuses_unsupported_parameter_groups(tmp_path, groups, distributed):
     """Missing groups, and groups other than one with and one without weight decay."""
     source = random_source(GPT_ARGS | {"use_distributed_optimizer": distributed})
     group = source.training.param_groups[0]
     source.training.param_groups = groups and [group | {"wd_mult": decay} for decay in groups]
+
     with pytest.raises(
-        ValueError, match="not its parameter groups|groups of wd_mult .* legacy files have one with"
+        ValueError,
+        match="not its parameter groups|groups of wd_mult .* legacy files have one with",
     ):
         write_legacy(source, tmp_path / "out", Layout.of(2, 1, 1))
+
     assert not list(tmp_path.iterdir())

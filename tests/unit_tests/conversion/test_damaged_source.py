@@ -38,6 +38,7 @@ def test_single_bit_flip_is_refused(tmp_path: Path, pristine: Path, seed: int) -
     # The other shard file contains empty extra states, which no conversion reads.
     path = run / random_bits.choice(["__0_0.distcp", "common.pt", ".metadata"])
     flip_bit(path, random_bits.randrange(8 * path.stat().st_size))
+
     with pytest.raises(CheckpointError, match=rf"{path.name}.*damaged"):
         convert(run, tmp_path / "hf", "hf", options=WriteOptions(optim_sidecar=True))
     assert not (tmp_path / "hf").exists()
@@ -51,9 +52,11 @@ def test_damage_is_not_blamed_on_the_writer(tmp_path: Path, pristine: Path) -> N
     flip_bit(weights, 4 * weights.stat().st_size)
     words = ["--load-dir", run, "--save-dir", tmp_path / "hf", "--saver", "hf"]
     done = run_convert(*words)
+
     assert done.returncode == 1
     assert "Megatron" not in done.stderr
     assert "__0_0.distcp: damaged" in done.stderr
+
     done = run_convert(*words, "--no-verify-source")
     assert "damaged" not in done.stderr
 
@@ -63,11 +66,14 @@ def test_required_checksums_may_be_megatrons(tmp_path: Path, pristine: Path) -> 
     run = tmp_path / "run"
     shutil.copytree(pristine, run)
     (run / "checksums.bin").unlink()
+
     with pytest.raises(CheckpointError, match=r"has neither checksums.bin nor integrity.json"):
         open_checkpoint(run, read_options=ReadOptions(verify_source=True))
+
     files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in run.iterdir()}
     (run / "integrity.json").write_text(json.dumps({"algorithm": "sha256", "files": files}))
     open_checkpoint(run, read_options=ReadOptions(verify_source=True))
     flip_bit(run / "__0_0.distcp", 4000)
+
     with pytest.raises(CheckpointError, match=r"__0_0.distcp: damaged: .* integrity.json"):
         open_checkpoint(run, read_options=ReadOptions(verify_source=True))

@@ -73,10 +73,12 @@ def test_documented_commands_work(command, sources, tmp_path, monkeypatch):
         shutil.copytree(sources / "hf", write_options.foreign)
         weights = write_options.foreign / "model.safetensors"
         save_file(load_file(weights) | {"vision.weight": torch.ones(2)}, weights)
+
     for directory in write_options.edits.adapters:
         write_adapter(directory)
     outcome = run(options, read_options, write_options)
     result = open_checkpoint(outcome.target, options.saver)
+
     assert outcome.num_tensors
     assert result.tensors
     if options.saver == "legacy":
@@ -92,6 +94,7 @@ def merge_sources(tmp_path_factory):
         source = random_source(LLAMA_ARGS | {"bf16": True}, seed=iteration)
         source.training.iteration = iteration
         write_torch_dist(source, root / f"run/iter_{iteration:07d}")
+
     write_tracker(root / "run", 11)
     convert(root / "run", root / "Llama-3.2-1B", "hf")
     return root

@@ -102,11 +102,14 @@ def test_bad_layers_are_one_error(tmp_path, text, message):
 def test_layers_and_their_optimizer_state_are_those_of_the_source(tmp_path, saver, layers):
     source = random_source(LLAMA_ARGS | {"num_layers": 6, "bf16": True})
     result, _ = convert_run(
-        *(tmp_path, source, "--layers", layers, "--save-optim-sidecar"), saver=saver
+        *(tmp_path, source, "--layers", layers, "--save-optim-sidecar"),
+        saver=saver,
     )
     numbers = parse_layers(layers)
+
     assert result.args["num_layers"] == len(numbers)
     assert result.training.param_groups == source.training.param_groups
+
     count = 0
     for key, value in source.values.items():
         before, found, rest = key.partition("decoder.layers.")
@@ -120,6 +123,7 @@ def test_layers_and_their_optimizer_state_are_those_of_the_source(tmp_path, save
                 new_key = f"{before}decoder.layers.{new}.{name}"
                 assert torch.equal(read_whole(result, new_key), value), new_key
                 count += 1
+
     assert len(result.tensors) == count
 
 
@@ -127,10 +131,12 @@ def test_layers_and_their_optimizer_state_are_those_of_the_source(tmp_path, save
 def test_transformers_computes_the_selected_layers(tmp_path, args):
     """Depth up-scaling equals the layers of the original model, called in that order."""
     write_huggingface(
-        random_source(args | {"num_layers": 4}, optimizer=False), tmp_path / "original"
+        random_source(args | {"num_layers": 4}, optimizer=False),
+        tmp_path / "original",
     )
     words = ("--load-dir", tmp_path / "original", "--save-dir", tmp_path / "deep", "--saver", "hf")
     assert run_convert(*words, "--layers", "0-2,1-3").returncode == 0
+
     model = load_in_transformers(tmp_path / "original")
     base = model.model if hasattr(model, "model") else model.transformer
     name = "layers" if hasattr(base, "layers") else "h"
@@ -151,6 +157,7 @@ def test_patterns_of_experts_and_windows_move_with_the_layers():
     source = random_source(LLAMA_ARGS | {"num_layers": 4} | pattern | windows)
     source.args |= stages
     result = edit(source, layers=(0, 1, 3, 1))
+
     assert result.args["moe_layer_freq"] == [0, 1, 0, 1]
     assert result.args["window_attn_skip_freq"] == [1, 0, 0, 0]
     assert "decoder_first_pipeline_num_layers" not in result.args
@@ -165,7 +172,8 @@ def test_patterns_of_experts_and_windows_move_with_the_layers():
 def test_new_rows_are_the_mean_and_old_rows_are_kept(tmp_path, saver):
     source = random_source(LLAMA_ARGS | {"bf16": True})
     result, _ = convert_run(
-        *(tmp_path, source, "--target-vocab-size", 80, "--save-optim-sidecar"), saver=saver
+        *(tmp_path, source, "--target-vocab-size", 80, "--save-optim-sidecar"),
+        saver=saver,
     )
     for key in (WORD_EMBEDDINGS, OUTPUT):
         main = source.values[optimizer_key("param", key)].double().numpy()
@@ -179,6 +187,7 @@ def test_new_rows_are_the_mean_and_old_rows_are_kept(tmp_path, saver):
             moment = read_whole(result, optimizer_key(state, key))
             assert torch.equal(moment[:ROWS], source.values[optimizer_key(state, key)])
             assert not moment[ROWS:].any()
+
     unchanged = [k for k in source.values if WORD_EMBEDDINGS not in k and OUTPUT not in k]
     assert len(unchanged) > 40
     for key in unchanged:
@@ -192,6 +201,7 @@ def test_logits_of_old_tokens_are_equal(tmp_path, args, new_rows):
     words = ("--load-dir", tmp_path / "original", "--save-dir", tmp_path / "grown", "--saver", "hf")
     flags = ("--target-vocab-size", 96, "--new-rows", new_rows)
     assert run_convert(*words, *flags).returncode == 0
+
     expected = logits_of(load_in_transformers(tmp_path / "original"))
     found = logits_of(load_in_transformers(tmp_path / "grown"))
     assert found.shape[-1] == 96
@@ -252,9 +262,11 @@ def test_rows_beyond_the_tokenizer_are_removed(tmp_path):
     write_tokenizer(tmp_path / "hf", 60)
     words = ("--load-dir", tmp_path / "hf", "--save-dir", tmp_path / "out", "--saver", "hf")
     done = run_convert(*words, "--target-vocab-size", 59)
+
     assert done.returncode
     assert "removes rows in use: the tokenizer has 60 tokens" in done.stderr
     assert run_convert(*words, "--target-vocab-size", 60).returncode == 0
+
     result = open_checkpoint(tmp_path / "out")
     for key in (WORD_EMBEDDINGS, OUTPUT):
         assert torch.equal(read_whole(result, key), source.values[key][:60])
@@ -266,13 +278,16 @@ def test_without_a_tokenizer_only_zero_rows_are_removed(tmp_path):
         source.values[key][63:] = 0
     with pytest.raises(ValueError, match=f"row 62 of {WORD_EMBEDDINGS} is not zero.*--tokenizer"):
         edit(source, target_vocab_size=62)
+
     result = edit(source, target_vocab_size=63)
     for key in (OUTPUT, optimizer_key("exp_avg", OUTPUT)):
         assert torch.equal(read_whole(result, key), source.values[key][:63])
+
     (tmp_path / "tokenizer").mkdir()
     write_tokenizer(tmp_path / "tokenizer", 50)
     options = WriteOptions(
-        edits=EditOptions(target_vocab_size=50), tokenizer=tmp_path / "tokenizer"
+        edits=EditOptions(target_vocab_size=50),
+        tokenizer=tmp_path / "tokenizer",
     )
     assert apply_edits(source, options).tensors[OUTPUT].shape == (50, 32)
 
@@ -290,6 +305,7 @@ def test_damaged_tokenizers_are_one_error(tmp_path, name, content, message):
     (tmp_path / "hf" / name).write_text(content)
     words = ("--load-dir", tmp_path / "hf", "--save-dir", tmp_path / "out", "--saver", "hf")
     done = run_convert(*words, "--target-vocab-size", 60)
+
     assert done.returncode, done.stderr
     assert message in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
@@ -304,11 +320,13 @@ def test_merges_can_be_edited(tmp_path):
     flags = ("--layers", "1,0,1", "--target-vocab-size", 70)
     done = run_merge("--input", *words, "--output", tmp_path / "out", *flags, "--verify-target")
     assert done.returncode == 0, done.stderr
+
     result = open_checkpoint(tmp_path / "out")
     name = "mlp.linear_fc2.weight"
     main = optimizer_key("param", f"decoder.layers.0.{name}")
     expected = (sources[0].values[main].double() + sources[1].values[main].double()) / 2
     found = read_whole(result, f"decoder.layers.1.{name}").double()
+
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
     assert result.tensors[OUTPUT].shape == (70, 32)
     assert result.args["num_layers"] == 3
@@ -322,12 +340,14 @@ def test_merges_can_be_edited(tmp_path):
 def test_experts_are_copies_of_the_dense_mlp(tmp_path, saver, args):
     source = random_source(args | {"bf16": True})
     result, output = convert_run(
-        *(tmp_path, source, "--upcycle-experts", 4, "--topk", 3, "--dtype", "fp32"), saver=saver
+        *(tmp_path, source, "--upcycle-experts", 4, "--topk", 3, "--dtype", "fp32"),
+        saver=saver,
     )
     assert "optimizer state: dropped" in output
     assert not result.training.param_groups
     assert result.args["num_experts"] == 4
     assert result.args["moe_router_topk"] == 3
+
     copied = 0
     routers = []
     for key in result.tensors:
@@ -340,6 +360,7 @@ def test_experts_are_copies_of_the_dense_mlp(tmp_path, saver, args):
         main = source.values[optimizer_key("param", dense)]
         assert torch.equal(value, main.expand(value.shape)), key
         copied += 1
+
     assert copied == sum(not key.startswith("optimizer.") for key in source.values)
     assert all(torch.isfinite(router).all() and router.std() > 0 for router in routers)
     assert not torch.equal(routers[0], routers[-1])
@@ -359,15 +380,18 @@ def test_equal_experts_compute_the_function_of_the_dense_model(tmp_path, args, m
     words = ("--load-dir", tmp_path / "dense", "--save-dir", tmp_path / "experts", "--saver", "hf")
     done = run_convert(*words, "--upcycle-experts", 4, "--topk", topk)
     assert done.returncode == 0, done.stderr
+
     experts = load_in_transformers(tmp_path / "experts")
     assert experts.config.model_type == model_type
     assert experts.config.num_experts_per_tok == topk
+
     expected = logits_of(load_in_transformers(tmp_path / "dense"))
     torch.testing.assert_close(logits_of(experts), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
-    "args, factors", [(LLAMA_ARGS, 3), (GPT_ARGS, 2), (GPT_ARGS | {"squared_relu": True}, 3)]
+    "args, factors",
+    [(LLAMA_ARGS, 3), (GPT_ARGS, 2), (GPT_ARGS | {"squared_relu": True}, 3)],
 )
 def test_experts_are_scaled_without_normalization(args, factors):
     """As in Megatron-LM: 8 experts per token / 2 raises the output to that of the dense model."""
@@ -378,6 +402,7 @@ def test_experts_are_scaled_without_normalization(args, factors):
         found = read_whole(result, f"decoder.layers.1.mlp.experts.experts.{name}").double().numpy()
         expected = np.broadcast_to(dense * 4 ** (1 / factors), found.shape)
         np.testing.assert_allclose(found, expected, rtol=1e-6)
+
     bias = "decoder.layers.1.mlp.linear_fc2.bias"
     if bias in source.values:
         found = read_whole(result, bias.replace(".mlp.", ".mlp.experts.experts."))
@@ -441,8 +466,10 @@ def test_foreign_names_of_transformers_are_read_under_new_names(tmp_path):
     rename_stored_weights(tmp_path / "hf", lambda name: names.get(name, f"text.{name}"))
     words = ("--load-dir", tmp_path / "hf", "--save-dir", tmp_path / "out", "--saver", "torch_dist")
     assert run_convert(*words).returncode
+
     done = run_convert(*words, "--rename", "text.*=*", "head=lm_head.weight")
     assert done.returncode == 0, done.stderr
+
     result = open_checkpoint(tmp_path / "out")
     assert result.tensors.keys() == source.tensors.keys()
     for key, value in source.values.items():
@@ -460,8 +487,10 @@ def test_foreign_names_of_torch_dist_are_read_under_new_names(tmp_path):
     save(state, tmp_path / "foreign", common=load_common(tmp_path / "run"))
     words = ("--load-dir", tmp_path / "foreign", "--save-dir", tmp_path / "out", "--saver")
     assert "linear_proj" in run_convert(*words, "torch_dist").stderr
+
     done = run_convert(*words, "torch_dist", "--rename", "*.dense.weight=*.linear_proj.weight")
     assert done.returncode == 0, done.stderr
+
     result = open_checkpoint(tmp_path / "out")
     assert result.tensors.keys() == source.tensors.keys()
     for key, value in source.values.items():

@@ -161,10 +161,12 @@ def save_model(model_type: str, directory: Path, seed: int = 0, **changed: Any) 
 
 def compute_logits(directory: Path) -> torch.Tensor:
     model, report = transformers.AutoModelForCausalLM.from_pretrained(
-        directory, output_loading_info=True
+        directory,
+        output_loading_info=True,
     )
     assert not report["missing_keys"], report
     assert not report["unexpected_keys"], report
+
     with torch.no_grad():
         return model.eval()(TOKENS, use_cache=False).logits
 
@@ -177,6 +179,7 @@ def assert_same_files(found: Path, wanted: Path) -> None:
     """All tensors are equal bitwise, and all fields of config.json."""
     before = load_file(wanted / "model.safetensors")
     after = load_file(found / "model.safetensors")
+
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         assert after[name].dtype == tensor.dtype, name
@@ -218,8 +221,10 @@ def test_layers_are_refused_by_number_without_the_flag(saver: str, tmp_path: Pat
     model = save_model("lfm2", tmp_path / "model", layer_types=["conv", "full_attention"] * 2)
     kept = follow_chain(model, tmp_path / "kept", saver)
     message = "short convolution in layers 0, 2, which the trainer does not have.* --keep-foreign"
+
     with pytest.raises(ValueError, match=message):
         open_checkpoint(kept)
+
     source = open_checkpoint(kept, read_options=KEEP)
     assert "decoder.layers.1.self_attention.linear_qkv.weight" in source.tensors
     assert "foreign.model.layers.2.conv.conv.weight" in source.tensors
@@ -253,9 +258,11 @@ def test_all_fields_return_and_changed_ones_follow(tmp_path: Path) -> None:
     (model / "config.json").write_text(json.dumps(config))
     kept = follow_chain(model, tmp_path / "kept", "legacy", "hf")
     assert read_config(kept) == config
+
     edits = ("--dtype", "bf16", "--target-vocab-size", 70, "--keep-foreign", "--saver", "hf")
     done = run_convert("--load-dir", kept, "--save-dir", tmp_path / "edited", *edits)
     assert done.returncode == 0, done.stderr
+
     edited = read_config(tmp_path / "edited")
     assert edited.pop("torch_dtype") == "bfloat16"
     assert edited.pop("vocab_size") == 70
@@ -284,6 +291,7 @@ def test_weights_of_mixers_are_cast_unless_their_dtype_differs(tmp_path: Path) -
     assert done.returncode == 0, done.stderr
     assert "foreign, cast to float16: model.layers.0.linear_attn.in_proj_ba.weight" in done.stdout
     assert "foreign, copied as it is: model.layers.0.linear_attn.A_log" in done.stdout
+
     for name, tensor in load_file(tmp_path / "cast" / "model.safetensors").items():
         wanted = tensors[name] if name.endswith("A_log") else tensors[name].half()
         assert torch.equal(tensor, wanted), name
@@ -296,6 +304,7 @@ def test_quantized_export_lists_the_mixers_as_unquantized(tmp_path: Path) -> Non
     flags = ("--keep-foreign", "--quantize", "fp8-block", "--saver", "hf")
     done = run_convert("--load-dir", model, "--save-dir", tmp_path / "fp8", *flags)
     assert done.returncode == 0, done.stderr
+
     kept = read_config(tmp_path / "fp8")["quantization_config"]["modules_to_not_convert"]
     before = load_file(model / "model.safetensors")
     for name, tensor in load_file(tmp_path / "fp8" / "model.safetensors").items():
@@ -316,13 +325,16 @@ def test_merged_mixers_are_weighted_sums(tmp_path: Path) -> None:
     second = follow_chain(inputs[1], tmp_path / "kept", "torch_dist")
     words = ("--input", f"{inputs[0]}:0.25", f"{second}:0.75", "--output", tmp_path / "out")
     done = run_merge(*words, "--saver", "hf", "--keep-foreign")
+
     assert done.returncode == 0, done.stderr
     assert "foreign, merged: model.layers.0.conv.in_proj.weight" in done.stdout
+
     merged = load_file(tmp_path / "out" / "model.safetensors")
     for name, tensor in load_file(inputs[0] / "model.safetensors").items():
         wanted = 0.25 * tensor.double() + 0.75 * changed[name].double()
         torch.testing.assert_close(merged[name].double(), wanted, rtol=1e-6, atol=1e-6)
     assert read_config(tmp_path / "out") == read_config(inputs[0])
+
     without = run_merge(*words, "--saver", "hf", "--overwrite")
     assert "short convolution in layers" in without.stderr
 
@@ -351,6 +363,7 @@ def test_base_model_alone_gets_the_names_of_the_whole_model(tmp_path: Path) -> N
     base = transformers.AutoModel.from_pretrained(model)
     base.save_pretrained(tmp_path / "base")
     assert "layers.0.conv.in_proj.weight" in load_file(tmp_path / "base" / "model.safetensors")
+
     result = follow_chain(tmp_path / "base", tmp_path / "kept", "torch_dist", "hf")
     found = load_file(result / "model.safetensors")
     assert found.keys() == whole.keys()

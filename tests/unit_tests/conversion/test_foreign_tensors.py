@@ -68,12 +68,15 @@ def test_foreign_tensors_return_bitwise(
     keep = ("--keep-foreign", "--verify-target")
     ignore = ("--hf-ignore-fields", "vision_config")
     said = convert("torch_dist", model, tmp_path / "dist", *keep, *ignore)
+
     for name in FOREIGN:
         assert f"foreign, copied as it is: {name}" in said
+
     convert("legacy", tmp_path / "dist", tmp_path / "legacy", *keep, *layout)
     convert("hf", tmp_path / "legacy", tmp_path / "result", *keep, "--max-shard-size", "20KB")
     assert len(list((tmp_path / "result").glob("*.safetensors"))) > 1
     assert read_bytes(tmp_path / "result") == read_bytes(model)
+
     result = json.loads((tmp_path / "result" / "config.json").read_text())
     assert result["vision_config"] == {"depth": 2}
 
@@ -89,9 +92,11 @@ def test_foreign_tensors_are_taken_from_another_checkpoint(
     keep = ("--keep-foreign", tmp_path / "original")
     said = convert(saver, tmp_path / "trained", tmp_path / "whole", *keep, "--verify-target")
     assert "foreign, copied as it is: model.visual.patch_embed.weight" in said
+
     convert("hf", tmp_path / "whole", tmp_path / "result", "--keep-foreign", *ignore)
     expected = read_bytes(model) | read_bytes(tmp_path / "trained")
     assert read_bytes(tmp_path / "result") == expected
+
     result = json.loads((tmp_path / "result" / "config.json").read_text())
     assert result["vision_config"] == {"depth": 2}
 
@@ -102,17 +107,21 @@ def test_foreign_tensors_return_from_universal(model: Path, tmp_path: Path) -> N
     ignore = ("--hf-ignore-fields", "vision_config")
     convert("universal", model, tmp_path / "plain", *ignore)
     said = convert("universal", model, tmp_path / "universal", *keep, *ignore)
+
     for name in FOREIGN:
         assert f"foreign, copied as it is: {name}" in said
+
     (kept,) = (tmp_path / "universal").glob("*/zero")
     (plain,) = (tmp_path / "plain").glob("*/zero")
     assert sorted(path.name for path in kept.iterdir()) == sorted(p.name for p in plain.iterdir())
+
     stored = torch.load(kept.parent / "foreign.pt", weights_only=True)
     assert stored.keys() == FOREIGN.keys()
     assert stored["model.layers.0.packed"].equal(FOREIGN["model.layers.0.packed"])
 
     convert("hf", tmp_path / "universal", tmp_path / "result", *keep)
     assert read_bytes(tmp_path / "result") == read_bytes(model)
+
     result = json.loads((tmp_path / "result" / "config.json").read_text())
     assert result["vision_config"] == {"depth": 2}
 
@@ -157,8 +166,10 @@ def test_sparse_indexers_return_bitwise(indexed_model: Path, tmp_path: Path) -> 
     layout = ("--target-tensor-parallel-size", 2, "--target-pipeline-parallel-size", 2)
     said = convert("torch_dist", indexed_model, tmp_path / "dist", *keep)
     assert "foreign, copied as it is: model.layers.3.self_attn.indexer.wk.weight" in said
+
     convert("legacy", tmp_path / "dist", tmp_path / "legacy", *keep, *layout)
     assert len(list((tmp_path / "legacy").glob("*/mp_rank_*"))) == 4
+
     convert("hf", tmp_path / "legacy", tmp_path / "result", *keep)
     assert read_bytes(tmp_path / "result") == read_bytes(indexed_model)
 
@@ -170,16 +181,19 @@ def test_sparse_indexers_return_bitwise(indexed_model: Path, tmp_path: Path) -> 
         assert model.config.index_topk == 8
         with torch.no_grad():
             logits.append(model(tokens).logits)
+
     assert torch.equal(*logits)
 
 
 def test_sparse_indexers_are_not_dropped_silently(indexed_model: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="layers 0-3 have a sparse indexer .* --keep-foreign"):
         open_checkpoint(indexed_model)
+
     # A checkpoint without the indexers is not exported as a model with them.
     convert("torch_dist", indexed_model, tmp_path / "dist", "--keep-foreign")
     said = convert("hf", tmp_path / "dist", tmp_path / "result")
     assert "unused in the source: model.layers.0.self_attn.indexer.wk.weight" in said
+
     result = json.loads((tmp_path / "result" / "config.json").read_text())
     assert result["model_type"] == "deepseek_v3"
     assert "index_topk" not in result
@@ -229,6 +243,7 @@ def test_foreign_tensors_are_reported_without_the_flag(
 ) -> None:
     ignore = ("--hf-ignore-fields", "vision_config")
     convert(middle, model, tmp_path / "kept", "--keep-foreign", *ignore)
+
     for source, flags in ((model, ignore), (tmp_path / "kept", ())):
         said = convert("hf", source, tmp_path / f"to_hf_{source.name}", *flags)
         for name in FOREIGN:
@@ -243,6 +258,7 @@ def write_rank_files(
     """Write a legacy checkpoint with TP 2 x PP 2; `foreign` are tensors of rank (tp, pp)."""
     sizes = ("--target-tensor-parallel-size", 2, "--target-pipeline-parallel-size", 2)
     convert("legacy", model, directory, *sizes)
+
     for (tp, pp), tensors in foreign.items():
         folder = require_checkpoint(directory).directory / f"mp_rank_{tp:02d}_{pp:03d}"
         content = torch.load(folder / "model_optim_rng.pt", weights_only=False)
@@ -283,6 +299,7 @@ def test_foreign_tensors_of_ranks_are_joined(plain_model: Path, tmp_path: Path) 
             }
         foreign[tp, 0]["vision.columns"] = columns.chunk(2, 1)[tp].clone()
         foreign[tp, 0]["vision.rows"] = rows.split([3, 2])[tp].clone()
+
     legacy = write_rank_files(tmp_path / "legacy", plain_model, foreign)
     splits = ("vision.columns=1", "vision.rows=0", "decoder.layers.*.indexer.weight=0")
     keep = ("--keep-foreign", "--verify-target")
@@ -295,6 +312,7 @@ def test_foreign_tensors_of_ranks_are_joined(plain_model: Path, tmp_path: Path) 
         "vision.rows": rows,
     }
     found = read_foreign(tmp_path / "dist")
+
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert found[name].dtype == value.dtype
@@ -349,10 +367,12 @@ def test_tensors_that_expert_parallel_ranks_split_are_refused(tmp_path: Path) ->
     convert("legacy", tmp_path / "plain", legacy, "--target-expert-model-parallel-size", 2)
     folders = sorted(require_checkpoint(legacy).directory.glob("mp_rank_*"))
     assert len(folders) == 2
+
     for number, folder in enumerate(folders):
         content = torch.load(folder / "model_optim_rng.pt", weights_only=False)
         content["model"]["decoder.layers.1.mlp.experts.scales"] = A + number
         torch.save(content, folder / "model_optim_rng.pt")
+
     target = ("--saver", "torch_dist", "--save-dir", tmp_path / "out")
     done = run_convert("--load-dir", legacy, *target, "--keep-foreign")
     assert "decoder.layers.1.mlp.experts.scales of mp_rank_00_000 differs" in done.stderr
@@ -365,6 +385,7 @@ def test_foreign_tensors_of_ranks_are_reported_without_the_flag(
     legacy = write_rank_files(tmp_path / "legacy", plain_model, {(1, 0): {"vision.weight": A}})
     said = convert("hf", legacy, tmp_path / "out")
     assert "unused in the source: mp_rank_01_000: vision.weight" in said
+
     needs = run_convert(
         "--load-dir",
         legacy,
@@ -402,6 +423,7 @@ def test_export_is_compared_with_the_plan(tmp_path: Path) -> None:
     planned = {name: source.tensors[f"foreign.{name}"] for name in ("a", "b")}
     write_weight_files(tmp_path, "model", planned, 10**9, 1, no_progress)
     check_weight_files(tmp_path, planned)
+
     with pytest.raises(ValueError, match="2 tensors were written, 1 were expected; b differs"):
         check_weight_files(tmp_path, {"a": planned["a"]})
 
@@ -414,5 +436,6 @@ def test_index_and_shards_must_list_the_same_tensors(tmp_path: Path) -> None:
     shards = sorted(set(index["weight_map"].values()))
     weight_map = {name: file for name, file in index["weight_map"].items() if file != shards[-1]}
     index_path.write_text(json.dumps(index | {"weight_map": weight_map}))
+
     with pytest.raises(ValueError, match=f"does not list 1 of {len(shards)} shards: {shards[-1]}"):
         open_checkpoint(tmp_path / "model")

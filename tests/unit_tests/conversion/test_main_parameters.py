@@ -47,7 +47,8 @@ def write(source: Source, form: str, directory: Path) -> None:
 def test_shifted_tensor_is_refused_on_open(tmp_path: Path, form: str) -> None:
     write(defective(slice(None)), form, tmp_path / "run")
     with pytest.raises(
-        CheckpointError, match=rf"main parameter of {KEY} at \(0, 0\) is not the stored weight"
+        CheckpointError,
+        match=rf"main parameter of {KEY} at \(0, 0\) is not the stored weight",
     ):
         open_checkpoint(tmp_path / "run")
 
@@ -57,6 +58,7 @@ def test_run_refuses_shifted_optimizer_and_loads_weights_only(tmp_path: Path) ->
     write_tracker(tmp_path, 7)
     with pytest.raises(CheckpointError, match="--no-load-optim of a run"):
         TrainingDirectory(CheckpointConfig(load=str(tmp_path))).choose()
+
     start = TrainingDirectory(CheckpointConfig(load=str(tmp_path), no_load_optim=True)).choose()
     assert start is not None
     assert start.source is not None
@@ -69,7 +71,8 @@ def test_run_refuses_shifted_optimizer_and_loads_weights_only(tmp_path: Path) ->
 def test_shifted_rows_are_refused_on_read(tmp_path: Path, form: str, saver: str) -> None:
     write(defective(slice(20, 24)), form, tmp_path / "run")
     with pytest.raises(
-        CheckpointError, match=r"--no-optim .* another save of that run \(--ckpt-format torch"
+        CheckpointError,
+        match=r"--no-optim .* another save of that run \(--ckpt-format torch",
     ):
         convert(tmp_path / "run", tmp_path / "out", saver)
     assert not (tmp_path / "out").exists()
@@ -99,17 +102,21 @@ def test_unsupported_optimizers_are_refused_by_name(
 ) -> None:
     args = {"optimizer": optimizer, "use_distributed_optimizer": False}
     write(random_source(LLAMA_ARGS | args), form, tmp_path / "run")
+
     with pytest.raises(
-        CheckpointError, match=f"the optimizer is {optimizer}, .* is not supported: leave it out"
+        CheckpointError,
+        match=f"the optimizer is {optimizer}, .* is not supported: leave it out",
     ) as refusal:
         open_checkpoint(tmp_path / "run")
+
     assert ("second moments belong to the eigenbases" in str(refusal.value)) == (
         optimizer == "soap"
     )
     assert not any(
         key.startswith("optimizer.")
         for key in open_checkpoint(
-            tmp_path / "run", read_options=ReadOptions(no_optim=True)
+            tmp_path / "run",
+            read_options=ReadOptions(no_optim=True),
         ).tensors
     )
 
@@ -120,12 +127,14 @@ def test_sgd_without_momentum_keeps_its_main_parameters(tmp_path: Path, form: st
     source = random_source(LLAMA_ARGS | {"optimizer": "sgd", "use_distributed_optimizer": False})
     for key in [key for key in source.values if key.startswith("optimizer.state.")]:
         del source.values[key]
+
     if form == "torch_dist":
         write_torch_dist(source, tmp_path / "run")
     else:
         weights = dict(source.values)
         source.values |= {optimizer_key("param", key): value for key, value in weights.items()}
         write_legacy(source, tmp_path / "run", Layout.of(2, 2, 1))
+
     result = open_checkpoint(tmp_path / "run")
     for key in [key for key in source.values if not key.startswith("optimizer.")]:
         main = read_whole(result, optimizer_key("param", key))
@@ -145,6 +154,7 @@ def test_missing_main_parameters_are_read_from_fp32_weights(strictness: str) -> 
     main = optimizer_key("param", KEY)
     state[main] = ShardedTensor.replicated(main, torch.full(source.values[KEY].shape, 9.0))
     report = load_from_source(state, source, strictness=strictness, skip=lambda key: False)
+
     assert torch.equal(state[main].local, source.values[KEY])
     assert report.unexpected == []
     assert KEY not in report.missing
@@ -155,8 +165,10 @@ def test_missing_main_parameters_are_read_from_rounded_weights_if_tolerated(capl
     main = optimizer_key("param", KEY)
     del source.values[main]
     state = {main: ShardedTensor.replicated(main, torch.full(source.values[KEY].shape, 9.0))}
+
     with pytest.raises(CheckpointError, match=f"requested but not in the checkpoint.*\n.*{KEY}"):
         load_from_source(state, source, strictness="raise_unexpected")
+
     load_from_source(state, source, strictness="log_unexpected")
     assert torch.equal(state[main].local, source.values[KEY].float())
     assert f"1 main parameters are not in the checkpoint, {main} first" in caplog.text
@@ -167,15 +179,18 @@ def test_loss_scaler_state_survives_every_format(tmp_path: Path, form: str) -> N
     """Megatron-LM stores the scale as a tensor, the JSON sidecar of an export as a number."""
     source = random_source(LLAMA_ARGS | {"fp16": True})
     assert source.training is not None
+
     scaler = {"scale": 1024.0, "growth_tracker": 3, "hysteresis_tracker": 2}
     source.training.grad_scaler = dict(scaler)
     write_torch_dist(source, tmp_path / "run")
     stored = load_common(tmp_path / "run")["optimizer"]["grad_scaler"]
     assert stored["scale"].tolist() == [1024.0]
+
     convert(tmp_path / "run", tmp_path / form, form)
     sidecar = WriteOptions(optim_sidecar=True)
     convert(tmp_path / form, tmp_path / "hf", "hf", options=sidecar, verify=True)
     convert(tmp_path / "hf", tmp_path / "again", "torch_dist")
     training = open_checkpoint(tmp_path / "again").training
+
     assert training is not None
     assert training.grad_scaler == scaler

@@ -54,6 +54,7 @@ def make_run(root: Path, iterations, args=BF16) -> list[MemorySource]:
         source.training.iteration = iteration
         write_torch_dist(source, root / f"iter_{iteration:07d}")
         sources.append(source)
+
     write_tracker(root, iterations[-1])
     return sources
 
@@ -104,6 +105,7 @@ def test_inputs_of_all_formats_and_dtypes_merge_to_every_format(tmp_path, mixed_
     )
     assert done.returncode == 0, done.stderr
     assert "verified: " in done.stdout
+
     result = open_checkpoint(tmp_path / "out")
     has_moments = any(key.startswith("optimizer.") for key in result.tensors)
     assert has_moments == (saver == "universal")  # whose moments are zero
@@ -116,11 +118,14 @@ def test_files_of_transformers_merge_like_numpy_arrays(tmp_path):
         write_huggingface(source, tmp_path / f"{seed}")
     words = [f"{tmp_path / '0'}:0.2", f"{tmp_path / '1'}:0.3", f"{tmp_path / '2'}:0.5"]
     done = run_merge("--input", *words, "--output", tmp_path / "out")
+
     assert done.returncode == 0, done.stderr
     assert "(hf, " in done.stdout, done.stderr
+
     inputs = [load_file(tmp_path / f"{seed}/model.safetensors") for seed in range(3)]
     merged = load_file(tmp_path / "out/model.safetensors")
     assert merged.keys() == inputs[0].keys()
+
     for name, value in merged.items():
         parts = [
             w * x[name].astype(np.float64) for w, x in zip((0.2, 0.3, 0.5), inputs, strict=True)
@@ -133,11 +138,13 @@ def test_main_parameters_are_merged_and_rounded_once(tmp_path):
     words = ("--input", tmp_path / "run", "--average-last", 3)
     assert run_merge(*words, "--output", tmp_path / "bf16").returncode == 0
     assert run_merge(*words, "--output", tmp_path / "fp32", "--dtype", "fp32").returncode == 0
+
     full = open_checkpoint(tmp_path / "fp32")
     rounded = open_checkpoint(tmp_path / "bf16")
     assert full.args["bf16"] is False
     assert rounded.args["bf16"] is True
     assert_merged(full, sources, [1 / 3] * 3)
+
     weights = sum_in_float64(sources, [1 / 3] * 3, QKV, state=None)
     assert np.abs(read_whole(full, QKV).double().numpy() - weights).max() > 1e-4
     for key, info in rounded.tensors.items():
@@ -170,6 +177,7 @@ def test_experts_and_router_biases_are_merged(tmp_path):
         for key, value in source.values.items():
             if key.endswith("expert_bias"):
                 source.values[key] = value.float()
+
     merged = MergedSource(sources, [0.75, 0.25], dtype=torch.bfloat16)
     bias = "decoder.layers.0.mlp.router.expert_bias"
     assert merged.tensors[bias].dtype == torch.float32
@@ -193,13 +201,16 @@ def test_optimizer_of_one_input_is_kept(tmp_path, which, base):
         *("--output", tmp_path / "out", "--saver", "legacy", "--verify-target"),
     )
     assert done.returncode == 0, done.stderr
+
     result = open_checkpoint(tmp_path / "out")
     assert result.training.iteration == 4 + base
     assert result.training.param_groups == sources[base].training.param_groups
     assert_merged(result, sources, [1 / 3] * 3)
+
     main = sum_in_float64(sources, [1 / 3] * 3, QKV)
     found = read_whole(result, optimizer_key("param", QKV))
     np.testing.assert_allclose(found.double().numpy(), main, rtol=4e-7, atol=1e-7)
+
     for state in ("exp_avg", "exp_avg_sq"):
         key = optimizer_key(state, QKV)
         assert torch.equal(read_whole(result, key), sources[base].values[key])
@@ -257,8 +268,10 @@ def test_last_checkpoints_are_complete_and_end_at_the_tracker(tmp_path):
     make_run(tmp_path, [2, 4, 6, 8, 10])
     assert names(find_last_checkpoints(tmp_path, 2)) == ["iter_0000008", "iter_0000010"]
     assert names(find_last_checkpoints(tmp_path, 2, step=6)) == ["iter_0000004", "iter_0000006"]
+
     (tmp_path / "iter_0000008/metadata.json").unlink()
     assert names(find_last_checkpoints(tmp_path, 2)) == ["iter_0000006", "iter_0000010"]
+
     write_tracker(tmp_path, 6)
     assert names(find_last_checkpoints(tmp_path, 3)) == [
         *("iter_0000002", "iter_0000004", "iter_0000006")
@@ -274,6 +287,7 @@ def test_copies_under_other_names_are_not_merged(pool, tmp_path):
     for copy in (7, 99):
         shutil.copytree(run / "iter_0000003", run / f"iter_{copy:07d}")
     wanted = ["iter_0000003", "iter_0000006", "iter_0000008"]
+
     assert names(find_last_checkpoints(run, 3)) == wanted
     with pytest.raises(NoCheckpointError, match="has 3 complete checkpoints"):
         find_last_checkpoints(run, 4)
@@ -300,6 +314,7 @@ def test_input_that_its_run_removes_is_named(tmp_path, monkeypatch, module, step
     monkeypatch.setattr(module, step, remove_first)
     monkeypatch.chdir(tmp_path)
     result = run_merge("--input", *inputs, "--output", tmp_path / "out")
+
     assert result.returncode == 1
     assert "iter_0000001 was removed during the merge, perhaps by the run" in result.stderr
     assert not (tmp_path / "out").exists()
@@ -312,6 +327,7 @@ def test_averages_of_inputs_are_left_out_with_a_note(tmp_path):
     write_torch_dist(first, tmp_path / "averaged")
     words = ["--input", f"{tmp_path / 'averaged'}:0.5", f"{tmp_path / 'run'}:0.5"]
     result = run_merge(*words, "--output", tmp_path / "out")
+
     assert result.returncode == 0, result.stderr
     assert "averages of the weights (ema.*) of the inputs: left out" in result.stdout
 
@@ -327,12 +343,15 @@ def test_averages_are_merged_in_fp32_and_rounded_once(tmp_path):
         write_torch_dist(source, tmp_path / f"input-{seed}")
         paths.append(tmp_path / f"input-{seed}")
         sources.append(averages)
+
     words = ["--input", f"{paths[0]}:0.25", f"{paths[1]}:0.75", "--weights", "ema"]
     done = run_merge(*words, "--output", tmp_path / "out", "--saver", "hf", "--verify-target")
     assert done.returncode == 0, done.stderr
+
     result = open_checkpoint(tmp_path / "out")
     assert {info.dtype for info in result.tensors.values()} == {torch.bfloat16}
     assert_merged(result, sources, [0.25, 0.75], state=None)
+
     run_merge(*words, "--output", tmp_path / "fp32", "--dtype", "fp32")
     result = open_checkpoint(tmp_path / "fp32")
     assert not any(key.startswith("optimizer.") for key in result.tensors)
@@ -349,19 +368,23 @@ def test_foreign_tensors_are_merged_and_codes_must_be_equal(tmp_path):
             source.values["foreign.codes"] = foreign["foreign.codes"] + 1
         write_torch_dist(source, tmp_path / f"{number}")
         inputs.append(f"{tmp_path / str(number)}:0.5")
+
     flags = ["--saver", "hf", "--keep-foreign"]
     done = run_merge("--input", *inputs[:2], "--output", tmp_path / "out", *flags)
     assert done.returncode == 0, done.stderr
     assert "foreign, merged: codes" in done.stdout
+
     merged = torch.from_numpy(load_file(tmp_path / "out" / "model.safetensors")["a"])
     torch.testing.assert_close(merged, 1.5 * foreign["foreign.a"])
 
     # Other codes, and a missing tensor.
     done = run_merge("--input", *inputs[1:], "--output", tmp_path / "other", *flags)
     assert "codes (torch.int8) differs from that of" in done.stderr
+
     write_torch_dist(random_source(LLAMA_ARGS, optimizer=False), tmp_path / "without")
     words = ["--input", inputs[0], f"{tmp_path / 'without'}:0.5", "--output", tmp_path / "other"]
     assert "a has shape None in" in run_merge(*words, *flags).stderr
+
     note = "unused tensors are merged with --keep-foreign"
     assert note in run_merge(*words, "--saver", "hf").stdout
 
@@ -375,6 +398,7 @@ def test_last_checkpoints_of_other_formats(tmp_path, form):
         (tmp_path / "other").mkdir(exist_ok=True)
         for path in part.iterdir():
             path.rename(tmp_path / "other" / path.name)
+
     done = run_merge(
         *("--input", tmp_path / "other", "--average-last", 2, "--output", tmp_path / "out")
     )
@@ -426,6 +450,7 @@ def test_bad_command_lines_are_one_error(tmp_path, words, message):
     places["b"] = tmp_path / "run/iter_0000002"
     words = [word.format(**places) for word in words]
     done = run_merge("--input", *words, "--output", tmp_path / "out")
+
     assert done.returncode, done.stderr
     assert message in done.stderr, done.stderr
     assert "error: " in done.stderr
@@ -436,16 +461,20 @@ def test_other_models_are_refused_with_every_difference():
     one = random_source(LLAMA_ARGS)
     other = random_source(LLAMA_ARGS | {"num_query_groups": 4, "rotary_base": 500}, vocab_size=71)
     other.description = "b"
+
     with pytest.raises(ValueError) as caught:
         MergedSource([one, other], [0.5, 0.5])
+
     message = str(caught.value)
     assert message.startswith("b is another model than checkpoint in memory: ")
+
     for difference in (
         "--vocab-size is 71, not 67",
         "--num-query-groups is 4, not 2",
         "--rotary-base is 500, not 10000",
     ):
         assert difference in message
+
     assert message.count(";") == 2
 
 
@@ -518,5 +547,6 @@ def test_memory_is_a_few_blocks(large_inputs, tmp_path, saver):
         done = run_merge(
             *("--input", *words, "--output", tmp_path / "out", "--saver", saver, "--workers", 1)
         )
+
     assert done.returncode == 0, done.stderr
     assert 0 < tensors.peak < 4 * nbytes, (tensors.peak, nbytes)

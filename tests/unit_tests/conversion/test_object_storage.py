@@ -27,12 +27,14 @@ SOURCE = LLAMA / "torch_dist_fully_reshardable"
 @pytest.fixture(scope="module")
 def converted():
     object_storage.open_store.cache_clear()
+
     with object_server():
         target = path_of("s3://bucket/model")
         report = convert(SOURCE, target, "torch_dist", verify=True)
         assert report.verified is not None
         assert report.verified > 50
         yield target
+
     object_storage.open_store.cache_clear()
 
 
@@ -49,12 +51,15 @@ def test_newest_commit_overrides_the_tracker(converted):
     tracker = f"{converted.key}/latest_checkpointed_iteration.txt"
     named = store.read(tracker).content
     store.put(tracker, b"12345")
+
     assert find_checkpoint(str(converted)) == found
     assert found.note is None
+
     store.put(tracker, named)
     unfinished = f"{converted.key}/iter_9999999/.claim"
     store.put(unfinished, b"{}")
     assert find_checkpoint(str(converted)) == found
+
     store.delete([unfinished])
     assert find_checkpoint("s3://bucket/nothing") is None
 
@@ -73,6 +78,7 @@ def test_formats_are_recognized_with_one_list_of_each_directory(converted):
     object_storage.open_store.cache_clear()
     lists = [request for request in requests if "list-type=2" in request]
     assert 0 < len(lists) == len(set(lists))
+
     # Besides lists, only metadata.json is read, which takes two requests.
     remaining = set(requests) - set(lists)
     assert all(request.endswith("/metadata.json") for request in remaining)
@@ -119,6 +125,7 @@ def test_foreign_tensors_are_taken_from_object_storage(converted, tmp_path):
     flags = ("--load-dir", SOURCE, "--save-dir", tmp_path / "whole", "--keep-foreign", original)
     done = run_convert("--saver", "hf", *flags)
     assert done.returncode == 0, done.stderr
+
     found = load_file(tmp_path / "whole/model.safetensors")
     assert torch.equal(found.pop("visual.weight"), tower)
     assert found.keys() == weights.keys()
@@ -132,10 +139,12 @@ def test_model_in_object_storage_has_the_files_of_a_directory(converted, tmp_pat
     report = convert(converted, target, "hf", options=options, verify=True)
     num_tensors = len(open_checkpoint(target).tensors)
     assert report.verified == num_tensors > 0
+
     convert(converted, tmp_path / "hf", "hf", options=options)
     expected = {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()}
     min_num_files = 3 if max_shard_size > 20_000 else 6
     assert len(expected) >= min_num_files
+
     content = {path.name: path.read_bytes() for path in target.iterdir()}
     assert content == expected
     with pytest.raises(ValueError, match="s3://bucket/hf.* exists"):

@@ -29,7 +29,9 @@ SECRET = "-----BEGIN OPENSSH PRIVATE KEY-----\nb3BlbnNzaC1rZXk\n-----END OPENSSH
 def model(tmp_path: Path) -> Path:
     """A Hugging Face model with the sidecar of a run."""
     write_huggingface(
-        random_source(LLAMA_ARGS), tmp_path / "model", WriteOptions(optim_sidecar=True)
+        random_source(LLAMA_ARGS),
+        tmp_path / "model",
+        WriteOptions(optim_sidecar=True),
     )
     return tmp_path / "model"
 
@@ -41,7 +43,8 @@ def edit(path: Path, change) -> None:
 
 
 @pytest.mark.parametrize(
-    "iteration", ["VICTIM", "../../victim", -1, 2**70, float("nan"), 1.5, True, None, [1]]
+    "iteration",
+    ["VICTIM", "../../victim", -1, 2**70, float("nan"), 1.5, True, None, [1]],
 )
 @pytest.mark.parametrize("saver", ["torch_dist", "legacy", "universal"])
 def test_iteration_must_not_be_a_path(iteration, saver: str, model: Path, tmp_path: Path) -> None:
@@ -51,12 +54,16 @@ def test_iteration_must_not_be_a_path(iteration, saver: str, model: Path, tmp_pa
     (victim / "precious").write_text("data")
     value = str(victim) if iteration == "VICTIM" else iteration
     edit(
-        model / "megatron_state/state.json", lambda state: state["training"].update(iteration=value)
+        model / "megatron_state/state.json",
+        lambda state: state["training"].update(iteration=value),
     )
+
     with pytest.raises(
-        CheckpointError, match=r"state\.json: training: iteration is .*, but must be a whole number"
+        CheckpointError,
+        match=r"state\.json: training: iteration is .*, but must be a whole number",
     ):
         convert(model, tmp_path / "out", saver, overwrite=True)
+
     assert (victim / "precious").read_text() == "data"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "victim"]
 
@@ -79,8 +86,10 @@ def test_file_names_must_not_be_paths(name, model: Path, tmp_path: Path) -> None
     (model / "model.safetensors").rename(tmp_path / "outside.safetensors")
     tensors = {"lm_head.weight": name}
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": tensors}))
+
     with pytest.raises(
-        CheckpointError, match=r"index\.json: weight_map: lm_head\.weight is .* must be"
+        CheckpointError,
+        match=r"index\.json: weight_map: lm_head\.weight is .* must be",
     ):
         convert(model, tmp_path / "out", "torch_dist")
 
@@ -96,8 +105,10 @@ def test_links_must_stay_in_the_directory_or_cache(model: Path, tmp_path: Path) 
     snapshot.parent.mkdir()
     (model / "shard.safetensors").rename(blobs / "0123")
     (model / "shard.safetensors").symlink_to(blobs / "0123")
+
     with pytest.raises(CheckpointError, match=r"shard\.safetensors is a link to .*, outside of"):
         convert(model, tmp_path / "out", "torch_dist")
+
     model.rename(snapshot)
     (snapshot / "shard.safetensors").unlink()
     (snapshot / "shard.safetensors").symlink_to("../../blobs/0123")
@@ -112,6 +123,7 @@ def test_latest_universal_must_name_a_subdirectory(
     write_universal(random_source(LLAMA_ARGS), tmp_path / "universal")
     (tmp_path / "universal/latest_universal").write_text(name)
     convert(tmp_path / "universal", tmp_path / "out", "torch_dist")
+
     assert "latest_universal: the name in it is" in caplog.text
     assert "but must be the name of a file" in caplog.text
     assert f"taking {tmp_path}/universal/global_step" in caplog.text
@@ -129,6 +141,7 @@ def test_pipes_and_devices_are_refused(name: str, model: Path, tmp_path: Path) -
         os.mkfifo(model / "megatron_state" / name)
     else:
         edit(state, lambda content: content.update(files=[name]))
+
     said: list[str] = []
 
     def attempt() -> None:
@@ -140,6 +153,7 @@ def test_pipes_and_devices_are_refused(name: str, model: Path, tmp_path: Path) -
     thread = threading.Thread(target=attempt, daemon=True)
     thread.start()
     thread.join(timeout=120)
+
     assert said
     assert "regular file" in said[0] or "the name of a file" in said[0]
 
@@ -170,6 +184,7 @@ def test_user_files_are_not_exported_as_tokenizer(kind: str, tmp_path: Path) -> 
         "directory": {"tokenizer_model": str(home)},
     }[kind]
     files, lost = exported(tmp_path, args)
+
     assert files == {"config.json", "generation_config.json", "model.safetensors"}
     assert lost
     assert all("outside of its directory; give --tokenizer" in line for line in lost)
@@ -190,6 +205,7 @@ def test_only_tokenizer_files_are_copied_and_reported(tmp_path: Path) -> None:
     (tokenizer / "merges.txt").write_text(SECRET)
     notes: list[str] = []
     files, lost = exported(tmp_path, {}, WriteOptions(tokenizer=tokenizer, note=notes.append))
+
     assert files >= {"tokenizer.json"}
     assert not files & {"chat_template.jinja", "merges.txt"}
     assert len(lost) == 2
@@ -239,8 +255,10 @@ def test_implausible_sizes_are_refused(
 ) -> None:
     """A loop over 10^8 layers would run out of memory."""
     edit(model / "config.json", lambda config: config.update({field: value}))
+
     with pytest.raises(
-        CheckpointError, match=rf"config\.json: {field} is {value}, but must be {wanted}"
+        CheckpointError,
+        match=rf"config\.json: {field} is {value}, but must be {wanted}",
     ):
         convert(model, tmp_path / "out", "torch_dist")
 
@@ -248,11 +266,14 @@ def test_implausible_sizes_are_refused(
 def test_size_limits_can_be_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = plausible("RANKS", 10)
     with pytest.raises(
-        CheckpointError, match="here is 11, but must be at most 10 .*MEGATRON_MAX_RANKS raises"
+        CheckpointError,
+        match="here is 11, but must be at most 10 .*MEGATRON_MAX_RANKS raises",
     ):
         ranks(11, "here")
+
     monkeypatch.setenv("MEGATRON_MAX_RANKS", "11")
     assert plausible("RANKS", 10)(11, "here") == 11
+
     monkeypatch.setenv("MEGATRON_MAX_RANKS", "many")
     with pytest.raises(ValueError, match="MEGATRON_MAX_RANKS='many' must be a whole number"):
         plausible("RANKS", 10)
@@ -358,6 +379,7 @@ def test_files_of_an_adapter_are_regular_and_inside(
         (adapter / name).symlink_to(tmp_path / "secret")
     else:
         os.mkfifo(adapter / name)
+
     message = f"{name} is a link to" if kind == "link" else f"not a regular file|has no {name}"
     with pytest.raises(CheckpointError, match=message):
         convert(model, tmp_path / "out", "hf", options=options)
@@ -376,6 +398,7 @@ def test_processor_files_of_another_checkpoint_are_regular_and_inside(
         (original / name).symlink_to(tmp_path / "secret.json")
     else:
         os.mkfifo(original / name)
+
     message = f"{name} is {'a link to' if kind == 'link' else 'not a regular file'}"
     with pytest.raises(CheckpointError, match=message):
         copy_processor(ExportedTokenizer({}, [], []), original, tmp_path / "out")

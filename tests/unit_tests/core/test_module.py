@@ -43,6 +43,7 @@ def global_tensors(modules):
             for box in entry.boxes:
                 place = index_box(box.offset, box.shape)
                 target[place] = box.tensor
+
     assert not any(tensor.isnan().any() for tensor in whole.values())
     return whole
 
@@ -56,6 +57,7 @@ def test_initial_values_do_not_depend_on_the_split(size):
         part.initialize(seed=7)
     expected = global_tensors([dense])
     got = global_tensors(parts)
+
     assert expected.keys() == got.keys()
     assert all(torch.equal(expected[key], got[key]) for key in expected)
 
@@ -65,6 +67,7 @@ def test_padding_is_zero_and_seed_and_key_matter():
     for part in parts:
         part.initialize(seed=7)
     assert torch.equal(parts[3].table[2], torch.zeros(3))
+
     other = Split(0, 1)
     other.initialize(seed=8)
     assert not torch.equal(other.fused, global_tensors(parts)["fused"])
@@ -87,6 +90,7 @@ def test_normal_over_several_blocks_equals_its_parts():
     init(Box((0, 0), whole), "w", shape, 3)
     part = torch.empty(700, 300)
     init(Box((900, 650), part), "w", shape, 3)
+
     assert torch.equal(part, whole[900:1600, 650:950])
     assert whole.std().item() == pytest.approx(0.02, rel=0.01)
     assert abs(whole.mean().item()) < 1e-4

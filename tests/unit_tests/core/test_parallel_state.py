@@ -24,6 +24,7 @@ def test_axes_partition_the_world_in_megatron_order(tp, cp, pp, dp):
             state.cp.rank + cp * (state.dp.rank + dp * state.pp.rank)
         )
         assert state.dp_cp.rank == state.cp.rank + cp * state.dp.rank
+
         for name, size in (
             ("tp", tp),
             ("cp", cp),
@@ -37,6 +38,7 @@ def test_axes_partition_the_world_in_megatron_order(tp, cp, pp, dp):
             assert axis.ranks[axis.rank] == state.rank
             # All members of a group agree on it.
             assert all(states[member].__dict__[name].ranks == axis.ranks for member in axis.ranks)
+
         assert {states[m].dp_cp.rank for m in state.model.ranks} == {state.dp_cp.rank}
 
 
@@ -49,6 +51,7 @@ def test_embedding_axis_spans_the_first_and_last_stage():
             first, last = state.embedding.ranks
             assert (states[first].pp.rank, states[last].pp.rank) == (0, 2)
             assert states[first].tp.rank == states[last].tp.rank == state.tp.rank
+
     assert ParallelState.for_rank(ParallelConfig(2, 1), 2, 1).embedding.size == 1
 
 
@@ -105,7 +108,9 @@ def counted(monkeypatch):
     monkeypatch.setattr(dist, "get_world_size", lambda: 16384)
     monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
     monkeypatch.setattr(
-        dist, "new_group", lambda ranks, **options: made.append((ranks, options)) or made[-1]
+        dist,
+        "new_group",
+        lambda ranks, **options: made.append((ranks, options)) or made[-1],
     )
     return made
 
@@ -122,6 +127,7 @@ def test_rank_creates_only_its_own_groups(rank, counted, monkeypatch):
         "model",
         "embedding",
     ]
+
     for ranks, options in counted:
         axis = getattr(state, options["group_desc"])
         assert rank in ranks
@@ -129,6 +135,7 @@ def test_rank_creates_only_its_own_groups(rank, counted, monkeypatch):
         assert axis.ranks == tuple(ranks)
         assert axis.ranks[axis.rank] == rank
         assert (axis.group is None) == (len(ranks) == 1)
+
     assert (len(counted[-1][0]) == 2) == (rank // 4096 in (0, 3)), (
         "stages in the middle have no embedding to share"
     )
@@ -170,6 +177,7 @@ def test_nccl_communicators_are_split_once_per_axis(rank, counted, monkeypatch):
     monkeypatch.setattr(dist, "split_group", split_group)
     monkeypatch.setattr(dist.distributed_c10d._world, "default_pg", BoundWorld())
     state = ParallelState.create(ParallelConfig(8, 4))
+
     assert counted == []
     assert [name for name, _ in splits] == [
         "tp",
@@ -178,6 +186,7 @@ def test_nccl_communicators_are_split_once_per_axis(rank, counted, monkeypatch):
         "model",
         "embedding",
     ]
+
     for name, groups in splits:
         members = [member for group in groups for member in group]
         assert sorted(members) == list(range(16384))
@@ -197,14 +206,17 @@ def sums_along_axes(rank, world_size, tp, cp, pp):
         state = ParallelState.create(ParallelConfig(tp, pp, context_parallel_size=cp))
     finally:
         dist.new_group = new_group
+
     sums = {}
     assert state.dp.group is None if cp > 1 else state.dp is state.dp_cp
+
     for name in AXES:
         axis = getattr(state, name)
         if axis.size > 1:
             total = torch.tensor(10**rank)
             dist.all_reduce(total, group=axis.group)
             sums[name] = (int(total), sum(10**member for member in axis.ranks))
+
     everyone = torch.ones(())
     dist.all_reduce(everyone, group=new_group())  # a group of all ranks can follow
     assert int(everyone) == world_size
@@ -212,7 +224,8 @@ def sums_along_axes(rank, world_size, tp, cp, pp):
 
 
 @pytest.mark.parametrize(
-    "world,tp,cp,pp", [(4, 2, 1, 2), (4, 2, 1, 1), (3, 1, 1, 3), (4, 1, 2, 1), (4, 1, 2, 2)]
+    "world,tp,cp,pp",
+    [(4, 2, 1, 2), (4, 2, 1, 1), (3, 1, 1, 3), (4, 1, 2, 1), (4, 1, 2, 2)],
 )
 def test_groups_of_processes(pool, world, tp, cp, pp):
     results = pool.run(sums_along_axes, world, tp, cp, pp)
@@ -237,8 +250,10 @@ def test_rank_order_of_both_mappings(mapping):
         else itertools.product(range(4), range(3))
     )
     order = [Place(tp, cp, dp, pp) for pp, dp in outer for cp in range(2) for tp in range(2)]
+
     assert [config.place(rank, 48) for rank in range(48)] == order
     assert [config.rank_at(place, 48) for place in order] == list(range(48))
+
     state = ParallelState.for_rank(ParallelConfig(2, 4, use_tp_pp_dp_mapping=mapping), 24, 3)
     assert state.pp.ranks == ((1, 3, 5, 7) if mapping else (3, 9, 15, 21))
     assert state.dp.ranks == ((3, 11, 19) if mapping else (1, 3, 5))
@@ -259,6 +274,7 @@ def test_expert_axes_partition_the_same_world(tp, etp, ep, pp, world):
     for state in states:
         place = state.edp.rank + edp_size * state.pp.rank
         assert state.rank == state.etp.rank + etp_size * (state.ep.rank + ep * place)
+
         for name, size in (
             ("etp", etp_size),
             ("ep", ep),
@@ -269,8 +285,10 @@ def test_expert_axes_partition_the_same_world(tp, etp, ep, pp, world):
             assert axis.size == size == len(axis.ranks)
             assert axis.ranks[axis.rank] == state.rank
             assert all(getattr(states[member], name).ranks == axis.ranks for member in axis.ranks)
+
         assert state.experts.rank == state.etp.rank + etp_size * state.ep.rank
         assert {states[member].pp.rank for member in state.edp.ranks} == {state.pp.rank}
+
     everyone = _list_groups(config, world)
     for name in ("etp", "ep", "edp", "experts"):
         assert set(everyone[name]) == {getattr(state, name).ranks for state in states}

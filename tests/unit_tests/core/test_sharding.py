@@ -28,6 +28,7 @@ def assemble(key, parts):
             is_set = ~current.isnan()
             assert torch.equal(current[is_set], box.tensor[is_set])
             whole[index] = box.tensor
+
     assert not whole.isnan().any()
     return whole
 
@@ -49,6 +50,7 @@ def test_split_dimension(dim, size):
         part = describe(sharding, local, whole.shape)
         assert len(part.boxes) == 1
         parts.append(part)
+
     assert torch.equal(assemble("w", parts), whole)
 
 
@@ -66,6 +68,7 @@ def test_stacked_matrices_are_split_one_by_one(size):
         part = describe(sharding, local, whole.shape)
         assert len(part.boxes) == min(size, 2)
         parts.append(part)
+
     assert torch.equal(assemble("w", parts), whole)
 
 
@@ -85,6 +88,7 @@ def test_experts_are_distributed_and_split(dim, blocks, etp_size, ep_size):
         sharding = Sharding(dim=dim, axis=etp, blocks=blocks, ep=ep)
         part = describe(sharding, local.contiguous(), whole.shape)
         parts.append(part)
+
     assert torch.equal(assemble("w", parts), whole)
 
 
@@ -97,6 +101,7 @@ def test_padding_rows_are_in_no_box():
         sharding = Sharding(dim=0, axis=axis(rank, 4), num_rows=9)
         part = describe(sharding, local.clone(), padded.shape)
         parts.append(part)
+
     num_boxes = [len(part.boxes) for part in parts]
     assert num_boxes == [1, 1, 1, 0]
     assert torch.equal(assemble("w", parts), whole)
@@ -108,8 +113,10 @@ def test_boxes_are_views_in_row_major_order():
     boxes = sharding.describe("w", local).boxes
     values = torch.cat([box.tensor.flatten() for box in boxes])
     assert torch.equal(values, local.flatten())
+
     storage_offsets = [box.tensor.storage_offset() for box in boxes]
     assert storage_offsets == [0, 6, 12, 18]
+
     offsets = [box.offset for box in boxes]
     assert offsets == [(0, 2, 0), (0, 6, 0), (1, 2, 0), (1, 6, 0)]
 
@@ -128,6 +135,7 @@ def test_split_dim_of_matrix():
     columns = Sharding(dim=1, axis=two)
     columns_of_experts = Sharding(dim=2, axis=two, ep=two)
     one_rank = Sharding(dim=0)
+
     assert rows.split_dim_of_matrix(2) == 0
     assert columns.split_dim_of_matrix(2) == 1
     assert columns_of_experts.split_dim_of_matrix(3) == 1

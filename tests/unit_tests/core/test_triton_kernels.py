@@ -40,7 +40,11 @@ def seed():
 def assert_close(actual, expected, dtype=torch.float32, scale=1.0):
     tolerance = TOLERANCES[dtype] * scale
     torch.testing.assert_close(
-        actual.double(), expected.double(), rtol=tolerance, atol=tolerance, equal_nan=True
+        actual.double(),
+        expected.double(),
+        rtol=tolerance,
+        atol=tolerance,
+        equal_nan=True,
     )
 
 
@@ -57,6 +61,7 @@ def test_swiglu(shape, dtype):
     gate, up = wide.chunk(2, -1)
     expected = F.silu(gate) * up
     expected.backward(dy.double())
+
     assert_close(kernels.run_swiglu(x), expected, dtype)
     assert_close(kernels.swiglu(x), expected, dtype)
     assert_close(kernels.run_swiglu_backward(dy, x), wide.grad, dtype, scale=4)
@@ -69,6 +74,7 @@ def test_swiglu_of_strided_tensors():
     assert not x.is_contiguous()
     assert not dy.is_contiguous()
     assert_close(kernels.run_swiglu(x), kernels.compute_swiglu(x))
+
     dx = kernels.run_swiglu_backward(dy, x)
     assert_close(dx, kernels.compute_swiglu_backward(dy, x))
     assert dx.is_contiguous()
@@ -90,7 +96,8 @@ def make_logits(rows, width, dtype):
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("rows", "width", "valid"), [(5, 100, 100), (3, 77, 65), (2, 1, 1), (0, 9, 9)]
+    ("rows", "width", "valid"),
+    [(5, 100, 100), (3, 77, 65), (2, 1, 1), (0, 9, 9)],
 )
 def test_loss_equals_autograd(rows, width, valid, dtype, softcap):
     raw = make_logits(rows, width, dtype)
@@ -109,6 +116,7 @@ def test_loss_equals_autograd(rows, width, valid, dtype, softcap):
         expected = F.cross_entropy(leaf[:, :valid], labels, reduction="none")
         expected.backward(dloss.double())
         dlogits = leaf.grad * (1 - (capped / softcap).square())
+
     for run, run_gradient in (
         (kernels.run_softmax, kernels.run_softmax_gradient),
         (kernels.compute_softmax, kernels.compute_softmax_gradient),
@@ -129,11 +137,13 @@ def test_loss_of_one_rank_with_padding_and_labels_of_others(valid):
     columns = torch.tensor([-1, 0, 39, 63])
     actual = kernels.run_softmax(logits, columns, valid)
     expected = kernels.compute_softmax(logits, columns, valid)
+
     for one, other in zip(actual, expected, strict=True):
         assert_close(one, other, scale=4)
     assert not actual[1][1]
     assert actual[2][0] == 0
     assert valid == 64 or actual[2][3] == -torch.inf
+
     largest = torch.full((4,), 20.0)
     total = torch.full((4,), 3.0)
     dloss = torch.rand(4)
@@ -141,6 +151,7 @@ def test_loss_of_one_rank_with_padding_and_labels_of_others(valid):
     other = logits.clone()
     kernels.run_softmax_gradient(one, columns, largest, total, dloss, valid, None)
     kernels.compute_softmax_gradient(other, columns, largest, total, dloss, valid, None)
+
     assert_close(one, other)
     assert one.isfinite().all()
 
@@ -182,6 +193,7 @@ def test_adamw_equals_that_of_torch(numel, dtype):
         kernels.run_adamw(param, grad, mean, square, weight, *hyperparameters)
         param, mean, square = reference
         kernels.adamw(param, grad, mean, square, None, *hyperparameters)
+
     for actual, other, torchs in zip(tensors, reference, expected, strict=True):
         assert_close(actual, torchs)
         assert_close(other, torchs)
@@ -226,6 +238,7 @@ def test_rotation(shape, pairs, dtype, interleaved):
         in_place = x.clone()
         rotary.run_rotation(in_place, in_place, cos, sin, inverse, interleaved)
         assert torch.equal(in_place, y)
+
     # Back to the input
     rotary.run_rotation(y, y, cos, sin, False, interleaved)
     assert_close(y, x, dtype, scale=8)
@@ -240,14 +253,18 @@ def test_rotation_of_views():
     rotated = mixed.clone()
     heads = rotated[..., :3, :]
     rotary.run_rotation(heads, heads, cos, sin, False, False)
+
     assert_close(rotated, expected)
     assert torch.equal(rotated[..., 3, :], mixed[..., 3, :])
+
     dq = torch.randn(2, 3, 3, 5, 12).permute(3, 0, 1, 2, 4)
     assert not dq.is_contiguous()
+
     dmixed = torch.full_like(mixed, 7.0)
     rotary.run_rotation(dq, dmixed[..., :3, :], cos, sin, True, False)
     gradient = torch.empty_like(dq)
     rotary.compute_rotation(dq, gradient, cos, sin, True, False)
+
     assert_close(dmixed[..., :3, :], gradient)
     assert (dmixed[..., 3, :] == 7).all()
 
@@ -255,16 +272,19 @@ def test_rotation_of_views():
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("shape", "pairs"), [((5, 2, 3, 4, 16), 8), ((2, 3, 5, 3, 10), 3), ((0, 2, 1, 3, 4), 2)]
+    ("shape", "pairs"),
+    [((5, 2, 3, 4, 16), 8), ((2, 3, 5, 3, 10), 3), ((0, 2, 1, 3, 4), 2)],
 )
 def test_split_and_rotation(shape, pairs, dtype, interleaved):
     mixed = torch.randn(shape).to(dtype)
     tables = make_tables(shape[0], pairs, dtype)
     expected = rotary.compute_split(mixed, *tables, interleaved)
     actual = rotary.run_split(mixed, *tables, interleaved)
+
     for result, reference in zip(actual, expected, strict=True):
         assert result.is_contiguous()
         assert_close(result, reference, dtype, scale=2)
+
     # Gradients in the layout of attention, and one that is expanded
     dq, dk, dv = (
         torch.randn_like(x).permute(1, 2, 3, 0, 4).contiguous().permute(3, 0, 1, 2, 4)
@@ -318,11 +338,18 @@ def test_residual_norm_equals_autograd(shape, branch, dtype, norm):
         expected = F.rms_norm(wide, (size,), wide_weight, 1e-5)
     else:
         expected = F.layer_norm(wide, (size,), wide_weight, params[1], 1e-5)
+
     torch.autograd.backward((wide, expected), (dtotal.double(), dy.double()))
 
     # Statistics of the rounded sum: the interpreter truncates its own.
     _, _, *statistics = norms.compute_residual_norm(
-        summed, None, weight, bias, 1e-5, rms, zero_centered
+        summed,
+        None,
+        weight,
+        bias,
+        1e-5,
+        rms,
+        zero_centered,
     )
     saved = (summed, weight, *statistics, bias is not None, zero_centered)
     for run, run_backward in (
@@ -336,12 +363,14 @@ def test_residual_norm_equals_autograd(shape, branch, dtype, norm):
         assert_close(y, expected.detach(), dtype, scale=4)
         for actual, statistic in zip((mean, scale), statistics, strict=True):
             assert_close(actual, statistic, dtype, scale=4)
+
         dx, dparams = run_backward(dy, dtotal, *saved)
         assert dparams.dtype == torch.float32
         assert len(dparams) == len(params)
         assert_close(dx, wide.grad, dtype, scale=8)
         for gradient, param in zip(dparams, params, strict=True):
             assert_close(gradient, param.grad, scale=16)
+
         alone, _ = run_backward(dy, None, *saved)
         assert_close(alone, wide.grad - dtotal.double(), dtype, scale=8)
 
@@ -357,8 +386,10 @@ def test_residual_norm_of_strided_tensors():
     options = (1e-5, False, False)
     actual = norms.run_residual_norm(x, branch, None, None, *options)
     expected = norms.compute_residual_norm(x, branch, None, None, *options)
+
     for one, other in zip(actual, expected, strict=True):
         assert_close(one, other)
+
     _, _, mean, scale = expected
     saved = (x, None, mean, scale, False, False)
     dx, _ = norms.run_residual_norm_backward(dy, branch, *saved)

@@ -19,7 +19,8 @@ image = pytest.importorskip("matplotlib.image", reason="the extra plots is not i
 
 
 @pytest.mark.parametrize(
-    ("stages", "chunks", "microbatches"), [(1, 1, 3), (2, 1, 5), (4, 1, 4), (4, 1, 9), (4, 2, 8)]
+    ("stages", "chunks", "microbatches"),
+    [(1, 1, 3), (2, 1, 5), (4, 1, 4), (4, 1, 9), (4, 2, 8)],
 )
 def test_timeline_has_the_bubble_of_the_plan(stages, chunks, microbatches):
     """Narayanan et al. 2021: (P - 1) / m of the time without bubble, over V with chunks; a pass
@@ -36,8 +37,10 @@ def test_excerpt_of_a_long_schedule_contains_its_bubble(stages, chunks, microbat
     excerpt = select_excerpt(passes, stages, chunks)
     end = max(item.end for item in passes)
     assert end == max(item.end for item in excerpt.passes)
+
     drawn = end - (excerpt.end - excerpt.start)
     assert drawn < end / 2
+
     busy = sum(item.end - item.start for item in excerpt.passes)
     # Each stage waits for 3 (P - 1) of the time: no part of it is omitted.
     assert stages * drawn - busy == pytest.approx(stages * 3 * (stages - 1))
@@ -54,6 +57,7 @@ def test_passes_do_not_overlap_and_wait_for_their_input():
     for stage in range(4):
         own = sorted((item for item in passes if item.stage == stage), key=lambda item: item.start)
         assert all(a.end <= b.start for a, b in zip(own, own[1:], strict=False))
+
     for item in passes:
         if item.action.kind == "forward" and item.stage > 0:
             assert item.start >= ends[item.stage - 1, item.action]
@@ -75,6 +79,7 @@ def test_plan_picture(tmp_path):
     drawn = image.imread(tmp_path / "new/plan.png")
     plain = image.imread(tmp_path / "plain.png")
     red = (abs(drawn[..., :3] - [0xC2 / 255, 0x33 / 255, 0x4D / 255]) < 0.02).all(-1)
+
     assert red.sum() > 500
     assert red.sum() > 100 * (abs(plain[..., :3] - [0.76, 0.2, 0.3]) < 0.02).all(-1).sum()
 

@@ -41,6 +41,7 @@ def test_1f1b_passes_in_flight(microbatches):
         expected = stage.passes_in_flight * one_pass
         assert stage.memory.activations == pytest.approx(expected, abs=1024)  # embedding
         assert bool(stage.memory.loss) == (rank == 3)
+
     assert plan.bubble == pytest.approx(3 / (microbatches + 3))
 
 
@@ -82,6 +83,7 @@ def test_more_chunks_reduce_the_bubble_and_increase_memory():
     chunks = planned(PP4 + "--global-batch-size 8 --num-virtual-stages-per-pipeline-rank 2", 4)
     assert chunks.bubble == pytest.approx(3 / (8 * 2 + 3))
     assert chunks.bubble < plain.bubble
+
     first = chunks.stages[0]
     first_plain = plain.stages[0]
     # Narayanan et al. 2021: warm-up of 2 (P - 1 - r) + (V - 1) P passes, and the one whose backward
@@ -103,10 +105,12 @@ def test_weights_in_fp8():
     weights = stage.memory.weights
     gathered = stage.traffic["dp"].all_gather
     plans = [planned(narrow + more, 2).stages[0] for more in ("", ends, "--fp8-recipe blockwise")]
+
     for plan, layers in zip(plans, (8, 5, 8), strict=True):
         assert plan.memory.weights == pytest.approx(weights - layers * layer, abs=2048)  # padding
         assert plan.traffic["dp"].all_gather == pytest.approx(gathered - layers * layer, abs=2048)
         assert plan.memory.optimizer == pytest.approx(stage.memory.optimizer, rel=0.01)
+
     # Blocks of 128 of the linear layers, which are 192 x 64, 64 x 64, 256 x 64 and 64 x 256, in
     # place of one of each.
     assert plans[2].memory.weights - plans[0].memory.weights == 4 * 8 * (2 + 1 + 2 + 2 - 4)
@@ -121,6 +125,7 @@ def test_bytes_per_parameter():
     shards = planned("--global-batch-size 4 --use-distributed-optimizer", 4)
     numel = alone.stages[0].num_parameters
     memory = alone.stages[0].memory
+
     assert (memory.weights, memory.gradients, memory.optimizer) == (
         2 * numel,
         4 * numel,
@@ -128,7 +133,8 @@ def test_bytes_per_parameter():
     )
     assert copies.stages[0].memory.optimizer == memory.optimizer
     assert shards.stages[0].memory.optimizer == pytest.approx(
-        memory.optimizer / 4, rel=0.01
+        memory.optimizer / 4,
+        rel=0.01,
     )  # padding
     assert alone.checkpoint_bytes == 14 * alone.num_parameters == shards.checkpoint_bytes
 
@@ -138,9 +144,12 @@ def test_traffic_of_data_parallelism():
     shards = planned("--global-batch-size 4 --use-distributed-optimizer", 4)
     memory = copies.stages[0].memory
     assert copies.stages[0].traffic["dp"] == Traffic(4, all_reduce=memory.gradients)
+
     memory = shards.stages[0].memory
     assert shards.stages[0].traffic["dp"] == Traffic(
-        4, all_gather=memory.weights, reduce_scatter=memory.gradients
+        4,
+        all_gather=memory.weights,
+        reduce_scatter=memory.gradients,
     )
     assert shards.stages[0].traffic["tp"].wire == shards.stages[0].traffic["pp"].wire == 0
 
@@ -171,6 +180,7 @@ def test_first_stage_with_the_embedding_alone(recompute):
     layout = "--pipeline-model-parallel-layout 'E|tttt|tt|ttL' "
     plan = planned(PP4 + layout + "--global-batch-size 4 " + recompute, 4)
     first = plan.stages[0]
+
     assert first.num_layers == 0
     assert first.num_parameters > 0
     assert first.memory.activations < RESIDUAL / 4

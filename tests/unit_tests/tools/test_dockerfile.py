@@ -45,6 +45,7 @@ def test_everything_is_pinned():
     images = re.findall(r"^ARG \w+_IMAGE=(.*)$", STAGES[0], re.MULTILINE)
     assert len(images) == 2
     assert all(re.search(r"@sha256:[0-9a-f]{64}$", image) for image in images)
+
     pinned, locked = (
         set(re.findall(r"^([a-z0-9-]+==[0-9.]+)", text, re.MULTILINE))
         for text in (
@@ -55,6 +56,7 @@ def test_everything_is_pinned():
     assert {pin for pin in pinned if not pin.startswith("mkdocs")} <= locked, (
         "run requirements/lock.sh"
     )
+
     for path in LOCKS:
         requirements = path.read_text().replace("\\\n", "").splitlines()
         assert requirements
@@ -77,8 +79,10 @@ def test_packages_without_a_hash_are_listed():
     installs = re.findall(r"pip install ([^&\n]*)", text)
     unhashed = [install for install in installs if "--require-hashes" not in install]
     wanted = ("torch==${TORCH_VERSION}", "transformer_engine[", "apex@${APEX_COMMIT}")
+
     assert len(unhashed) == len(wanted)
     for name, install in zip(wanted, unhashed, strict=True):
         assert name in install
+
     page = (ROOT / "SECURITY.md").read_text()
     assert all(name in page for name in ("CPU build of torch", "Transformer Engine", "apex"))

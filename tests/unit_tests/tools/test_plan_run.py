@@ -41,6 +41,7 @@ def test_known_sizes(capsys):
     assert tool.main(["--world-size", "8", *LLAMA_8B, "--pipeline-model-parallel-size", "8"]) == 0
     text = capsys.readouterr().out
     topics = {line[3:14].strip(): line[15:] for line in text.splitlines() if line.startswith("   ")}
+
     assert topics["parameters"].startswith("8.03B, ")
     assert topics["layout"].startswith("TP 1 x PP 8 x DP 1")
     assert topics["checkpoint"].startswith("112.42 GB")
@@ -59,6 +60,7 @@ def test_runs_that_do_not_fit_list_alternatives(capsys):
     ]
     assert tool.main(arguments) == 1
     lines = capsys.readouterr().out.splitlines()
+
     assert any(line.startswith("WILL NOT FIT: ") for line in lines)
     assert any(line.startswith("  with --use-distributed-optimizer: fits: ") for line in lines)
     assert tool.main([*arguments, "--use-distributed-optimizer"]) == 0
@@ -107,13 +109,16 @@ def test_json_equals_the_table(capsys):
     rows = {line[2:25].strip(): line[25:].split() for line in capsys.readouterr().out.splitlines()}
     assert tool.main([*arguments, "--json"]) == status
     answer = json.loads(capsys.readouterr().out)
+
     assert answer["fits"] == (status == 0)
+
     for name, key in {
         "weights": "weights",
         "logits and loss": "loss",
         "total memory": "total",
     }.items():
         assert rows[name] == [f"{stage['memory'][key] / 1e9:.2f}" for stage in answer["stages"]]
+
     for stage in answer["stages"]:
         memory = stage["memory"]
         assert memory["total"] == sum(size for part, size in memory.items() if part != "total")
@@ -132,6 +137,7 @@ def test_json_lists_alternatives(capsys):
     answer = json.loads(capsys.readouterr().out)
     worst = max(stage["memory"]["total"] for stage in answer["stages"])
     ways = {way["flags"]: way for way in answer["alternatives"]}
+
     assert all(
         way["memory"] < worst and way["fits"] == (way["memory"] + 4e9 <= 80e9)
         for way in ways.values()
@@ -170,6 +176,7 @@ def test_save_intervals_from_a_recorded_run(tmp_path, capsys):
     assert tool.main([*LLAMA_8B, "--mtbf-hours", "2", "--measured", str(tmp_path)]) == 0
     text = capsys.readouterr().out
     seconds = find_best_interval(0.05, 7200)
+
     assert (
         f"--non-persistent-save-interval {round(seconds / 0.5)}: every {seconds:.0f} s, for a "
         "failure every 2 h" in text
@@ -188,6 +195,7 @@ def test_goodput_of_both_tiers(capsys):
     shares = []
     local = ["--non-persistent-ckpt-type", "local", "--non-persistent-local-ckpt-dir", "/local"]
     local += ["--non-persistent-save-interval", "100", "--replication"]
+
     for flags in ([], local):
         assert tool.main([*arguments, "--save-interval", "500", *flags]) == 0
         lines = capsys.readouterr().out.splitlines()[-2:]
@@ -195,6 +203,7 @@ def test_goodput_of_both_tiers(capsys):
         assert given < best
         shares.append(best)
         assert ("--non-persistent-save-interval" in lines[1]) == bool(flags)
+
     assert shares[0] < shares[1]
     with pytest.raises(ValueError, match="--goodput requires --step-seconds"):
         tool.main([*LLAMA_8B, "--goodput"])
@@ -221,10 +230,12 @@ def test_every_layout_of_a_search_fits_as_flags(ranks, flags, capsys):
     arguments = ["--json", "--world-size", str(ranks), "--device-memory-gb", "80", *flags]
     assert tool.main([*arguments, "--search", "4"]) == 0
     layouts = json.loads(capsys.readouterr().out)["layouts"]
+
     assert len(layouts) == 4
     assert [layout["seconds"] for layout in layouts] == sorted(
         layout["seconds"] for layout in layouts
     )
+
     for layout in layouts:
         assert tool.main([*arguments, *layout["flags"].split()]) == 0
         plan = json.loads(capsys.readouterr().out)
@@ -239,6 +250,7 @@ def test_search_follows_when_no_single_change_fits(capsys):
     arguments = ["--world-size", "8", "--device-memory-gb", "24", *LLAMA_8B[:-2]]
     assert tool.main([*arguments, "--global-batch-size", "64"]) == 1
     text = capsys.readouterr().out
+
     assert ": fits: " not in text
     assert "layouts that fit" in text
     # Without a batch size, layouts cannot be compared.
@@ -262,6 +274,7 @@ def test_units_fit_the_size(capsys):
     assert tool.main(["--device-memory-gb", "80", *flags.split()]) == 0
     text = capsys.readouterr().out
     assert "kB per rank of stage" in text
+
     weights = next(line for line in text.splitlines() if line.startswith("  weights "))
     assert float(weights.split()[1]) > 1
     assert re.search(r"fits: [0-9.]+ kB and", text)
@@ -274,8 +287,10 @@ def test_arguments_of_a_checkpoint(tmp_path, capsys):
     tiny += f"--train-iters 1 --save {tmp_path}/run --log-interval 1 --eval-iters 0"
     trained = run_program(ROOT / "pretrain_gpt.py", *tiny.split(), "--num-workers", 0)
     assert trained.returncode == 0, trained.stderr
+
     stored = ["--use-checkpoint-args", "--load", f"{tmp_path}/run", "--micro-batch-size", "1"]
     assert tool.main(["--json", *stored, "--mock-data"]) == 0
     planned = json.loads(capsys.readouterr().out)
+
     assert tool.main(["--json", *tiny.split()]) == 0
     assert planned["num_parameters"] == json.loads(capsys.readouterr().out)["num_parameters"]

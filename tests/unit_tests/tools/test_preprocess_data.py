@@ -65,7 +65,8 @@ def test_order_does_not_depend_on_the_number_of_workers(tmp_path, capsys):
         [i % 256] * (i * 7919 % 3000 + 1) for i in range(400)
     ]  # 1.2 MB of text: several chunks per worker
     path = write_json(
-        tmp_path / "in.jsonl", [{"text": " ".join(map(str, document))} for document in words]
+        tmp_path / "in.jsonl",
+        [{"text": " ".join(map(str, document))} for document in words],
     )
     for workers in (1, 3):
         run(
@@ -77,7 +78,9 @@ def test_order_does_not_depend_on_the_number_of_workers(tmp_path, capsys):
             100,
             workers=workers,
         )
+
     assert documents_of(tmp_path / "w1_text_document") == [[document] for document in words]
+
     for suffix in ("bin", "idx"):
         one, three = (
             (tmp_path / f"w{workers}_text_document.{suffix}").read_bytes() for workers in (1, 3)
@@ -127,6 +130,7 @@ def test_keys_sequences_and_empty_documents(tmp_path, capsys):
         "title",
         "--append-eod",
     )
+
     assert documents_of(tmp_path / "out_text_document") == [[[1, 2, 256]], [[3], [4, 5, 256]]]
     assert documents_of(tmp_path / "out_title_document") == [
         [[7, 256]],
@@ -153,7 +157,12 @@ def test_plain_text(tmp_path, kind, expected):
     (tmp_path / "b.txt").write_text("6\n")
     (tmp_path / "c.txt").write_text("\n \n")
     run(
-        "--input", tmp_path / "*.txt", "--output-prefix", tmp_path / "out", "--text-documents", kind
+        "--input",
+        tmp_path / "*.txt",
+        "--output-prefix",
+        tmp_path / "out",
+        "--text-documents",
+        kind,
     )
     assert documents_of(tmp_path / "out_text_document") == expected
 
@@ -256,6 +265,7 @@ def test_hostile_lines_are_errors_or_skipped(tmp_path, capsys, name, suffix):
     content = GOOD + line + GOOD + line + GOOD
     path.write_bytes(gzip.compress(content) if suffix.endswith("gz") else content)
     arguments = ["--input", path, "--output-prefix", tmp_path / "out", "--max-document-mb", 1]
+
     with pytest.raises(SystemExit, match=f"error: .*in.{suffix}:2: .*") as error:
         run(*arguments)
     assert re.search(message.replace("in.jsonl", f"in.{suffix}"), str(error.value))
@@ -263,9 +273,11 @@ def test_hostile_lines_are_errors_or_skipped(tmp_path, capsys, name, suffix):
     assert len(str(error.value)) < 2000
     with pytest.raises(SystemExit, match=r":4: .*bad line 2; --skip-bad-lines 1 allows 1"):
         run(*arguments, "--skip-bad-lines", 1)
+
     run(*arguments, "--skip-bad-lines", 2, workers=2)
     assert documents_of(tmp_path / "out_text_document") == [[[1]]] * 3
     lines = capsys.readouterr().err.splitlines()
+
     assert "2 bad lines skipped:" in lines
     assert lines[-1].endswith(": 3 documents, 3 tokens")
 
@@ -277,8 +289,10 @@ def test_large_documents_of_plain_text(tmp_path, kind):
     (tmp_path / "small.txt").write_text("5\n")
     arguments = ["--input", tmp_path / "*.txt", "--output-prefix", tmp_path / "out"]
     arguments += ["--text-documents", kind, "--max-document-mb", 1]
+
     with pytest.raises(SystemExit, match="large.txt:1: the document is larger than 1 MB"):
         run(*arguments)
+
     run(*arguments, "--skip-bad-lines", 1)
     kept = [[[4]], [[5]]] if kind == "block" else [[[5]]]
     assert documents_of(tmp_path / "out_text_document") == kept
@@ -319,10 +333,13 @@ def test_hostile_tokenizers_cost_a_line_each(tmp_path, capsys, monkeypatch, name
     path = write_json(tmp_path / "in.jsonl", [{"text": text} for text in texts])
     arguments = ["--input", str(path), "--output-prefix", str(tmp_path / "out"), *tokenizer]
     arguments += ["--workers", "2", "--document-cpu-seconds", "1"]
+
     with pytest.raises(SystemExit, match=f"in.jsonl:101: {message}"):
         main(arguments)
+
     main([*arguments, "--skip-bad-lines", "2"])
     assert "2 bad lines skipped:" in capsys.readouterr().err
+
     del texts[300], texts[100]
     expected = [[[1] * (len(text) // 2)] for text in texts]
     assert documents_of(tmp_path / "out_text_document") == expected
@@ -353,6 +370,7 @@ def test_invalid_arguments(tmp_path):
         ),
         (["--input", path, "--output-prefix", path / "x"], "Not a directory|File exists"),
     ]
+
     for arguments, message in cases:
         with pytest.raises(SystemExit, match=message):
             run(*arguments)
@@ -371,10 +389,13 @@ def test_regular_expression_of_a_tokenizer_that_takes_too_long_is_an_error(tmp_p
     path = write_json(tmp_path / "in.jsonl", texts)
     flags = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model"]
     flags += [tmp_path / "tokenizer.json", "--input", path, "--output-prefix", tmp_path / "out"]
+
     with pytest.raises(
-        SystemExit, match=r"in\.jsonl:2: the tokenizer failed: PanicException: Onig"
+        SystemExit,
+        match=r"in\.jsonl:2: the tokenizer failed: PanicException: Onig",
     ):
         main([*map(str, flags), "--workers", str(workers)])
+
     assert not list(tmp_path.glob("out*"))
 
 
@@ -419,9 +440,11 @@ def test_interrupted_run_leaves_no_files_and_no_processes(tmp_path, number):
             process.wait(timeout=300)
             == {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGKILL: -9}[number]
         )
+
     left = [path for path in tmp_path.iterdir() if path.name.startswith("out")]
     assert not [path for path in left if path.suffix in (".bin", ".idx")]
     assert number == signal.SIGKILL or not left
+
     wait_until(lambda: not any(map(is_running, workers)))
 
 
@@ -437,6 +460,7 @@ def test_killed_worker_stops_the_run(tmp_path):
             while True:
                 pipe.write(LINES)
                 pipe.flush()
+
     assert process.wait(timeout=300) == 1
     assert "a worker process was killed (out of memory?)" in (tmp_path / "log").read_text()
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("out")]

@@ -54,10 +54,13 @@ def test_applied_delta_is_the_full_export(granularity, models, tmp_path):
     delta = tmp_path / "delta"
     report = write_delta(base, new, delta, granularity=granularity, iteration=8)
     apply_delta(base, delta, tmp_path / "applied")
+
     assert read_files(tmp_path / "applied") == read_files(new)
     assert (report.changed_tensors, report.changed_elements) == (3, 1 + 2 * 32 + 32)
+
     model = load_file(new / "model.safetensors")
     assert report.model_bytes == sum(tensor.nbytes for tensor in model.values())
+
     expected_bytes = {
         "tensor": 2 * (32 * ROWS + 53 * 32 + 32),
         "row": (4 + 2 * ROWS) + 2 * (4 + 2 * 32) + 32 * (4 + 2),
@@ -85,6 +88,7 @@ def test_patches_update_the_tensors_of_an_engine(granularity, models, tmp_path):
         flat = tensors[patch.name].view(-1)
         indices = slice(None) if patch.indices is None else patch.indices
         flat[indices] = patch.values
+
     for name, tensor in load_file(new / "model.safetensors").items():
         assert torch.equal(tensors[name], tensor), name
 
@@ -124,6 +128,7 @@ def test_deltas_of_any_dtype_and_shape(dtype, granularity, tmp_path):
         save_file(tensors, tmp_path / name / "model.safetensors")
     report = write_delta(base, new, tmp_path / "delta", granularity=granularity)
     assert (report.changed_tensors, report.changed_elements) == (2, 3)
+
     apply_delta(tmp_path / "base", tmp_path / "delta", tmp_path / "applied")
     applied = load_file(tmp_path / "applied" / "model.safetensors")
     assert applied.keys() == new.keys()
@@ -172,6 +177,7 @@ def test_directory_with_content_is_refused(models, tmp_path):
     files = read_files(base)
     with pytest.raises(ValueError, match="base is not empty"):
         write_delta(base, new, base)
+
     write_delta(base, new, tmp_path / "delta")
     with pytest.raises(ValueError, match="base is not empty"):
         apply_delta(base, tmp_path / "delta", base)
@@ -228,6 +234,7 @@ def test_changed_values_are_refused(models, tmp_path):
     tensors = load_file(path)
     tensors["model.norm.weight"][0] += 1
     save_file(tensors, path)
+
     with pytest.raises(CheckpointError, match="model.norm.weight has another digest"):
         apply_delta(base, tmp_path / "delta", tmp_path / "applied")
 

@@ -47,6 +47,7 @@ def test_tensors_equal_an_export(model: Path, tmp_path: Path) -> None:
         elif key.endswith(".bias"):
             value = value + torch.ones(1, dtype=value.dtype)
         values[key] = value
+
     vocab_size = values[WORD_EMBEDDINGS].shape[0]
     source = MemorySource(imported.args | {"model_vocab_size": vocab_size}, values)
     check_transfer(source, tmp_path / "model")

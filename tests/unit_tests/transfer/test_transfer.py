@@ -84,6 +84,7 @@ def transfer_twice(rank: int, _: int, name: str, directory: Path) -> tuple[int, 
     save(source, directory, common={})
     reloaded = build(case.model, case.target, case.target_ranks, rank)
     load(reloaded, directory)
+
     for key, entry in target.items():
         loaded = reloaded[key]
         assert isinstance(entry, ShardedTensor)
@@ -130,6 +131,7 @@ def transfer_while_training(rank: int, _: int) -> None:
             schedule = plan_transfer(source, target)
             # Weights are on both ranks, and of each optimizer tensor half of the elements.
             assert 0 < schedule.bytes_moved < sum(v.nbytes for v in expected.values()) / 2
+
         schedule.run(source, target)
         for key, entry in target.items():
             assert isinstance(entry, ShardedTensor)
@@ -148,6 +150,7 @@ def read_checkpoint_on_rank_0(rank: int, _: int, directory: Path) -> tuple[int, 
     path = directory if rank == 0 else None
     schedule = plan_transfer(path, target, bucket_bytes=5000)
     schedule.run(path, target)
+
     for key, entry in target.items():
         assert isinstance(entry, ShardedTensor)
         for box in entry.boxes:
@@ -216,6 +219,7 @@ def test_overlapping_source_boxes_are_complete():
     target = make_state(ShardedTensor.replicated("w", torch.zeros(4, 5)))
     schedule = plan_transfer(source, target)
     schedule.run(source, target)
+
     assert torch.equal(target["w"].local, values)
     assert sum(copied.source.shape[0] * copied.source.shape[1] for copied in schedule.copies) == 20
 

@@ -49,6 +49,7 @@ def fp8_autocast(enabled=True, calibrating=False, fp8_recipe=None, fp8_group=Non
     if _Fp8.depth == 0:
         _Fp8.has_first = False
     _Fp8.depth += 1
+
     try:
         yield
     finally:
@@ -95,6 +96,7 @@ def parallel_cross_entropy(
     assert inp.isfinite().all()
     assert target.is_contiguous()
     assert not reduce_loss
+
     if dist_process_group is not None:
         inp = _Gather.apply(inp, dist_process_group)
     return F.cross_entropy(inp.float().flatten(0, 1), target.flatten(), reduction="none").view(
@@ -136,7 +138,11 @@ def checkpoint(function, *args, use_reentrant=True, **kwargs):
         return contextlib.nullcontext(), recomputing()
 
     return torch_checkpoint(
-        function, *args, use_reentrant=use_reentrant, context_fn=contexts, **kwargs
+        function,
+        *args,
+        use_reentrant=use_reentrant,
+        context_fn=contexts,
+        **kwargs,
     )
 
 
@@ -177,6 +183,7 @@ class _Module(nn.Module):
             if not _Fp8.recomputes:
                 self.is_first = not _Fp8.has_first
                 _Fp8.has_first = True
+
         if (self.fp8 or self.calibrates) and "scaling_fwd" not in self.fp8_meta:
             self.fp8_meta |= {"recipe": _Fp8.recipe, "num_gemms": 1}
             self.init_fp8_meta_tensors(_Fp8.recipe)
@@ -194,7 +201,8 @@ class _Module(nn.Module):
             return x + (_round_to_nvfp4(x) - x).detach()
         meta = self.fp8_meta["scaling_fwd"]
         meta.amax_history[0, slot] = torch.maximum(
-            meta.amax_history[0, slot], x.detach().abs().amax().float()
+            meta.amax_history[0, slot],
+            x.detach().abs().amax().float(),
         )
         y = (x.float() * meta.scale[slot]).clamp(-448, 448).to(
             torch.float8_e4m3fn
@@ -286,6 +294,7 @@ class _Product(torch.autograd.Function):
             main_grad = ctx.parameter.main_grad
             main_grad.copy_(dw) if ctx.overwrite else main_grad.add_(dw)
             dw = None
+
         if module is not None and module.fp8 and module.is_first:
             for other, group in _Fp8.modules.items():
                 other.update_scales("scaling_bwd", group)
@@ -316,6 +325,7 @@ def _combine(x, group, sums, sequence):
         x = x.clone()
         dist.all_reduce(x, group=group)
         return x.chunk(size)[rank].contiguous() if sequence else x
+
     if not sequence:
         return x.view_as(x)
     parts = [torch.empty_like(x) for _ in range(size)]
@@ -382,7 +392,11 @@ class LayerNormLinear(Linear):
         params_dtype=None, device="cuda", **kwargs,
     ):  # fmt: skip
         super().__init__(
-            in_features, out_features, params_dtype=params_dtype, device=device, **kwargs
+            in_features,
+            out_features,
+            params_dtype=params_dtype,
+            device=device,
+            **kwargs,
         )
         self.eps = eps
         self.rms = normalization == "RMSNorm"
@@ -455,8 +469,10 @@ class GroupedLinear(_Module):
         )
         assert sum(m_splits) == len(inp)
         assert len(inp) > 0, "cuBLAS' grouped product may crash or hang"
+
         weights = [getattr(self, f"weight{index}") for index in range(self.num_gemms)]
         assert not self.fp8 or all(rows % 16 == 0 for rows in m_splits), m_splits
+
         fused = self.fuse_wgrad_accumulation
         first = is_first_microbatch is True
         products = []
@@ -528,6 +544,7 @@ class DotProductAttention(nn.Module):
         self.cp_group = cp_group
         assert cp_group is None or cp_global_ranks == dist.get_process_group_ranks(cp_group)
         assert cp_comm_type in ("p2p", "all_gather") or cp_group is None  # a2a is exchanged before
+
         self.heads = num_attention_heads
         self.channels = kv_channels
         self.groups = num_gqa_groups
@@ -544,6 +561,7 @@ class DotProductAttention(nn.Module):
         """
         assert query_layer.shape[-2:] == (self.heads, self.channels)
         assert key_layer.shape[-2] == self.groups
+
         q = query_layer
         k = key_layer
         v = value_layer
@@ -554,14 +572,17 @@ class DotProductAttention(nn.Module):
             assert cu_seqlens_q[0] == 0
             assert cu_seqlens_q[-1] == len(q)
             assert torch.equal(cu_seqlens_q, cu_seqlens_kv)
+
             lengths = cu_seqlens_q.diff()
             assert lengths.max() <= max_seqlen_q == max_seqlen_kv
+
             document = torch.repeat_interleave(torch.arange(len(lengths)), lengths.long())
             q, k, v = (x.unsqueeze(1) for x in (q, k, v))
         else:
             assert attn_mask_type == "causal"
             assert cu_seqlens_q is None
             document = torch.zeros(len(q), dtype=torch.long)
+
         place = here = torch.arange(len(q))
         if self.cp_group is not None:
             assert qkv_format == "sbhd"
@@ -569,6 +590,7 @@ class DotProductAttention(nn.Module):
             here, place = _positions(len(q), self.cp_group)
             k, v = (_GatherKeys.apply(x, self.cp_group) for x in (k, v))
             document = torch.zeros(len(k), dtype=torch.long)
+
         distance = here.unsqueeze(1) - place
         hidden = (distance < 0) | (document[: len(q)].unsqueeze(1) != document)
         if window_size is not None:
@@ -577,7 +599,9 @@ class DotProductAttention(nn.Module):
         if core_attention_bias_type == "alibi":
             scores = scores - alibi_slopes.view(1, -1, 1, 1) * distance
         probs = F.dropout(
-            scores.masked_fill(hidden, -math.inf).softmax(-1), self.dropout, self.training
+            scores.masked_fill(hidden, -math.inf).softmax(-1),
+            self.dropout,
+            self.training,
         )
         out = torch.einsum("bhst,tbhd->sbhd", probs, v.float()).to(q.dtype).flatten(2)
         return out.squeeze(1) if qkv_format == "thd" else out

@@ -85,19 +85,23 @@ def test_golden_logits_on_two_tensor_parallel_ranks(golden: Path, pool: Distribu
 
 
 @pytest.mark.parametrize(
-    ("name", "rows"), [(SETS[0], 256), (SETS[1], 256), ("bloom_bf16_tp2_pp2", 288)]
+    ("name", "rows"),
+    [(SETS[0], 256), (SETS[1], 256), ("bloom_bf16_tp2_pp2", 288)],
 )
 def test_training_continues_as_in_the_original_run(name: str, rows: int, golden: Path) -> None:
     """Covers weights, both moments, the step, the groups and the learning rate."""
     source = opened(golden / name, {"vocab_size": rows})
     model = chunk(source, main=True)
+
     assert source.training is not None
     assert source.training.param_groups is not None
+
     optimizer = adamw(model, source)
     batches = array(golden / name / "batches_iter7_12.npy")
     positions = torch.arange(32)[None]
     with (golden / name / "loss_resume.csv").open() as file:
         rows_of_log = list(csv.DictReader(file))
+
     for batch, log in zip(batches, rows_of_log, strict=True):
         for group in optimizer.param_groups:
             group["lr"] = float(log["lr_used"])
@@ -114,6 +118,7 @@ def adamw(model: torch.nn.Module, source: Source) -> torch.optim.AdamW:
     """Return torch's optimizer with the state of a checkpoint."""
     assert source.training is not None
     assert source.training.param_groups is not None
+
     decay, no_decay = source.training.param_groups
     keys = {entry.local: key for key, entry in model.sharded_state_dict().items()}  # type: ignore[operator]
     groups = []
@@ -122,6 +127,7 @@ def adamw(model: torch.nn.Module, source: Source) -> torch.optim.AdamW:
         groups.append(
             {"params": params} | {k: known[k] for k in ("lr", "betas", "eps", "weight_decay")}
         )
+
     optimizer = torch.optim.AdamW(groups)
     for parameter, key in keys.items():
         state: dict[str, Any] = {"step": torch.tensor(float(decay["step"]))}
@@ -144,6 +150,7 @@ def test_training_state_of_golden_checkpoints(golden: Path) -> None:
     assert [group["weight_decay"] for group in training.param_groups] == [0.1, 0.0]
     assert training.scheduler["num_steps"] == 24
     assert training.scheduler["lr_decay_style"] == "cosine"
+
     bloom = opened(golden / "bloom_bf16_tp2_pp2").training
     assert bloom is not None
     assert bloom.param_groups is not None
@@ -166,8 +173,10 @@ def test_written_files_equal_the_original_files(name: str, golden: Path, tmp_pat
     ours = at(tmp_path / "out")
     theirs = at(golden / name)
     assert ours.name == theirs.name
+
     folders = {path.name for path in (theirs / "zero").iterdir() if path.is_dir()}
     assert {path.name for path in (ours / "zero").iterdir() if path.is_dir()} == folders
+
     for folder in folders:
         for state in ("fp32", "exp_avg", "exp_avg_sq"):
             found = safe_load(ours / "zero" / folder / f"{state}.pt")
@@ -177,6 +186,7 @@ def test_written_files_equal_the_original_files(name: str, golden: Path, tmp_pat
                 assert found == wanted
         if (theirs / "zero" / folder / "step.pt").exists():
             assert torch.equal(safe_load(ours / "zero" / folder / "step.pt"), torch.tensor(6.0))
+
     if name != "bloom_bf16_tp2_pp2":
         assert_same_run(ours, theirs)
 
@@ -185,11 +195,13 @@ def assert_same_run(ours: Path, theirs: Path) -> None:
     found, wanted = (safe_load(path / "zero" / "optimizer_state.pt") for path in (ours, theirs))
     for mine, original in zip(found["param_groups"], wanted["param_groups"], strict=True):
         assert mine.items() <= original.items()
+
     state, original = (safe_load(path / "mp_rank_00_model_states.pt") for path in (ours, theirs))
     for scheduler in (state["lr_scheduler"], original["lr_scheduler"]):
         del scheduler[
             "num_tokens"
         ]  # counted one step late by the original; of use for schedules by tokens only
+
     for key in (
         "lr_scheduler",
         "global_steps",
@@ -199,6 +211,7 @@ def assert_same_run(ours: Path, theirs: Path) -> None:
         "checkpoint_version",
     ):
         assert state[key] == original[key], key
+
     for field in (
         "num_layers",
         "hidden_size",
@@ -207,6 +220,7 @@ def assert_same_run(ours: Path, theirs: Path) -> None:
         "add_position_embedding",
     ):
         assert getattr(state["args"], field) == getattr(original["args"], field)
+
     assert state["args"].consumed_train_samples == 24
     assert (
         sum(len(group) for group in state["param_shapes"])
@@ -241,13 +255,16 @@ def test_round_trip_keeps_tensors_and_training_state(
         pytest.skip("Megatron-DeepSpeed has no such model")
     source = random_source(ROUND_TRIPS[name] | {"lr": 3e-3})
     assert source.training is not None
+
     source.training.grad_scaler = {"scale": 1024.0, "growth_tracker": 3}
     write_universal(source, tmp_path / "out", WriteOptions(universal_style=style))
     back = opened(tmp_path / "out")
+
     assert back.tensors == source.tensors
     assert back.training == source.training
     for key in source.tensors:
         assert torch.equal(read_whole(back, key), source.values[key]), key
+
     tokens = torch.arange(20).view(2, 10)
     assert torch.equal(reference_logits(back, tokens), reference_logits(source, tokens))
     assert (
@@ -262,12 +279,15 @@ def test_dense_model_in_any_spelling_is_read_back(number: int | None, tmp_path: 
     source = random_source(GPT_ARGS | {"num_experts": number})
     write_universal(source, tmp_path, WriteOptions())
     back = opened(tmp_path)
+
     assert back.args["num_experts"] is None
     assert back.tensors == source.tensors
+
     # Megatron-DeepSpeed has a list with the experts of each layer.
     (path,) = tmp_path.glob("*_universal/mp_rank_00_model_states.pt")
     state = torch.load(path, weights_only=False)
     assert state["args"].num_experts == [1]
+
     # Earlier versions of this program stored the number.
     state["args"].num_experts = number
     torch.save(state, path)
@@ -280,6 +300,7 @@ def test_schedule_is_kept_completely(tmp_path: Path, style: str) -> None:
     source = random_source(GPT_ARGS)
     assert source.training is not None
     assert source.training.scheduler is not None
+
     source.training.scheduler |= {
         "init_lr": 1e-5,
         "wsd_decay_steps": 16,
@@ -288,6 +309,7 @@ def test_schedule_is_kept_completely(tmp_path: Path, style: str) -> None:
     }
     write_universal(source, tmp_path, WriteOptions(universal_style=style))
     training = opened(tmp_path).training
+
     assert training is not None
     assert training.scheduler == source.training.scheduler
 
@@ -303,6 +325,7 @@ def test_unsupported_models_and_missing_optimizers_are_refused(tmp_path: Path) -
         "moments are zero",
     ):
         assert any(part in note for note in notes), part
+
     back = opened(tmp_path / "out")
     assert not read_whole(back, optimizer_key("exp_avg", QKV)).any()
     assert back.training is not None
@@ -314,8 +337,10 @@ def test_qkv_block_layout(tmp_path: Path) -> None:
     source = random_source(GPT_ARGS)
     write_universal(source, tmp_path / "out", WriteOptions(2, qkv_blocks=True))
     assert torch.equal(read_whole(opened(tmp_path / "out"), QKV), source.values[QKV])
+
     misread = read_whole(opened(tmp_path / "out", qkv_layout="groups"), QKV)
     assert not torch.equal(misread, source.values[QKV])
+
     write_universal(MemorySource(source.args | {"x": 1}, source.values), tmp_path / "plain")
     assert not torch.equal(
         read_whole(opened(tmp_path / "plain", {"tensor_model_parallel_size": 2}, "tp-blocks"), QKV),
@@ -323,9 +348,11 @@ def test_qkv_block_layout(tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match="is not one of groups, tp-blocks"):
         opened(tmp_path / "plain", qkv_layout="thirds")
+
     llama = random_source(LLAMA_ARGS)
     with pytest.raises(ValueError, match="no --group-query-attention"):
         write_universal(llama, tmp_path / "llama", WriteOptions(2, qkv_blocks=True))
+
     write_universal(llama, tmp_path / "llama")
     with pytest.raises(ValueError, match="something else than grouped-query attention"):
         opened(tmp_path / "llama", qkv_layout="tp-blocks")
@@ -350,13 +377,16 @@ def test_directory_without_arguments_requires_flags(written: Path) -> None:
         written / "mp_rank_00_model_states.pt",
         lambda state: {k: v for k, v in state.items() if k != "args"},
     )
+
     with pytest.raises(ValueError, match="give --num-attention-heads"):
         opened(written)
+
     source = opened(written, {"num_attention_heads": 4})
     assert source.tensors == expected.tensors
     assert all(
         torch.equal(read_whole(source, key), read_whole(expected, key)) for key in source.tensors
     )
+
     edit(written / "mp_rank_00_model_states.pt", lambda s: s | {"universal_checkpoint_info": {}})
     assert (
         opened(written, {"num_attention_heads": 4}).tensors == expected.tensors
@@ -366,10 +396,13 @@ def test_directory_without_arguments_requires_flags(written: Path) -> None:
         return {key: value for key, value in entry.items() if key != "vocab_tensor"}
 
     edit(written / "zero" / "tied_modules.embed.word_embeddings.weight" / "fp32.pt", unmark)
+
     with pytest.raises(
-        ValueError, match=r"does not separate tokens from padding: give --vocab-size \(rows: 67\)"
+        ValueError,
+        match=r"does not separate tokens from padding: give --vocab-size \(rows: 67\)",
     ):
         opened(written, {"num_attention_heads": 4})
+
     shorter = opened(written, {"num_attention_heads": 4, "vocab_size": 60})
     assert shorter.tensors[WORD_EMBEDDINGS].shape == (60, 32)
 
@@ -381,8 +414,10 @@ def test_position_embedding_type_is_required(tmp_path: Path) -> None:
         found / "mp_rank_00_model_states.pt",
         lambda state: {k: v for k, v in state.items() if k != "args"},
     )
+
     with pytest.raises(ValueError, match="give --position-embedding-type"):
         opened(found, {"num_attention_heads": 4})
+
     source = opened(found, {"num_attention_heads": 4, "position_embedding_type": "rope"})
     assert source.args["num_query_groups"] == 2
     assert source.args["swiglu"]
@@ -401,9 +436,11 @@ def test_flat_tensors_of_zero_3(written: Path) -> None:
     for path in (written / "zero").glob("*word_embeddings.weight/[fe]*.pt"):
         edit(path, lambda flat: torch.cat([flat, torch.ones(3 * columns)]))
     assert find_problem(written) is None
+
     source = opened(written)
     assert source.tensors == expected.tensors
     assert all(torch.equal(read_whole(source, key), value) for key, value in values.items())
+
     part = source.tensors[QKV].read((7, 3), (11, 5))
     assert torch.equal(part, values[QKV][7:18, 3:8])
 
@@ -431,8 +468,10 @@ def test_weight_decay_of_all_parameters_is_kept(written: Path, tmp_path: Path) -
         lambda optimizer: optimizer | {"param_groups": optimizer["param_groups"][:1]},
     )
     source = opened(written)
+
     assert source.training is not None
     assert source.training.param_groups is not None
+
     groups = source.training.param_groups
     assert [group["wd_mult"] for group in groups] == [1.0, 1.0]
     assert groups[0]["weight_decay"] == groups[1]["weight_decay"] == 0.1
@@ -452,8 +491,10 @@ def test_other_parameter_groups_are_refused(written: Path, change: Any) -> None:
     message = change(optimizer["param_groups"], state["param_shapes"])
     torch.save(state, written / "mp_rank_00_model_states.pt")
     torch.save(optimizer, written / "zero" / "optimizer_state.pt")
+
     with pytest.raises(ValueError, match=f"{message}.*--no-optim"):
         opened(written)
+
     weights = UniversalSource(written, ReadOptions(no_optim=True))
     assert weights.training is not None
     assert weights.training.param_groups is None
@@ -467,6 +508,7 @@ def test_frozen_parameters_are_refused(written: Path) -> None:
         written / "mp_rank_00_model_states.pt",
         lambda state: state | {"frozen_param_shapes": {folder.name: shape}},
     )
+
     with pytest.raises(ValueError, match=rf"leaves out frozen parameters \({folder.name}\)"):
         opened(written)
 
@@ -474,7 +516,8 @@ def test_frozen_parameters_are_refused(written: Path) -> None:
 def test_dynamic_loss_scale_is_reported_as_lost(written: Path) -> None:
     assert opened(written).unused == []
     edit(
-        written / "zero" / "optimizer_state.pt", lambda state: state | {"dynamic_loss_scale": True}
+        written / "zero" / "optimizer_state.pt",
+        lambda state: state | {"dynamic_loss_scale": True},
     )
     assert opened(written).unused == ["state: loss_scaler"]
 
@@ -483,38 +526,48 @@ def test_damaged_directories_are_refused(written: Path, tmp_path: Path) -> None:
     zero = written / "zero"
     moment = zero / "2.input_layernorm.weight" / "exp_avg.pt"
     moment.rename(tmp_path / "moment")
+
     with pytest.raises(
-        ValueError, match=r"is incomplete: .*2\.input_layernorm\.weight/exp_avg\.pt is missing"
+        ValueError,
+        match=r"is incomplete: .*2\.input_layernorm\.weight/exp_avg\.pt is missing",
     ):
         read_whole(opened(written), optimizer_key("exp_avg", LAYER_NORM))
+
     moment.write_bytes((tmp_path / "moment").read_bytes()[:300])
     with pytest.raises(ValueError, match=r"exp_avg\.pt"):
         read_whole(opened(written), optimizer_key("exp_avg", LAYER_NORM))
+
     shutil.move(tmp_path / "moment", moment)
     shutil.copy(moment, tmp_path / "moment")
+
     for other, shape in (
         (torch.zeros(2), r"float32 of shape \[2\]"),
         (torch.zeros(32, dtype=torch.int), "int32"),
     ):
         edit(moment, lambda _, other=other: {"param": other})
         with pytest.raises(
-            ValueError, match=rf"exp_avg\.pt of 2\.input_layernorm\.weight has torch\.{shape}"
+            ValueError,
+            match=rf"exp_avg\.pt of 2\.input_layernorm\.weight has torch\.{shape}",
         ):
             read_whole(opened(written), optimizer_key("exp_avg", LAYER_NORM))
+
     shutil.move(tmp_path / "moment", moment)
 
     edit(zero / "3.mlp.dense_h_to_4h.bias" / "step.pt", lambda step: step + 1)
     with pytest.raises(ValueError, match=r"different steps: \[7, 8\]"):
         opened(written)
+
     edit(zero / "3.mlp.dense_h_to_4h.bias" / "step.pt", lambda step: step - 1)
 
     shutil.move(zero / "3.mlp.dense_4h_to_h.bias", tmp_path / "bias")
     with pytest.raises(ValueError, match=r"it lacks decoder\.layers\.1\.mlp\.linear_fc2\.bias"):
         opened(written)
+
     shutil.move(tmp_path / "bias", zero / "3.mlp.dense_4h_to_h.bias")
     (zero / "5.moe.gate.weight").mkdir()
     with pytest.raises(ValueError, match=r"5\.moe\.gate\.weight are not parameters of a GPT"):
         opened(written)
+
     (zero / "5.moe.gate.weight").rmdir()
 
     def other_heads(state: dict) -> dict:
@@ -522,11 +575,13 @@ def test_damaged_directories_are_refused(written: Path, tmp_path: Path) -> None:
         return state
 
     edit(written / "mp_rank_00_model_states.pt", other_heads)
+
     with pytest.raises(
         ValueError,
         match=r"dense_h_to_4h\.weight has shape \[128, 32\], its arguments make it \[100, 32\]",
     ):
         opened(written)
+
     (written / "mp_rank_00_model_states.pt").unlink()
     with pytest.raises(ValueError, match="it has no mp_rank_00_model_states.pt"):
         opened(written)
@@ -541,6 +596,7 @@ def test_models_of_transformers_are_refused_with_the_way_out(tmp_path: Path) -> 
     folder.mkdir(parents=True)
     entry = {"param": torch.zeros(4, 24, 32), "is_expert_param": True, "ep_num_experts": 4}
     torch.save(entry, folder / "fp32.pt")
+
     with pytest.raises(ValueError, match=r"with or without experts \(AutoEP\).*save_16bit_model"):
         opened(tmp_path)
 
@@ -551,13 +607,16 @@ LAYER_NORM = "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight"
 def test_unsupported_arguments_are_refused(written: Path) -> None:
     def squared(state: dict) -> dict:
         state["args"] = argparse.Namespace(
-            **vars(state["args"]), apply_residual_connection_post_layernorm=True
+            **vars(state["args"]),
+            apply_residual_connection_post_layernorm=True,
         )
         return state
 
     edit(written / "mp_rank_00_model_states.pt", squared)
+
     with pytest.raises(
-        ValueError, match="apply_residual_connection_post_layernorm = True, which is not supported"
+        ValueError,
+        match="apply_residual_connection_post_layernorm = True, which is not supported",
     ):
         opened(written)
 
@@ -569,7 +628,8 @@ def test_bloom_to_transformers(golden: Path, tmp_path: Path) -> None:
     name = golden / "bloom_bf16_tp2_pp2"
     write_huggingface(opened(name, {"bf16": False}), tmp_path / "hf")
     model = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "hf", attn_implementation="eager"
+        tmp_path / "hf",
+        attn_implementation="eager",
     ).eval()
     with torch.no_grad():
         assert_close(
@@ -594,7 +654,8 @@ def test_yarn_is_reported_as_unsupported_by_other_readers(tmp_path: Path) -> Non
 
 def test_unsupported_model_is_refused_before_writing(tmp_path: Path) -> None:
     with pytest.raises(
-        ValueError, match="--rotary-interleaved: Megatron-DeepSpeed has no such model"
+        ValueError,
+        match="--rotary-interleaved: Megatron-DeepSpeed has no such model",
     ):
         write_universal(random_source(LLAMA_ARGS | {"rotary_interleaved": True}), tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -631,13 +692,18 @@ def test_impossible_names_and_sizes_are_refused(written: Path) -> None:
     given = {"num_attention_heads": 1000, "position_embedding_type": "learned_absolute"}
     with pytest.raises(ValueError, match="--num-attention-heads|hidden_size"):
         opened(written, given)
+
     shutil.copytree(written / "zero" / "4.weight", written / "zero" / "5.weight")
+
     with pytest.raises(
-        ValueError, match=r"\d+\.weight and other names are the same parameters of a GPT"
+        ValueError,
+        match=r"\d+\.weight and other names are the same parameters of a GPT",
     ):
         opened(written)
+
     shutil.rmtree(written / "zero" / "5.weight")
     (embedding,) = written.glob("zero/*.word_embeddings.weight/fp32.pt")
     edit(embedding, lambda _: {"param": torch.tensor(1.0)})
+
     with pytest.raises(ValueError, match="has no word embedding"):
         opened(written)

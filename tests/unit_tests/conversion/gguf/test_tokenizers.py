@@ -43,14 +43,18 @@ def test_byte_level_tokenizer_is_the_original(name: str, tmp_path: Path) -> None
     original = PreTrainedTokenizerFast.from_pretrained(GOLDEN / name)
     stored = read_tokenizer(GOLDEN / name / "vocab.gguf")
     tokenizer = load_written(stored.files, tmp_path)
+
     assert tokenizer.get_vocab() == original.get_vocab()
     assert stored.num_tokens == len(original)
+
     for text in TEXTS:
         ids = original.encode(text)
         assert tokenizer.encode(text) == ids, text
         assert tokenizer.decode(ids) == original.decode(ids), text
+
     assert stored.ids["eos_token_id"] == original.eos_token_id
     assert tokenizer.pad_token_id == original.pad_token_id
+
     messages = [{"role": "user", "content": "hi"}]
     expected = original.apply_chat_template(messages, tokenize=False)
     assert tokenizer.apply_chat_template(messages, tokenize=False) == expected
@@ -68,7 +72,9 @@ def test_sentencepiece_model_is_the_original(name: str, tmp_path: Path) -> None:
             assert model.encode(text) == expected, text
             assert tokenizer.encode(text) == bos + expected, text
         assert model.decode(expected) == original.decode(expected)
+
     assert tokenizer.eos_token_id == original.eos_id()
+
     if name == "gemma":
         conversation = "<start_of_turn>user\nhi  there   now"
         expected = original.encode(conversation)
@@ -97,6 +103,7 @@ def test_written_entries_are_those_of_the_converter(name: str) -> None:
         "tokenizer.ggml.unknown_token_id",
     }
     missing = {key for key in original if key.startswith("tokenizer.")} - written.keys()
+
     assert missing <= {"tokenizer.ggml.eot_token_id", "tokenizer.ggml.add_sep_token"}
     for key, value in written.items():
         assert key in added or value == original[key], key
@@ -116,8 +123,10 @@ def test_tokenizer_of_a_model_survives_every_format(name: str, tmp_path: Path) -
     result = run_convert(
         *("--saver", "gguf", "--load-dir", tmp_path / "run", "--save-dir", tmp_path / "again")
     )
+
     assert result.returncode == 0, result.stderr
     assert "not carried: the tokenizer" not in result.stdout
+
     first, second = read_arrays(path), read_arrays(tmp_path / "again/model.gguf")
     assert {key for key in first if key.startswith("tokenizer.")} > {"tokenizer.ggml.tokens"}
     for key, value in first.items():
@@ -127,9 +136,11 @@ def test_tokenizer_of_a_model_survives_every_format(name: str, tmp_path: Path) -
     convert(tmp_path / "again", tmp_path / "hf", "hf")
     exported = PreTrainedTokenizerFast.from_pretrained(tmp_path / "hf")
     args = open_gguf(path).args
+
     assert (args["tokenizer_type"], args["tokenizer_model"]) == ("HuggingFaceTokenizer", str(path))
     for file, content in read_tokenizer_files(args).items():  # in checkpoints of such a run
         assert (tmp_path / "run/release" / file).read_bytes() == content
+
     tokenizer = build_huggingface(
         TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(path))
     )
@@ -164,6 +175,7 @@ def test_pieces_without_an_order_are_refused(tmp_path: Path) -> None:
     struct.pack_into(f"<{num_scores}f", content, start, *[-1000.0] * num_scores)
     path = tmp_path / "model.gguf"
     path.write_bytes(content)
+
     with pytest.raises(ValueError, match="all pieces of its tokenizer have the score -1000.*use"):
         read_tokenizer(path)
 
@@ -173,9 +185,11 @@ def test_other_tokenizers_are_left_out_with_a_note(tmp_path: Path) -> None:
     tokenizer.mkdir()
     content = (GOLDEN / "qwen2/tokenizer.json").read_text()
     assert r"\\p{N}|" in content
+
     (tokenizer / "tokenizer.json").write_text(content.replace(r"\\p{N}|", r"\\p{N}{1,2}|"))
     source = random_source(LLAMA_ARGS, VOCAB_SIZE, optimizer=False)
     notes = write_gguf(source, tmp_path / "out", WriteOptions(tokenizer=tokenizer), no_progress)
+
     assert "its pre-tokenizer and normalizer are not those" in notes[0]
     assert read_arrays(tmp_path / "out/model.gguf")["tokenizer.ggml.model"] == "none"
     with pytest.raises(ValueError, match="the file has no tokenizer"):
@@ -187,6 +201,7 @@ def test_pieces_without_their_model_are_split_in_the_same_way(name: str, tmp_pat
     original = write_model(GOLDEN / name, tmp_path / "original")
     files = read_tokenizer(original).files
     assert "tokenizer.model" in files
+
     tokenizer = tmp_path / "tokenizer"
     tokenizer.mkdir()
     for file in ("tokenizer.json", "tokenizer_config.json"):
@@ -197,7 +212,9 @@ def test_pieces_without_their_model_are_split_in_the_same_way(name: str, tmp_pat
         key = f"tokenizer.ggml.{entry}"
         # Runs of spaces are tokens of users in Gemma's model, pieces in its tokenizer.json.
         assert written[key] == expected[key] or "token" in entry and name == "gemma", key
+
     assert len(set(written["tokenizer.ggml.scores"])) > 10
+
     read = Tokenizer.from_str(read_tokenizer(path).files["tokenizer.json"].decode())
     for text in TEXTS:
         ids = Tokenizer.from_str(files["tokenizer.json"].decode()).encode(text).ids
@@ -205,7 +222,8 @@ def test_pieces_without_their_model_are_split_in_the_same_way(name: str, tmp_pat
 
 
 @pytest.mark.parametrize(
-    "change", [lambda merges: merges.pop(), lambda merges: merges.append(merges[0])]
+    "change",
+    [lambda merges: merges.pop(), lambda merges: merges.append(merges[0])],
 )
 def test_other_merges_of_pieces_are_left_out(
     change: Callable[[list], object], tmp_path: Path
@@ -214,6 +232,7 @@ def test_other_merges_of_pieces_are_left_out(
     pipeline = json.loads(files["tokenizer.json"])
     change(pipeline["model"]["merges"])
     (tmp_path / "tokenizer.json").write_text(json.dumps(pipeline))
+
     with pytest.raises(ValueError, match="its merges are not those of a SentencePiece model"):
         make_tokenizer_metadata(tmp_path, VOCAB_SIZE, {})
 

@@ -44,11 +44,13 @@ def test_file_is_that_of_the_converter(name: str, tmp_path: Path) -> None:
     write_gguf(source, tmp_path / "out", WriteOptions(), no_progress)
     written = open_model(tmp_path / "out/model.gguf")
     assert written.tensors.keys() == original.tensors.keys()
+
     for tensor_name, tensor in written.tensors.items():
         expected = original.tensors[tensor_name]
         assert (tensor.shape, tensor.encoding) == (expected.shape, expected.encoding)
         if tensor_name != ROPE_FACTORS:  # which the converter computes in fp32
             assert read_bytes(tensor) == read_bytes(expected), tensor_name
+
     for key, value in written.metadata.items():
         assert original.metadata.get(key, value) == value, key
 
@@ -61,6 +63,7 @@ def test_blocks_are_those_of_the_gguf_package() -> None:
 
 def test_decoded_blocks_are_encoded_to_the_same_bytes() -> None:
     assert Q8_0.decode is not None
+
     generator = torch.Generator().manual_seed(1)
     blocks = torch.randn(20_000, 32, generator=generator)
     # Also scales that are subnormal or zero in fp16.
@@ -91,6 +94,7 @@ def test_whole_numbers_are_floats_where_llama_cpp_reads_floats() -> None:
     scaling = {"rope_type": "yarn", "factor": 4, "beta_fast": 32, "beta_slow": 1}
     config |= {"rope_theta": 1000000, "rope_scaling": scaling}
     metadata = make_metadata("qwen3", ARCHITECTURES["qwen3"], config)
+
     for entry in (
         "freq_base",
         "scaling.factor",
@@ -117,8 +121,10 @@ def test_unchanged_matrices_keep_their_bytes_through_a_run(tmp_path: Path) -> No
         *("--saver", "gguf", "--quantize", "q8_0", "--load-dir", tmp_path / "run"),
         *("--save-dir", tmp_path / "b"),
     )
+
     assert result.returncode == 0, result.stderr
     assert "not carried: the tokenizer: the model has none" in result.stdout
+
     first = (tmp_path / "a/model.gguf").read_bytes()
     assert first == (tmp_path / "b/model.gguf").read_bytes()
 

@@ -77,11 +77,13 @@ def test_merged_files_compute_the_same_as_the_adapters(tmp_path, model_type, dor
     source = random_source(args | {"hf_model_type": model_type}, optimizer=False)
     write_huggingface(source, tmp_path / "base")
     assert json.loads((tmp_path / "base/config.json").read_text())["model_type"] == model_type
+
     lora = LoraConfig(**vars(LORA) | {"lora_dora": dora})
     model, adapters = adapt(source, lora, model_type)
     (tmp_path / "adapter").mkdir()
     write_adapter(adapters, tmp_path / "adapter")
     fields = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+
     assert fields["base_model_name_or_path"] == "models/base"
     assert fields["rank_pattern"] == fused_ranks
 
@@ -94,6 +96,7 @@ def test_merged_files_compute_the_same_as_the_adapters(tmp_path, model_type, dor
     config = make_export_config(source, None)
     keys = sorted(adapters.values, reverse=True)  # in any order
     values = read_adapter(tmp_path / "adapter", config, model_type, keys, 3, 2.0)
+
     assert values.keys() == adapters.values.keys()
     assert all(torch.equal(values[key], adapters.values[key]) for key in values)
 
@@ -115,6 +118,7 @@ def test_files_of_peft_with_experts_are_read():
     expected = model_logits(apply_edits(base, options), TOKENS)
     with torch.no_grad():
         logits = model(TOKENS, TOKENS)
+
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-4)
     assert not torch.allclose(logits, model_logits(base, TOKENS), atol=1e-2)
 
@@ -134,11 +138,13 @@ def test_layers_per_expert_are_read(tmp_path):
         for expert in range(4):
             module = f"model.layers.{layer}.mlp.experts.{expert}.{projection}"
             tensors[f"base_model.model.{module}.{matrix}.weight"] = value[expert].clone()
+
     save_file(tensors, tmp_path / "adapter_model.safetensors")
     fields = {"peft_type": "LORA", "r": 3, "lora_alpha": 6, "target_modules": ["gate_proj"]}
     (tmp_path / "adapter_config.json").write_text(json.dumps(fields))
     config = make_export_config(source, None)
     values = read_adapter(tmp_path, config, "qwen3_moe", adapters.values.keys(), 3, 2.0)
+
     assert values.keys() == adapters.values.keys()
     assert all(torch.equal(values[key], adapters.values[key]) for key in values)
 
@@ -150,9 +156,11 @@ def test_targets_name_parameters_of_experts(tmp_path):
     _, adapters = adapt(source, lora, "qwen3_moe")
     write_adapter(adapters, tmp_path)
     fields = json.loads((tmp_path / "adapter_config.json").read_text())
+
     assert fields["target_modules"] == ["q_proj"]
     # Not the experts of layer 0
     assert fields["target_parameters"] == ["model.layers.1.mlp.experts.down_proj"]
+
     names = load_file(tmp_path / "adapter_model.safetensors")
     assert "base_model.model.model.layers.1.mlp.experts.lora_A.weight" in names
 
@@ -177,8 +185,10 @@ def test_a_shared_matrix_of_a_fused_module_is_copied(tmp_path):
     values = read_adapter(tmp_path, *options, 9, 2.0)
     layer = "decoder.layers.0.self_attention.linear_qkv"
     shared = values[f"{layer}.q_proj.lora_A"]
+
     assert shared.shape == (9, 32)
     assert torch.equal(shared, values[f"{layer}.v_proj.lora_A"])
+
     # ... but is the same change.
     for name in ("q_proj", "k_proj", "v_proj"):
         product = values[f"{layer}.{name}.lora_B"] @ shared
@@ -186,6 +196,7 @@ def test_a_shared_matrix_of_a_fused_module_is_copied(tmp_path):
             adapters.values[f"{layer}.{name}.lora_B"] @ adapters.values[f"{layer}.{name}.lora_A"]
         )
         torch.testing.assert_close(product, expected)
+
     with pytest.raises(CheckpointError, match="has rank 9, not 4: give --lora-rank 9"):
         read_adapter(tmp_path, *options, 4, 2.0)
 

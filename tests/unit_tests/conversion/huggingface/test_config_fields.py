@@ -139,6 +139,7 @@ def test_qwen2_moe_export_keeps_windows(pattern: list[int], tmp_path: Path) -> N
     }
     source = random_source(args, optimizer=False)
     write_huggingface(source, tmp_path / "out")
+
     assert read_config(tmp_path / "out")["model_type"] == "qwen2_moe"
     assert_logits_equal(run_transformers(tmp_path / "out"), compute_logits(source), pattern)
 
@@ -262,8 +263,10 @@ def test_different_values_of_two_names_are_refused(case: str) -> None:
     if case == "topk by layer":
         listed = "moe_topk = 3 and num_experts_per_tok = 2"
     message = re.escape(f"config.json has {listed}, which are names of one value")
+
     with pytest.raises(ValueError, match=message):
         family.read_config(hf, {})
+
     # Equal values, and null for one of them, are accepted.
     (first, value), (second, _) = conflict.items()
     for other in (value, None):
@@ -313,6 +316,7 @@ def test_different_names_of_a_size_must_agree(model_type: str, name: str) -> Non
     hf = sizes | {"model_type": model_type, "num_attention_heads": 4, name: 4}
     if model_type != "gptj":
         del hf["rotary_dim"]
+
     assert find_family(hf).read_config(hf, {})["num_attention_heads"] == 4
     with pytest.raises(ValueError, match=f"{name} = 2 and num_attention_heads = 4, which"):
         find_family(hf).read_config(hf | {name: 2}, {})
@@ -326,6 +330,7 @@ def test_original_length_of_longrope_is_that_of_the_model(stated: int | None) ->
     hf = SIZES | {"model_type": "phi3", "original_max_position_embeddings": stated}
     nested = {"original_max_position_embeddings": 8}
     message = f"= 8 is not supported, only that of the model, {stated or 4096}, is"
+
     with pytest.raises(ValueError, match=message):
         find_family(hf).read_config(hf | {"rope_scaling": scaling | nested}, {})
 
@@ -382,9 +387,11 @@ def test_olmoe_has_no_width_of_heads_of_its_own(tmp_path: Path) -> None:
     wide = random_source(OLMOE_ARGS | {"kv_channels": 16}, optimizer=False)
     with pytest.raises(ValueError, match="none of the supported models"):
         write_huggingface(wide, tmp_path / "out")
+
     source = random_source(OLMOE_ARGS, optimizer=False)
     write_huggingface(source, tmp_path / "out")
     assert_logits_equal(run_transformers(tmp_path / "out"), compute_logits(source), "olmoe")
+
     hf = read_config(tmp_path / "out") | {"head_dim": 16}
     with pytest.raises(ValueError, match="head_dim = 16 is not supported, only hidden_size /"):
         find_family(hf).read_config(hf, {})
@@ -419,6 +426,7 @@ def test_dropouts_of_gpt2_are_repeated(tmp_path: Path) -> None:
     convert(tmp_path / "run", tmp_path / "out", "hf")
     found = read_config(tmp_path / "out")
     assert (found["embd_pdrop"], found["resid_pdrop"]) == (0.3, 0.2)
+
     source = open_checkpoint(tmp_path / "run")
     source.args["hidden_dropout"] = 0.0  # a later run: the fields no longer describe it
     write_huggingface(source, tmp_path / "later")
@@ -433,6 +441,7 @@ def test_one_kind_of_bias_comes_back_alone(attention: bool, mlp: bool, tmp_path:
     convert(tmp_path / "in", tmp_path / "run", "torch_dist")
     convert(tmp_path / "run", tmp_path / "out", "hf")
     assert {name: read_config(tmp_path / "out")[name] for name in switches} == switches
+
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("in", "out"))
     assert before.keys() == after.keys()
     assert_logits_equal(run_transformers(tmp_path / "out"), expected, switches)
@@ -453,6 +462,7 @@ def test_rope_fields_that_are_not_supported_are_named() -> None:
     hf = SIZES | {"model_type": "llama", "rope_scaling": scaling | {"mscale": 0.7}}
     with pytest.raises(ValueError, match="mscale = 0.7 and mscale_all_dim = None"):
         find_family(hf).read_config(hf, {})
+
     factors = {"low_freq_factor": 2.0, "high_freq_factor": 2.0}
     hf["rope_scaling"] = scaling | {"rope_type": "llama3"} | factors
     with pytest.raises(ValueError, match="high_freq_factor = 2.0 is not supported, only more than"):
@@ -508,6 +518,7 @@ def test_training_fields_of_every_family_reach_a_run(name: str) -> None:
             rule for rule in family.all_rules if {field, aliases.get(field)} & set(rule.fields)
         ]
         assert rules, field
+
         for fields in ({field: value}, {}):
             found = ConfigFields(fields, defaults)
             args: dict[str, Any] = {}
@@ -589,8 +600,10 @@ def test_biases_that_are_switched_off_are_ignored(
     with torch.no_grad():
         expected = model(TOKENS).logits
     source = open_checkpoint(tmp_path / "in")
+
     assert_logits_equal(compute_logits(source), expected, off)
     assert any(name.endswith("bias") for name in source.unused)
+
     write_huggingface(source, tmp_path / "back")
     assert_logits_equal(run_transformers(tmp_path / "back"), expected, off)
 
@@ -663,6 +676,7 @@ def test_values_that_transformers_computes_differently_are_refused(name: str) ->
     fields = REFUSED_ZEROS[name]
     found = ConfigFields(fields, transformers_defaults(name))
     rules = [rule for rule in family.all_rules if fields.keys() & rule.fields.keys()]
+
     with pytest.raises(ValueError, match=f"{next(iter(fields))}"):
         family.check_fields(fields)
         for rule in rules:
@@ -719,10 +733,12 @@ def test_cohere2_moe_as_transformers_saves_it(tmp_path: Path) -> None:
 def assert_same_through_a_checkpoint(directory: Path, expected: torch.Tensor) -> None:
     """Compare logits both ways, and those of transformers after torch_dist; the tensors too."""
     assert_same_both_ways(directory, expected)
+
     convert(directory, directory.with_name("run"), "torch_dist")
     out = directory.with_name("out")
     convert(directory.with_name("run"), out, "hf")
     assert_logits_equal(run_transformers(out), expected, read_config(out))
+
     tensors = load_file(out / "model.safetensors")
     for name, tensor in load_file(directory / "model.safetensors").items():
         assert torch.equal(tensors[name], tensor), name

@@ -58,6 +58,7 @@ def test_sidecar_restores_everything(
     source = random_source(args | {"bf16": precision == "bf16", "lr": 0.003})
     options = WriteOptions(optim_sidecar=True, dtype=dtype, max_shard_size=20_000)
     assert write_huggingface(source, tmp_path / "hf", options) == []
+
     back = HuggingFaceSource(tmp_path / "hf")
     assert_same_source(back, source)
     assert back.training == source.training
@@ -82,18 +83,23 @@ def test_sidecar_of_other_weights_is_refused(tmp_path: Path) -> None:
     weights["model.layers.1.mlp.up_proj.weight"][3, 4] += 1.0
     save_file(weights, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
     back = HuggingFaceSource(tmp_path / "hf")
+
     with pytest.raises(
-        ValueError, match=r"layers\.1\.mlp\.linear_fc1\.weight was changed after the export"
+        ValueError,
+        match=r"layers\.1\.mlp\.linear_fc1\.weight was changed after the export",
     ):
         read_whole(back, optimizer_key("param", "decoder.layers.1.mlp.linear_fc1.weight"))
+
     without = HuggingFaceSource(tmp_path / "hf", ReadOptions(no_optim=True))
     assert without.training is None
     assert not any(key.startswith("optimizer.") for key in without.tensors)
 
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config | {"rope_theta": 5e5}))
+
     with pytest.raises(
-        ValueError, match=r"config\.json was changed after the export \(rotary_base"
+        ValueError,
+        match=r"config\.json was changed after the export \(rotary_base",
     ):
         HuggingFaceSource(tmp_path / "hf")
 
@@ -105,8 +111,10 @@ def test_incomplete_sidecar_is_refused(tmp_path: Path) -> None:
         dataclasses.replace(SIDECAR, max_shard_size=30_000),
     )
     next((tmp_path / "hf" / "megatron_state").glob("optimizer-00002-*")).unlink()
+
     with pytest.raises(
-        ValueError, match=r"megatron_state lacks optimizer-00002-of-\d+\.safetensors"
+        ValueError,
+        match=r"megatron_state lacks optimizer-00002-of-\d+\.safetensors",
     ):
         HuggingFaceSource(tmp_path / "hf")
 
@@ -115,12 +123,16 @@ def test_main_parameters_are_cast_once(tmp_path: Path) -> None:
     """An fp32 export of a bf16 run contains the fp32 main parameters, not widened weights."""
     source = random_source(LLAMA_ARGS | {"bf16": True})
     lost = write_huggingface(source, tmp_path / "hf", WriteOptions(dtype="fp32"))
+
     assert len(lost) == 1
     assert "--save-optim-sidecar" in lost[0]
+
     found = load_file(tmp_path / "hf" / "model.safetensors")["model.norm.weight"]
     assert torch.equal(
-        found, source.values[optimizer_key("param", "decoder.final_layernorm.weight")]
+        found,
+        source.values[optimizer_key("param", "decoder.final_layernorm.weight")],
     )
+
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     assert model.dtype == torch.float32
 
@@ -133,8 +145,10 @@ def test_rounded_weights_are_reported(tmp_path: Path) -> None:
         source.values[key] = value.float() if is_norm else value.bfloat16()
     notes = write_huggingface(source, tmp_path / "bf16")
     assert [note for note in notes if note.startswith("fp32 precision of 5 weights")]
+
     notes = write_huggingface(source, tmp_path / "fp32", WriteOptions(dtype="fp32"))
     assert not [note for note in notes if "fp32 precision" in note]
+
     back = HuggingFaceSource(tmp_path / "fp32")
     for key, value in source.values.items():
         assert torch.equal(read_whole(back, key), value.float()), key
@@ -144,6 +158,7 @@ def test_vocabulary_is_cropped(tmp_path: Path) -> None:
     source = random_source(LLAMA_ARGS, vocab_size=96, optimizer=False)
     write_huggingface(source, tmp_path / "hf", WriteOptions(true_vocab_size=67))
     weights = load_file(tmp_path / "hf" / "model.safetensors")
+
     assert torch.equal(weights["lm_head.weight"], source.values["output_layer.weight"][:67])
     assert torch.equal(weights["model.embed_tokens.weight"], source.values[WORD_EMBEDDINGS][:67])
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf").config.vocab_size == 67
@@ -160,6 +175,7 @@ def test_shards_may_exceed_the_limit_of_open_files(tmp_path: Path) -> None:
         write_huggingface(source, tmp_path / "hf", WriteOptions(max_shard_size=1, workers=2))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
     assert len(list((tmp_path / "hf").glob("model-*.safetensors"))) > 16
     assert_same_source(HuggingFaceSource(tmp_path / "hf"), source)
 
@@ -170,6 +186,7 @@ def test_files_are_readable_and_temporary_files_are_removed(tmp_path: Path) -> N
     names = [str(path.relative_to(tmp_path / "hf")) for path in files]
     state = ["megatron_state/optimizer.safetensors", "megatron_state/state.json"]
     assert names == ["config.json", "generation_config.json", *state, "model.safetensors"]
+
     (tmp_path / "plain").write_text("")
     usual = stat.S_IMODE((tmp_path / "plain").stat().st_mode)
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {usual}
@@ -237,38 +254,50 @@ def test_family_is_chosen_by_the_model(change: dict, family: str, tmp_path: Path
     source = random_source(LLAMA_ARGS | change, optimizer=False)
     write_huggingface(source, tmp_path / "hf")
     model = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "hf", attn_implementation="eager"
+        tmp_path / "hf",
+        attn_implementation="eager",
     ).eval()
     assert model.config.model_type == family
+
     tokens = torch.arange(20).view(2, 10)
     with torch.no_grad():
         assert_close(
-            model(tokens).logits, reference_logits(source, tokens).float(), atol=1e-4, rtol=1e-5
+            model(tokens).logits,
+            reference_logits(source, tokens).float(),
+            atol=1e-4,
+            rtol=1e-5,
         )
 
 
 def test_incomplete_sources_are_refused(tmp_path: Path) -> None:
     source = random_source(LLAMA_ARGS)
     lacking = MemorySource(
-        source.args, {k: v for k, v in source.values.items() if "layers.1.mlp.linear_fc2" not in k}
+        source.args,
+        {k: v for k, v in source.values.items() if "layers.1.mlp.linear_fc2" not in k},
     )
     with pytest.raises(ValueError, match=r"lacks decoder\.layers\.1\.mlp\.linear_fc2\.weight"):
         write_huggingface(lacking, tmp_path / "hf")
+
     other = MemorySource(source.args | {"num_query_groups": 4}, source.values)
     with pytest.raises(
         ValueError,
         match=r"linear_qkv\.weight has shape \(64, 32\), its arguments make it \(96, 32\)",
     ):
         write_huggingface(other, tmp_path / "hf")
+
     nameless = MemorySource(
-        {k: v for k, v in source.args.items() if k != "num_attention_heads"}, source.values
+        {k: v for k, v in source.args.items() if k != "num_attention_heads"},
+        source.values,
     )
     with pytest.raises(ValueError, match="give --num-attention-heads"):
         write_huggingface(nameless, tmp_path / "hf")
+
     with pytest.raises(
-        ValueError, match=r"has no optimizer\.state\.exp_avg\..*: --save-optim-sidecar needs"
+        ValueError,
+        match=r"has no optimizer\.state\.exp_avg\..*: --save-optim-sidecar needs",
     ):
         write_huggingface(random_source(LLAMA_ARGS, optimizer=False), tmp_path / "hf", SIDECAR)
+
     assert not (tmp_path / "hf").exists()
 
 
@@ -295,8 +324,10 @@ def test_hugging_face_tokenizer_is_copied(tmp_path: Path) -> None:
     source = HuggingFaceSource(LLAMA_GOLDEN)
     write_huggingface(source, tmp_path / "hf", WriteOptions(trusted=(LLAMA_GOLDEN,)))
     names = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+
     for name in names:
         assert (tmp_path / "hf" / name).read_bytes() == (LLAMA_GOLDEN / name).read_bytes()
+
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert (config["bos_token_id"], config["eos_token_id"], config["pad_token_id"]) == (
         256,
@@ -307,9 +338,11 @@ def test_hugging_face_tokenizer_is_copied(tmp_path: Path) -> None:
         assert AutoTokenizer.from_pretrained(tmp_path / "hf")("Hi").input_ids[-2:] == [72, 105]
 
     elsewhere = random_source(
-        LLAMA_ARGS | {"tokenizer_model": str(tmp_path / "gone")}, optimizer=False
+        LLAMA_ARGS | {"tokenizer_model": str(tmp_path / "gone")},
+        optimizer=False,
     )
     assert "give --tokenizer" in write_huggingface(elsewhere, tmp_path / "two")[0]
+
     write_huggingface(elsewhere, tmp_path / "three", WriteOptions(tokenizer=LLAMA_GOLDEN))
     assert (tmp_path / "three" / "tokenizer.json").exists()
 
@@ -330,11 +363,13 @@ def test_sentencepiece_tokenizer_splits_text_alike_in_transformers(
     }
     source = random_source(args, vocab_size=processor.vocab_size(), optimizer=False)
     assert write_huggingface(source, tmp_path / "hf", WriteOptions(trusted=(tmp_path,))) == []
+
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert (config["bos_token_id"], config["eos_token_id"]) == (
         processor.bos_id(),
         processor.eos_id(),
     )
+
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
     for text in (
         "the dog sat on the cat",
@@ -353,6 +388,7 @@ def test_normalizing_sentencepiece_model_is_reported(tmp_path: Path) -> None:
     args = LLAMA_ARGS | {"tokenizer_model": str(tmp_path / "t.model")}
     source = random_source(args, vocab_size=processor.vocab_size(), optimizer=False)
     given = WriteOptions(tokenizer=tmp_path / "t.model")
+
     assert (
         "would not split text as its SentencePiece model"
         in write_huggingface(source, tmp_path / "hf", given)[0]
@@ -368,11 +404,15 @@ def test_sentencepiece_model_with_infinite_score_is_refused(score: float, tmp_pa
     stored = field + struct.pack("<f", processor.get_score(number))
     model = (tmp_path / "t.model").read_bytes()
     assert model.count(stored) == 1
+
     (tmp_path / "t.model").write_bytes(model.replace(stored, field + struct.pack("<f", score)))
     source = random_source(LLAMA_ARGS, vocab_size=processor.vocab_size(), optimizer=False)
     (lost,) = write_huggingface(
-        source, tmp_path / "hf", WriteOptions(tokenizer=tmp_path / "t.model")
+        source,
+        tmp_path / "hf",
+        WriteOptions(tokenizer=tmp_path / "t.model"),
     )
+
     assert f"piece {number} has score {score}: scores must be finite" in lost
     assert not list((tmp_path / "hf").glob("tokenizer*"))
 
@@ -401,8 +441,10 @@ def test_gpt2_tokenizer_is_copied(tmp_path: Path) -> None:
     }
     trusted = WriteOptions(trusted=(tmp_path,))
     write_huggingface(random_source(args, optimizer=False), tmp_path / "hf", trusted)
+
     assert AutoTokenizer.from_pretrained(tmp_path / "hf")("abc").input_ids == [26, 2]
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] == 66
+
     shutil.rmtree(tmp_path / "hf")
     (tmp_path / "merges.txt").unlink()
     assert (
@@ -427,11 +469,13 @@ def test_full_disk_leaves_nothing_and_keeps_an_existing_export(
     before = {path: path.read_bytes() for path in target.parent.rglob("*") if path.is_file()}
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+
     try:
         with pytest.raises(OSError, match=r"hf was not written\. It needs .* kB of free space"):
             convert(tmp_path / "source", target, "hf", options=SIDECAR, overwrite=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
     after = {path: path.read_bytes() for path in target.parent.rglob("*") if path.is_file()}
     assert after == before
     assert exists or not list(target.parent.iterdir())
@@ -447,8 +491,10 @@ def test_verification_counts_rounded_tensors(tmp_path: Path) -> None:
             tensors[name] = tensors[name].float() + 1e-4
     save_file(tensors, path, {"format": "pt"})
     kept = convert(tmp_path / "in", tmp_path / "kept", "torch_dist", verify=True)
+
     assert kept.rounded == 0
     assert kept.not_carried == []
+
     exported = convert(tmp_path / "kept", tmp_path / "out", "hf", verify=True)
     assert exported.rounded == sum("norm" in name for name in tensors) == 5
     assert "fp32 precision of 5 weights" in exported.not_carried[0]
@@ -470,5 +516,6 @@ def test_defaults_of_generation_survive_a_checkpoint(
     convert(tmp_path / "in", tmp_path / "run", saver)
     convert(tmp_path / "run", tmp_path / "out", "hf")
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == defaults
+
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["eos_token_id"] == 257

@@ -64,11 +64,13 @@ def change_fields(fields: Drawn) -> Iterator[tuple[str, Drawn]]:
         remaining = {other: fields[other] for other in fields if other != name}
         yield f"{name} dropped", remaining
         yield f"{name} = null", remaining | {name: None}
+
         for other in list_changes(value):
             if name in LENGTHS and isinstance(other, int) and other < TOKENS.shape[1]:
                 continue
             if other != value or type(other) is not type(value):
                 yield f"{name} = {other!r}", remaining | {name: other}
+
         if isinstance(value, dict):
             for description, nested in change_fields(value):
                 yield f"{name}: {description}", remaining | {name: nested}
@@ -152,6 +154,7 @@ class ChangedModel:
             values = config.to_dict()
         except Exception:  # it raises errors of many types
             return None
+
         attention = choose_attention(fields)
         key = attention + format_values(values, set(values))
         if key not in self.logits:
@@ -175,6 +178,7 @@ class ChangedModel:
         is_read = self.is_read(fields)
         if not is_read and self.run_transformers(fields) is self.unchanged_logits:
             return "unread", 0.0
+
         try:
             keep_foreign = self.family.indexer is not None or bool(self.family.foreign_mixers)
             read_options = ReadOptions(keep_foreign=keep_foreign)
@@ -184,6 +188,7 @@ class ChangedModel:
             logits = compute_logits(source)
         except ValueError:
             return "refused", 0.0
+
         expected = self.run_transformers(fields)
         if expected is None:
             return "refused by transformers", 0.0
@@ -201,6 +206,7 @@ def draw_changed_model(family: Family, rng: random.Random, directory: Path) -> C
         assert outcome != "different", (family.model_type, error, drawn)
         if outcome == "equal":
             return changed_model
+
     raise AssertionError(f"none of {MAX_DRAWS} models of {family.model_type} is imported")
 
 
@@ -219,6 +225,7 @@ def check_changes(
         outcomes[outcome] += 1
         if outcome == "different":
             differences.append(f"{description}: {error:.2g}")
+
     assert not differences, (family.model_type, differences, model.drawn)
     return outcomes
 

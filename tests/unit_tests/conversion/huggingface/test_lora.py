@@ -109,6 +109,7 @@ def test_golden_adapter_is_merged_as_by_peft(name: str, tmp_path: Path) -> None:
     dtype = next(iter(expected.values())).dtype
     found = merge(base, tmp_path / "merged", adapter, dtype=DTYPE_NAMES[dtype])
     before = load_tensors(base)
+
     for key, value in found.items():
         if key in expected:
             assert_rounded_equally(value, expected.pop(key))
@@ -116,6 +117,7 @@ def test_golden_adapter_is_merged_as_by_peft(name: str, tmp_path: Path) -> None:
             assert torch.equal(value, before["model.embed_tokens.weight"].to(dtype))
         elif ".1.mlp.experts" not in key:
             assert torch.equal(value, before[key].to(dtype)), key
+
     assert not expected
 
 
@@ -138,6 +140,7 @@ def test_base_model_may_be_in_any_format(through: str, tmp_path: Path) -> None:
     expected = merge(base, tmp_path / "expected", adapter)
     convert(base, tmp_path / "base", through)
     found = merge(tmp_path / "base", tmp_path / "merged", adapter)
+
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         assert torch.equal(found[key], value), key
@@ -149,7 +152,9 @@ def test_base_model_may_be_in_any_format(through: str, tmp_path: Path) -> None:
 def test_scaled_product_is_added(llama: Path, tmp_path: Path) -> None:
     """Compare with one product of whole matrices, also in parts of the result."""
     tensors = make_pair(f"{ATTENTION}.v_proj", 16, HIDDEN) | make_pair(
-        "model.layers.1.mlp.down_proj", HIDDEN, 48
+        "model.layers.1.mlp.down_proj",
+        HIDDEN,
+        48,
     )
     adapter = write_adapter(tmp_path / "adapter", tensors, alpha_pattern={"1.mlp.*": 7})
     found = merge(llama, tmp_path / "merged", adapter, max_shard_size=10**6)
@@ -157,11 +162,13 @@ def test_scaled_product_is_added(llama: Path, tmp_path: Path) -> None:
     for module, scaling in ((f"{ATTENTION}.v_proj", 2.0), ("model.layers.1.mlp.down_proj", 7 / 3)):
         product = tensors[f"{module}.lora_B.weight"] @ tensors[f"{module}.lora_A.weight"]
         expected[f"{module}.weight"] += product * scaling
+
     for key, value in expected.items():
         assert torch.equal(found[key], value), key
 
     source = apply_edits(
-        open_checkpoint(llama), WriteOptions(edits=EditOptions(adapters=(adapter,)))
+        open_checkpoint(llama),
+        WriteOptions(edits=EditOptions(adapters=(adapter,))),
     )
     key = "decoder.layers.0.self_attention.linear_qkv.weight"
     whole = read_whole(source, key)
@@ -178,14 +185,16 @@ def test_large_matrices_are_computed_in_parts(tmp_path: Path) -> None:
     tensors = make_pair(module, 1000, 128)
     adapter = write_adapter(tmp_path / "adapter", tensors)
     source = apply_edits(
-        open_checkpoint(tmp_path / "base"), WriteOptions(edits=EditOptions(adapters=(adapter,)))
+        open_checkpoint(tmp_path / "base"),
+        WriteOptions(edits=EditOptions(adapters=(adapter,))),
     )
     product = tensors[f"{module}.lora_B.weight"] @ tensors[f"{module}.lora_A.weight"]
     expected = load_tensors(tmp_path / "base")[f"{module}.weight"] + product * 2.0
     # Rows of gate and up are one tensor.
     for first in (0, 1, 500, 935, 936, 999):
         found = source.tensors["decoder.layers.0.mlp.linear_fc1.weight"].read(
-            (1000 + first, 0), (1, 128)
+            (1000 + first, 0),
+            (1, 128),
         )
         assert torch.equal(found[0], expected[first])
 
@@ -205,7 +214,8 @@ def test_memory_is_a_few_rows(use_dora: bool, tmp_path: Path) -> None:
         tensors[f"{name}.lora_magnitude_vector"] = draw(columns).abs()
     adapter = write_adapter(tmp_path / "adapter", tensors, use_dora=use_dora)
     source = apply_edits(
-        open_checkpoint(tmp_path / "base"), WriteOptions(edits=EditOptions(adapters=(adapter,)))
+        open_checkpoint(tmp_path / "base"),
+        WriteOptions(edits=EditOptions(adapters=(adapter,))),
     )
     with LiveTensors() as live, mock.patch.object(adapter_changes, "_MAX_PRODUCT", 1 << 20):
         source.tensors[WORD_EMBEDDINGS].read((1000, 0), (100, columns))
@@ -242,6 +252,7 @@ def test_product_of_an_embedding_is_rounded_first(llama: Path, tmp_path: Path) -
     found = merge(llama, tmp_path / "merged", adapter, dtype="bf16")[f"{name}.weight"]
     weight = load_tensors(llama)[f"{name}.weight"].bfloat16()
     product = (pair[f"{name}.lora_embedding_B"] @ pair[f"{name}.lora_embedding_A"]).T * 2.0
+
     assert torch.equal(found, weight + product.bfloat16())
     assert not torch.equal(found, (weight + product).bfloat16())
 
@@ -252,9 +263,11 @@ def test_optimizer_state_is_dropped(tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "adapter", tensors)
     words = ("--saver", "torch_dist", "--load-dir", tmp_path / "run", "--save-dir", tmp_path / "to")
     done = run_convert(*words, "--lora", adapter)
+
     assert done.returncode == 0, done.stderr
     assert "optimizer state: dropped" in done.stdout
     assert f"{adapter}: changed 1 tensors" in done.stdout
+
     result = open_checkpoint(tmp_path / "to")
     assert not optimizer_states(result.tensors)
     assert result.training.iteration == 7
@@ -266,13 +279,17 @@ def test_adapters_are_merged_one_after_the_other(llama: Path, tmp_path: Path) ->
     first = write_adapter(tmp_path / "first", make_pair(module, HIDDEN, HIDDEN))
     magnitude = {f"{module}.lora_magnitude_vector": draw(HIDDEN).abs() + 0.5}
     second = write_adapter(
-        tmp_path / "second", make_pair(module, HIDDEN, HIDDEN) | magnitude, use_dora=True
+        tmp_path / "second",
+        make_pair(module, HIDDEN, HIDDEN) | magnitude,
+        use_dora=True,
     )
     merge(llama, tmp_path / "one", first)
     expected = merge(tmp_path / "one", tmp_path / "two", second)
     found = merge(llama, tmp_path / "merged", first, second)
+
     for key, value in expected.items():
         assert torch.equal(found[key], value), key
+
     lengths = found[f"{module}.weight"].norm(dim=1)
     assert_close(lengths, magnitude[f"{module}.lora_magnitude_vector"])
 
@@ -305,17 +322,21 @@ def test_tokens_added_before_training(llama: Path, tmp_path: Path) -> None:
     }
     modules = ["embed_tokens", "lm_head"]
     adapter = write_adapter(tmp_path / "adapter", tensors, modules_to_save=modules)
+
     with pytest.raises(CheckpointError, match="give --target-vocab-size 69"):
         merge(llama, tmp_path / "merged", adapter)
+
     edits = EditOptions(adapters=(adapter,), target_vocab_size=ROWS + 2)
     convert(llama, tmp_path / "grown", "hf", options=WriteOptions(edits=edits))
     found = load_tensors(tmp_path / "grown")
+
     for key, value in tensors.items():
         assert torch.equal(found[key], value)
 
 
 @pytest.mark.parametrize(
-    "prefix", ["", "language_model.model.", "model.language_model.", "model.text_model."]
+    "prefix",
+    ["", "language_model.model.", "model.language_model.", "model.text_model."],
 )
 def test_names_of_other_classes(prefix: str, llama: Path, tmp_path: Path) -> None:
     """AutoModel names modules without `model.`, and multimodal models with more prefixes."""
@@ -337,10 +358,13 @@ def test_change_of_one_tied_module_separates_them(
 ) -> None:
     tensors = {f"{module}.weight": draw(ROWS, HIDDEN)}
     adapter = write_adapter(
-        tmp_path / "adapter", tensors, modules_to_save=[module.removeprefix("model.")]
+        tmp_path / "adapter",
+        tensors,
+        modules_to_save=[module.removeprefix("model.")],
     )
     found = merge(tied_llama, tmp_path / "merged", adapter)
     embedding = load_tensors(tied_llama)["model.embed_tokens.weight"]
+
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         assert torch.equal(found[name], tensors.get(name, embedding))
     assert not json.loads((tmp_path / "merged/config.json").read_text())["tie_word_embeddings"]
@@ -358,6 +382,7 @@ def test_equal_changes_keep_modules_tied(tied_llama: Path, tmp_path: Path) -> No
     expected = merge(tied_llama, tmp_path / "separated", alone)
     found = merge(tied_llama, tmp_path / "merged", both)
     assert "lm_head.weight" not in found
+
     name = "model.embed_tokens.weight"
     assert torch.equal(found[name], expected[name])
     assert torch.equal(expected["lm_head.weight"], load_tensors(tied_llama)[name])
@@ -371,6 +396,7 @@ def test_trained_tokens_keep_modules_tied(tied_llama: Path, tmp_path: Path) -> N
     expected = load_tensors(tied_llama)
     (values,) = rows.values()
     expected[f"{name}.weight"][[66, 4]] = values
+
     assert found.keys() == expected.keys()
     assert torch.equal(found[f"{name}.weight"], expected[f"{name}.weight"])
 
@@ -396,6 +422,7 @@ def test_separate_and_packed_experts_are_equal(mixtral: Path, tmp_path: Path) ->
             separate[f"{module}.lora_A.weight"], separate[f"{module}.lora_B.weight"] = pairs[
                 expert, name
             ]
+
     # Of the packed parameter of gate and up, half of the ranks belong to each.
     a = [torch.cat([pairs[e, "w1"][0], pairs[e, "w3"][0]]) for e in range(experts)]
     b = [torch.block_diag(pairs[e, "w1"][1], pairs[e, "w3"][1]) for e in range(experts)]
@@ -418,6 +445,7 @@ def test_separate_and_packed_experts_are_equal(mixtral: Path, tmp_path: Path) ->
     )
     found = merge(mixtral, tmp_path / "merged", adapter)
     before = load_tensors(mixtral)
+
     for key, value in expected.items():
         assert torch.equal(found[key], value), key
         assert torch.equal(value, before[key]) == (f"{layer}.block_sparse_moe.experts" not in key)
@@ -433,6 +461,7 @@ def test_router_under_both_names(mixtral: Path, tmp_path: Path) -> None:
         target_parameters=["gate.weight"],
     )
     found = merge(mixtral, tmp_path / "merged", new)[f"{module}.weight"]
+
     assert torch.equal(found, expected)
     assert not torch.equal(found, load_tensors(mixtral)[f"{module}.weight"])
 
@@ -458,7 +487,10 @@ EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_head
         transformers.GPTNeoXConfig(**SIZES),
         transformers.MixtralConfig(**SIZES, **EXPERTS),
         transformers.Qwen3MoeConfig(
-            **SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=20
+            **SIZES,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=20,
         ),
         transformers.GraniteMoeConfig(**SIZES, **EXPERTS),
     ],
@@ -474,6 +506,7 @@ def test_names_of_modules_in_memory(config: Any, tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "adapter", tensors)
     merge(tmp_path / "base", tmp_path / "merged", adapter)
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+
     for name, parameter in merged.named_parameters():
         assert torch.equal(parameter, tensors.pop(name)), name
     assert not tensors
@@ -492,8 +525,10 @@ def test_foreign_tensors_are_changed(prefix: str, llama: Path, tmp_path: Path) -
     pair = make_pair(module, 8, 12)
     adapter = write_adapter(tmp_path / "adapter", pair)
     edits = WriteOptions(edits=EditOptions(adapters=(adapter,)))
+
     with pytest.raises(CheckpointError, match="--keep-foreign"):
         convert(llama, tmp_path / "merged", "hf", options=edits)
+
     report = convert(
         *(llama, tmp_path / "merged", "hf"),
         read_options=ReadOptions(keep_foreign=True),
@@ -502,6 +537,7 @@ def test_foreign_tensors_are_changed(prefix: str, llama: Path, tmp_path: Path) -
     )
     product = pair[f"{module}.lora_B.weight"] @ pair[f"{module}.lora_A.weight"]
     found = load_tensors(tmp_path / "merged")["vision.proj.weight"]
+
     assert torch.equal(found, tensors["vision.proj.weight"] + product * 2.0)
     assert report.foreign == {"vision.proj.weight": "copied, unless an adapter changes it"}
 

@@ -92,6 +92,7 @@ def test_dcp_directory_with_config(tmp_path, model, names, prefix):
     dcp.save(state, checkpoint_id=tmp_path / "step-5")
     shutil.copyfile(GOLDEN / "hf" / model / "config.json", tmp_path / "step-5/config.json")
     assert_equals_golden(tmp_path / "step-5", model)
+
     convert(tmp_path / "step-5", tmp_path / "ours", "torch_dist", verify=True)
 
 
@@ -111,6 +112,7 @@ def test_fused_queries_keys_and_values_of_torchtitan(tmp_path, model):
         for other in (".wk.", ".wv."):
             parts.append(weights[name.replace(".wq.", other)].view(groups, 1, head_dim, *rest))
         state[name.replace(".wq.", ".wqkv.")] = torch.cat(parts, 1).reshape(-1, *rest)
+
     dcp.save(state, checkpoint_id=tmp_path / "step-5")
     shutil.copyfile(GOLDEN / "hf" / model / "config.json", tmp_path / "step-5/config.json")
     assert_equals_golden(tmp_path / "step-5", model)
@@ -166,6 +168,7 @@ def test_experts_of_torchtitan(tmp_path, version):
         for old, new in NEW_TITAN.items():
             name = name.replace(old, new)
         state[name.replace("feed_forward.gate", "moe.router.gate")] = value
+
     for layer in range(2):
         for kind, name, axes in (("w1", "gate", "FD"), ("w2", "down", "DF"), ("w3", "up", "FD")):
             parts = []
@@ -174,6 +177,7 @@ def test_experts_of_torchtitan(tmp_path, version):
                 parts.append(weights[f"{prefix}.{name}_proj.weight"])
             key = EXPERTS[version].format(kind, axes)
             state[f"layers.{layer}.{key}"] = torch.stack(parts)
+
     bias = "layers.1.moe.expert_bias" + ("_E" if version == "0.3" else "")
     dcp.save(state | {bias: torch.zeros(3)}, checkpoint_id=titan)
     biased = tmp_path / "step-6"
@@ -182,6 +186,7 @@ def test_experts_of_torchtitan(tmp_path, version):
         (directory / "config.json").write_text(json.dumps(QWEN3_MOE))
     expected = open_checkpoint(theirs)
     found = open_checkpoint(titan)
+
     assert found.tensors.keys() == expected.tensors.keys()
     assert compare(expected, found) == len(expected.tensors)
     assert found.unused == []
@@ -216,6 +221,7 @@ def test_consolidated_files_of_meta(tmp_path, files, vocabulary_axis):
                 value = value.chunk(files, vocabulary_axis)[number].clone()
             part[name] = value
         torch.save(part, tmp_path / f"consolidated.{number:02d}.pth")
+
     params = {
         "dim": config["hidden_size"],
         "n_layers": config["num_hidden_layers"],
@@ -227,8 +233,10 @@ def test_consolidated_files_of_meta(tmp_path, files, vocabulary_axis):
     }
     (tmp_path / "params.json").write_text(json.dumps(params))
     found = open_checkpoint(tmp_path)
+
     assert_same(read_all(found), expected)
     assert found.unused == []
+
     golden = open_checkpoint(GOLDEN / "hf/llama")
     for name in ("rotary_base", "norm_epsilon", "num_query_groups", "ffn_hidden_size", "swiglu"):
         assert found.args[name] == golden.args[name], name
@@ -256,6 +264,7 @@ def test_damaged_consolidated_file_is_rejected(tmp_path, name, value, problem):
     torch.save(weights, tmp_path / "consolidated.00.pth")
     params = {"dim": config["hidden_size"], "n_layers": 2, "n_heads": 4, "norm_eps": 1e-5}
     (tmp_path / "params.json").write_text(json.dumps(params))
+
     with pytest.raises(ValueError, match=problem):
         open_checkpoint(tmp_path)
 

@@ -67,6 +67,7 @@ def test_files_have_every_tensor_and_copies(exported):
     model_type, source, directory = exported
     fields = json.loads((directory / "config.json").read_text())
     assert (fields["model_type"], fields["num_nextn_predict_layers"]) == (model_type, 2)
+
     stored = load_file(directory / "model.safetensors")
     embedding = stored["model.embed_tokens.weight"]
     for layer in (LAYERS, LAYERS + 1):
@@ -78,6 +79,7 @@ def test_files_have_every_tensor_and_copies(exported):
         extra = {f"{prefix}{name}.weight" for name in (*extra, "shared_head.head")}
         expected = {key.replace(f".{LAYERS - 1}.", f".{layer}.", 1) for key in last} | extra
         assert {key for key in stored if key.startswith(prefix)} == expected
+
     source_again = open_checkpoint(directory)
     assert source_again.unused == []
     assert source_again.args["mtp_num_layers"] == 2
@@ -93,9 +95,13 @@ def test_losses_equal_layers_of_transformers(exported):
     if hasattr(config, "mlp_layer_types") and config.mlp_layer_types is not None:
         config.mlp_layer_types = [*config.mlp_layer_types, "sparse", "sparse"]
     theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
-        directory, config=config, attn_implementation="eager", output_loading_info=True
+        directory,
+        config=config,
+        attn_implementation="eager",
+        output_loading_info=True,
     )
     assert not info["missing_keys"]
+
     stored = load_file(directory / "model.safetensors")
 
     tokens = torch.randint(VOCAB, (2, 12), generator=torch.Generator().manual_seed(5))
@@ -119,12 +125,17 @@ def test_losses_equal_layers_of_transformers(exported):
         inputs = torch.cat((norm(embedding, "enorm"), norm(hidden, "hnorm")), dim=-1)
         projected = inputs @ stored[f"{prefix}eh_proj.weight"].t()
         output = layers[LAYERS + depth - 1](
-            projected, attention_mask=mask, position_ids=positions, position_embeddings=rope
+            projected,
+            attention_mask=mask,
+            position_ids=positions,
+            position_embeddings=rope,
         )
         hidden = norm(output[0] if isinstance(output, tuple) else output, "shared_head.norm")
         logits = hidden @ stored[f"{prefix}shared_head.head.weight"].t()
         losses = torch.nn.functional.cross_entropy(
-            logits[:, :-depth].flatten(0, 1), labels[:, depth:].flatten(), reduction="sum"
+            logits[:, :-depth].flatten(0, 1),
+            labels[:, depth:].flatten(),
+            reduction="sum",
         )
         expected.append(losses)
 
@@ -132,6 +143,7 @@ def test_losses_equal_layers_of_transformers(exported):
     model = GPTModel(model_config(imported.args, VOCAB, "test")).eval()
     fill(model, imported)
     got = model(tokens, positions, labels=labels)
+
     torch.testing.assert_close(got.mtp_totals, torch.stack(expected), rtol=1e-4, atol=1e-3)
     assert got.mtp_num_tokens.tolist() == [22.0, 20.0]
 
@@ -144,8 +156,10 @@ def test_layers_that_transformers_leaves_out_are_not_required(exported):
     kept = {key: value for key, value in stored.items() if not key.startswith(further)}
     save_file(kept, file)
     source = open_checkpoint(directory)
+
     assert source.unused == []
     assert source.args["mtp_num_layers"] is None
+
     # An incomplete layer is an error.
     save_file(kept | {f"{further[0]}eh_proj.weight": stored[f"{further[0]}eh_proj.weight"]}, file)
     with pytest.raises(ValueError, match=r"lack model\.layers\.3\."):
@@ -158,8 +172,10 @@ def test_different_copy_is_refused_unless_the_layers_are_left_out(exported):
     stored = load_file(file)
     stored["model.layers.4.embed_tokens.weight"][5, 3] += 1
     save_file(stored, file)
+
     with pytest.raises(ValueError, match=r"model\.layers\.4\.embed_tokens\.weight differs from"):
         open_checkpoint(directory)
+
     source = open_checkpoint(directory, read_options=ReadOptions(args={"mtp_num_layers": 0}))
     assert source.args["mtp_num_layers"] == 0
     assert "model.layers.3.eh_proj.weight" in source.unused

@@ -41,7 +41,9 @@ for each in FAMILIES:
 
 # transformers loads this one only as a part of Mistral3ForConditionalGeneration.
 transformers.AutoModelForCausalLM.register(
-    transformers.Mistral4Config, transformers.Mistral4ForCausalLM, exist_ok=True
+    transformers.Mistral4Config,
+    transformers.Mistral4ForCausalLM,
+    exist_ok=True,
 )
 # Changes to a model of ours, of which many have no counterpart in transformers.
 MUTATIONS: tuple[dict[str, Any], ...] = (
@@ -96,12 +98,16 @@ def run_transformers(directory: Path) -> torch.Tensor:
     """Load a directory with transformers; every tensor must be in its files."""
     fields = json.loads((directory / "config.json").read_text())
     model, report = transformers.AutoModelForCausalLM.from_pretrained(
-        directory, attn_implementation=choose_attention(fields), output_loading_info=True
+        directory,
+        attn_implementation=choose_attention(fields),
+        output_loading_info=True,
     )
     # DeepSeek without shared experts has matrices of shape [0, h] for them.
     empty = {name for name, parameter in model.named_parameters() if not parameter.numel()}
+
     assert set(report["missing_keys"]) <= empty, report
     assert not report["unexpected_keys"], report
+
     with torch.no_grad():
         return model.eval()(TOKENS).logits
 
@@ -119,10 +125,12 @@ def draw_model(family: Family, rng: random.Random) -> tuple[dict, Any, torch.Ten
     for _ in range(100):
         drawn = draw_config(family, rng)
         torch.manual_seed(rng.randrange(10**6))
+
         try:
             config = config_class(family.model_type)(**drawn)
             model = transformers.AutoModelForCausalLM.from_config(
-                config, attn_implementation=choose_attention(drawn)
+                config,
+                attn_implementation=choose_attention(drawn),
             ).eval()
             with torch.no_grad():
                 for parameter in model.parameters():  # norms and biases, too
@@ -136,14 +144,20 @@ def draw_model(family: Family, rng: random.Random) -> tuple[dict, Any, torch.Ten
                 logits = model(TOKENS).logits
         except Exception:  # noqa: S112 (transformers raises errors of many types)
             continue
+
         if logits.isfinite().all():
             return drawn, model, logits
+
     raise AssertionError(f"transformers runs none of 100 configurations of {family.model_type}")
 
 
 def assert_logits_equal(found: torch.Tensor, wanted: torch.Tensor, drawn: object) -> None:
     torch.testing.assert_close(
-        found, wanted, rtol=1e-4, atol=5e-5, msg=lambda text: f"{text}\n{drawn}"
+        found,
+        wanted,
+        rtol=1e-4,
+        atol=5e-5,
+        msg=lambda text: f"{text}\n{drawn}",
     )
 
 
@@ -175,24 +189,30 @@ def test_random_models_compute_the_same(name: str, draws: int, tmp_path: Path) -
         model.save_pretrained(directory)
         if rng.random() < 0.7:  # as drawn, not as transformers spells it out
             (directory / "config.json").write_text(json.dumps(drawn))
+
         try:
             keep_foreign = BY_NAME[name].indexer is not None or bool(BY_NAME[name].foreign_mixers)
             source = open_checkpoint(directory, read_options=ReadOptions(keep_foreign=keep_foreign))
         except ValueError as error:
             assert_refusal_names_a_field(error, drawn)
             continue
+
         accepted += 1
         is_runnable = not source.args.get("foreign_mixers")
         if is_runnable:
             assert_logits_equal(compute_logits(source), expected, drawn)
+
         write_huggingface(source, tmp_path / f"{number}-back")
         assert_logits_equal(run_transformers(tmp_path / f"{number}-back"), expected, drawn)
+
         before = load_tensors(directory)
         after = load_tensors(tmp_path / f"{number}-back")
         assert before.keys() == after.keys(), (before.keys() ^ after.keys(), drawn)
         assert all(torch.equal(before[key], after[key]) for key in before), drawn
+
         if is_runnable:
             check_mutated_export(source, rng, tmp_path / f"{number}-changed")
+
     assert accepted == draws
 
 
@@ -205,10 +225,12 @@ def check_mutated_export(source: Source, rng: random.Random, directory: Path) ->
         changed = random_source(args, rows, optimizer=False, seed=rng.randrange(10**6))
     except ValueError:  # no model of ours
         return
+
     try:
         write_huggingface(changed, directory)
     except ValueError as error:
         assert "none of the supported models" in str(error) or "not zero" in str(error), error
         return
+
     found = run_transformers(directory)
     assert_logits_equal(found, compute_logits(changed), (source.args["hf_model_type"], change))

@@ -35,6 +35,7 @@ def test_files_of_the_library_are_read(tmp_path: Path) -> None:
     save_file(TENSORS, tmp_path / "a.safetensors")
     stored_tensors = open_safetensors(tmp_path / "a.safetensors")
     assert stored_tensors.keys() == TENSORS.keys()
+
     for name, tensor in stored_tensors.items():
         assert tensor.dtype == INFOS[name].dtype
         assert tensor.shape == INFOS[name].shape
@@ -56,11 +57,13 @@ def test_library_reads_our_files(tmp_path: Path) -> None:
 def test_rows_are_written_in_any_order(tmp_path: Path) -> None:
     infos = dict(INFOS)
     del infos["scalar"]
+
     with SafetensorsWriter(tmp_path / "c.safetensors", infos) as writer:
         for name in reversed(infos):
             rows = TENSORS[name].split(1)
             for index in reversed(range(len(TENSORS[name]))):
                 writer.write(name, rows[index], index)
+
     for name, tensor in load_file(tmp_path / "c.safetensors").items():
         assert_equal(tensor, name)
 
@@ -80,6 +83,7 @@ def test_rows_of_the_wrong_shape_or_position_are_refused(tmp_path: Path) -> None
     rows = torch.ones(2, 3)
     too_wide = torch.ones(2, 4)
     wrong_writes = [(rows, 3), (too_wide, 0), (rows.half(), 0)]
+
     for wrong_rows, first in wrong_writes:
         with pytest.raises(AssertionError):
             writer.write("x", wrong_rows, first)

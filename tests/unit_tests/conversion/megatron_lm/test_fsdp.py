@@ -76,6 +76,7 @@ def build_version_1(source):
         if kind == "param":
             has_decay = len(source.tensors[key].shape) > 1
             meta[f"module.module.module.{parameter}"] = source.training.param_groups[not has_decay]
+
     state["optimizer"] = {"state": states, "param_to_group_meta": meta}
     return state
 
@@ -107,10 +108,12 @@ def test_layers_for_prediction_have_the_name_of_their_module(tmp_path):
         for name in list(tensors):
             tensors[name.replace(".transformer_layer.", ".mtp_model_layer.")] = tensors.pop(name)
     assert any("mtp.layers.1.mtp_model_layer.mlp" in name for name in state["model"])
+
     state["common_state/shard_0_1"] = {"args": state["args"]}  # copied from torch_dist files
     dcp.save(state, checkpoint_id=tmp_path / "run/iter_0000007")
     write_tracker(tmp_path / "run", 7)
     found = open_checkpoint(tmp_path / "run")
+
     assert found.tensors.keys() == source.tensors.keys()
     assert compare(source, found) == len(source.tensors)
     assert found.unused == []
@@ -122,6 +125,7 @@ def test_version_1_is_read_with_its_optimizer(tmp_path, case):
     dcp.save(build_version_1(source), checkpoint_id=tmp_path / "run/iter_0000007")
     write_tracker(tmp_path / "run", 7)
     found = open_checkpoint(tmp_path / "run")
+
     assert compare(source, found) == len(source.tensors)
     assert found.unused == []
     assert found.training.param_groups == source.training.param_groups
@@ -132,6 +136,7 @@ def test_version_1_is_read_with_its_optimizer(tmp_path, case):
     weights = open_checkpoint(tmp_path / "run", read_options=ReadOptions(no_optim=True))
     assert not any(key.startswith("optimizer.") for key in weights.tensors)
     assert weights.training.param_groups is None
+
     convert(tmp_path / "run", tmp_path / "ours", "torch_dist", verify=True)
 
 
@@ -174,11 +179,13 @@ def test_version_2_takes_the_model_from_flags(tmp_path, case):
             model[parameter] = value
         elif ".linear_fc1.weight" in key and kind is not None:
             states.setdefault(parameter, {})[kind] = value
+
     groups = []
     for number, group in enumerate(source.training.param_groups):
         group = {name: value for name, value in group.items() if name != "step"}
         members = [name for name in model if (model[name].dim() == 1) == bool(number)]
         groups.append(group | {"params": members})
+
     for state in states.values():
         state["step"] = torch.tensor(7.0)
     optimizer = {"state": states, "param_groups": groups}
@@ -186,6 +193,7 @@ def test_version_2_takes_the_model_from_flags(tmp_path, case):
 
     with pytest.raises(CheckpointError, match="no arguments are stored.*--num-layers"):
         open_checkpoint(tmp_path / "run")
+
     found = open_checkpoint(tmp_path / "run", read_options=ReadOptions(args=source.args))
     assert compare(source, found) == len(source.tensors)
     assert found.unused == []
@@ -197,18 +205,21 @@ def test_damage_is_reported(tmp_path):
     state = build_version_1(source)
     del state["model"]["module.decoder.layers.1.mlp.linear_fc1.weight_v"]
     dcp.save(state, checkpoint_id=tmp_path / "half")
+
     with pytest.raises(CheckpointError, match="lacks decoder.layers.1.mlp.linear_fc1.weight"):
         open_checkpoint(tmp_path / "half")
 
     state = build_version_1(source)
     state["model"]["module.decoder.layers.1.mlp.linear_fc2.weight"] = torch.ones(32, 49)
     dcp.save(state, checkpoint_id=tmp_path / "wide")
+
     with pytest.raises(CheckpointError, match=r"weight has shape \(32, 49\), which is not a part"):
         open_checkpoint(tmp_path / "wide")
 
     dcp.save(build_version_1(source), checkpoint_id=tmp_path / "run/iter_0000007")
     shard = tmp_path / "run/iter_0000007/__0_0.distcp"
     shard.write_bytes(shard.read_bytes()[:-100])
+
     assert "bytes instead of" in find_problem(shard.parent)
     with pytest.raises(ValueError, match="no complete checkpoint"):
         require_checkpoint(tmp_path / "run")

@@ -60,9 +60,11 @@ def test_losses_are_those_of_hybrid_model(tmp_path_factory, name):
     directory = unpacked(tmp_path_factory, "megatron_hybrid/patterns") / name
     source = open_checkpoint(directory)
     assert source.unused == []
+
     model = GPTModel(describe_model(source), make_vocab_size_divisible_by=1)
     weights = {key: value for key, value in read_all(source).items() if is_weight(key)}
     assert weights.keys() == model.sharded_state_dict().keys()
+
     for key, entry in model.sharded_state_dict().items():
         for box in entry.boxes:
             box.tensor.copy_(source.tensors[key].read(box.offset, box.tensor.shape))
@@ -77,7 +79,9 @@ def test_losses_are_those_of_hybrid_model(tmp_path_factory, name):
         depths = losses.mtp_totals / losses.mtp_num_tokens
         torch.testing.assert_close(depths, expected["mtp_losses"], atol=2e-6, rtol=1e-6)
         losses = losses.next_token
+
     torch.testing.assert_close(losses, expected["losses"], atol=2e-6, rtol=1e-6)
+
     logits = model.eval()(tokens, positions)
     torch.testing.assert_close(logits, expected["logits"], atol=1e-5, rtol=1e-5)
 
@@ -90,11 +94,13 @@ def test_written_checkpoint_has_all_tensors_of_hybrid_model(tmp_path, tmp_path_f
     convert(directory, tmp_path / "ours", "torch_dist", options=options)
     stored = load_common(tmp_path / "ours/iter_0000002")["args"]
     assert (stored.num_layers, stored.hybrid_layer_pattern) == (4, PATTERNS[name])
+
     ours = Reader(tmp_path / "ours/iter_0000002")
     theirs = Reader(directory / "iter_0000002")
     assert ours.metadata.tensors.keys() == theirs.metadata.tensors.keys()
     for key in theirs.metadata.tensors:
         assert torch.equal(ours.view(key).read_all(), theirs.view(key).read_all()), key
+
     requested = {key for key in theirs.metadata.objects if "_extra_state" in key}
     assert requested <= ours.metadata.objects.keys()
 
@@ -112,9 +118,11 @@ def test_patterns_of_layers_count_those_of_hybrid_model(tmp_path):
     options = WriteOptions(hybrid_layers=True)
     convert(tmp_path / "gpt", tmp_path / "hybrid", "torch_dist", options=options)
     stored = load_common(tmp_path / "hybrid/release")["args"]
+
     assert stored.window_attn_skip_freq == [1, 1, 0, 0, 1, 1]
     assert stored.no_rope_freq == [0, 0, 1, 1, 0, 0]
     assert stored.decoder_first_pipeline_num_layers == 2
+
     read = open_checkpoint(tmp_path / "hybrid").args
     assert read["window_attn_skip_freq"] == [1, 0, 1]
     assert read["no_rope_freq"] == [0, 1, 0]
@@ -146,12 +154,14 @@ def test_written_checkpoint_is_that_of_hybrid_model(tmp_path, tmp_path_factory, 
 
     stored = load_common(tmp_path / "hybrid/iter_0000007")["args"]
     assert (stored.num_layers, stored.hybrid_layer_pattern) == (4, pattern)
+
     metadata = read_metadata(tmp_path / "hybrid/iter_0000007")
     assert "optimizer.state.exp_avg.decoder.layers.1.mlp.router.weight" in metadata.tensors or (
         pattern[1] == "-"
     )
     assert "output_layer._extra_state/shard_0_1" in metadata.objects
     assert "decoder.layers.2.self_attention.linear_proj._extra_state/shard_0_1" in metadata.objects
+
     if args is LLAMA_ARGS:
         golden = unpacked(tmp_path_factory, "megatron_hybrid/llama") / "iter_0000007"
         weights = {key for key in metadata.tensors if not key.startswith("optimizer.")}
@@ -175,20 +185,26 @@ def test_other_layers_are_rejected(tmp_path):
     write_torch_dist(random_source(LLAMA_ARGS), tmp_path / "gpt")
     attention = "decoder.layers.0.self_attention.linear_qkv.weight"
     save_layers("mamba", attention, "decoder.layers.1.mixer.in_proj.weight")
+
     with pytest.raises(CheckpointError, match=r"layer 1 of HybridModel has mixer: Mamba \(M\)"):
         open_checkpoint(tmp_path / "mamba")
+
     save_layers("whole", attention, "decoder.layers.0.mlp.linear_fc1.weight")
     with pytest.raises(CheckpointError, match=r"layer 0 of HybridModel has mlp, self_attention"):
         open_checkpoint(tmp_path / "whole")
+
     mlps = ("decoder.layers.1.mlp.linear_fc1.weight", "decoder.layers.1.mlp.linear_fc2.weight")
     depth = "mtp.layers.0.mtp_model_layer.layers"
     experts = (f"{depth}.0.self_attention.linear_qkv.weight", f"{depth}.1.mlp.router.weight")
     save_layers("depth", attention, *mlps, *experts)
+
     with pytest.raises(CheckpointError, match=r"depth 0 .* has the layers \*E, but .* \(\*-\)"):
         open_checkpoint(tmp_path / "depth")
+
     save_layers("order", attention.replace("0", "1"), "decoder.layers.0.mlp.linear_fc1.weight")
     with pytest.raises(CheckpointError, match=r"layers of HybridModel are -\*"):
         open_checkpoint(tmp_path / "order")
+
     with pytest.raises(ValueError, match="mutually exclusive"):
         convert(
             tmp_path / "gpt",
@@ -215,7 +231,9 @@ def test_other_optimizers_are_rejected_by_name(tmp_path, prefix, optimizer, stat
     key = f"{prefix}optimizer.state.{state}.decoder.layers.0.mlp.linear_fc2.weight"
     content[key] = ShardedTensor.replicated(key, torch.zeros(32, 48))
     save(content, tmp_path / "run", common=common)
+
     with pytest.raises(CheckpointError, match=f"optimizer is {optimizer}.*--no-load-optim"):
         open_checkpoint(tmp_path / "run")
+
     weights = open_checkpoint(tmp_path / "run", read_options=ReadOptions(no_optim=True))
     assert compare(source, weights) == len(source.tensors)

@@ -57,8 +57,10 @@ def test_written_legacy_directory_equals_megatrons(directory, tmp_path):
     source = TorchDistSource(directory)
     write_legacy(source, tmp_path / "out", Layout.from_args(source.args))
     theirs = sorted(legacy_sibling(directory).rglob("*.pt"))
+
     assert theirs
     assert len(theirs) == len(list((tmp_path / "out").rglob("*.pt")))
+
     for path in theirs:
         expected = safe_load(path)
         got = safe_load(tmp_path / "out" / path.parent.name / path.name)
@@ -69,6 +71,7 @@ def test_written_legacy_directory_equals_megatrons(directory, tmp_path):
             sharded = content.get("optimizer", {}).get("optimizer", {})
             if "state" not in sharded and "param_groups" in sharded:
                 sharded["param_groups"] = by_weight_decay(sharded["param_groups"])
+
         if "args" in got:
             assert_equal(own_generators(source, path.parent.name), got["rng_state"], "rng_state")
             assert_equal(seeds(expected.pop("rng_state")), seeds(got.pop("rng_state")), "seeds")
@@ -76,6 +79,7 @@ def test_written_legacy_directory_equals_megatrons(directory, tmp_path):
             assert got["args"]["norm_epsilon"] == expected["args"].setdefault("norm_epsilon", 1e-5)
             if not expected["args"]["group_query_attention"]:  # theirs says 1, and does not use it
                 expected["args"]["num_query_groups"] = expected["args"]["num_attention_heads"]
+
         assert_equal(expected, got, path.name)
 
 
@@ -124,6 +128,7 @@ def comparable(args):
 def assert_equal(expected, got, where):
     """Compare structure, the order of names in a model, and bits."""
     assert type(expected) is type(got) or isinstance(expected, dict), where
+
     if isinstance(expected, torch.Tensor):
         assert expected.dtype == got.dtype, where
         assert torch.equal(expected, got), where
@@ -173,6 +178,7 @@ def test_resharding_round_trip_is_bitwise(case, tp, pp, vpp, tmp_path):
     write_legacy(source, tmp_path / "reshaped", Layout.of(4, tp, pp, vpp))
     reshaped = LegacySource(tmp_path / "reshaped")
     assert_same(read_all(reshaped), expected)
+
     write_torch_dist(reshaped, tmp_path / "torch_dist", files=2)
     back = TorchDistSource(tmp_path / "torch_dist")
     assert_same(read_all(back), expected)
@@ -208,8 +214,10 @@ def test_damaged_legacy_directories_are_refused(tmp_path):
     source = LegacySource(GOLDEN / "mcore_0.16.1/llama_fp32_tp2pp2/legacy/iter_0000005")
     write_legacy(source, tmp_path / "c", Layout.of(4, 2, 1))
     (tmp_path / "c/mp_rank_01/model_optim_rng.pt").rename(tmp_path / "moved.pt")
+
     with pytest.raises(CheckpointError, match=r"mp_rank_01/model_optim_rng.pt is missing"):
         LegacySource(tmp_path / "c")
+
     whole = (tmp_path / "moved.pt").read_bytes()
     (tmp_path / "c/mp_rank_01/model_optim_rng.pt").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(CheckpointError, match="not an intact torch.save archive"):
@@ -247,7 +255,9 @@ LEGACY_DAMAGE = [
     ),
     (
         lambda content: vars(content["args"]).update(
-            num_experts=4, expert_model_parallel_size="a", expert_tensor_parallel_size="b"
+            num_experts=4,
+            expert_model_parallel_size="a",
+            expert_tensor_parallel_size="b",
         ),
         "expert_model_parallel_size is 'a', but must be",
     ),
@@ -267,6 +277,7 @@ def test_malformed_legacy_files_are_refused(tmp_path: Path, number: int) -> None
     content = torch.load(path, weights_only=False)
     change(content)
     torch.save(content, path)
+
     with pytest.raises(ValueError, match=message):
         open_checkpoint(tmp_path / "run")
 
@@ -322,6 +333,7 @@ def test_malformed_tensors_are_refused(
         for name, tensor in (source.values | {key: value}).items()
     }
     save(state, tmp_path / "run", common=load_common(tmp_path / "plain"))
+
     with pytest.raises(ValueError, match=message):
         open_checkpoint(tmp_path / "run")
 
@@ -347,8 +359,10 @@ def test_optimizer_of_core_0_7_is_read(tmp_path: Path) -> None:
             start += size
         assert start == num_elements
         states[name] = torch.cat(pieces)
+
     states["numel_unpadded"] = sum(sizes)
     assert sum(sizes) < num_elements, "the aligned buffer has gaps"
+
     torch.save(content, folder / "distrib_optim.pt")
     assert_same(read_all(LegacySource(tmp_path)), read_all(source))
 
@@ -366,7 +380,9 @@ def test_optimizer_gathered_on_a_rank_is_refused(tmp_path: Path) -> None:
     key = "optimizer.distributed.dp_group_idx_0.param_state/shard_0_1"
     gathered = ShardedObject(key, {"buckets_coalesced": True})
     save(state | {key: gathered}, tmp_path / "run", common=load_common(tmp_path / "plain"))
+
     with pytest.raises(CheckpointError, match=r"gathered on a rank \(.*--no-optim"):
         open_checkpoint(tmp_path / "run")
+
     weights = open_checkpoint(tmp_path / "run", read_options=ReadOptions(no_optim=True))
     assert_same(read_all(weights), read_all(source))

@@ -54,6 +54,7 @@ def test_all_forms_of_a_state_are_equal_in_model_space(archive, form, other):
     """Experts in a separate or a shared buffer, transposed over ETP or whole, in any file."""
     one = open_checkpoint(archive(form))
     two = open_checkpoint(archive(other))
+
     assert len(one.tensors) == 4 * WEIGHTS
     assert one.unused == two.unused == []
     assert one.tensors["decoder.layers.1.mlp.experts.experts.linear_fc1.weight"].shape == (
@@ -82,6 +83,7 @@ def test_read_without_distributed_optimizer(archive):
     source = open_checkpoint(archive("ep2_nodistopt_legacy"))
     assert len(source.tensors) == 4 * WEIGHTS
     assert source.unused == []
+
     weights = {
         key: value for key, value in read_all(source).items() if not key.startswith("optimizer.")
     }
@@ -108,6 +110,7 @@ def test_written_legacy_files_equal_megatrons(tmp_path_factory, tmp_path, form, 
     write_legacy(source, tmp_path / "out", Layout.from_args(source.args))
     theirs = sorted(unpacked(tmp_path_factory, f"megatron_moe/{legacy}").rglob("*.pt"))
     assert len(theirs) == count
+
     for path in theirs:
         expected = safe_load(path)
         got = safe_load(tmp_path / "out" / path.parent.name / path.name)
@@ -122,7 +125,8 @@ def test_written_legacy_files_equal_megatrons(tmp_path_factory, tmp_path, form, 
 
 
 @pytest.mark.parametrize(
-    "model,form", [("mixtral_fp32", "ep2_te_norm_keys"), ("deepseek_fp32", "ep2_dp_reshardable")]
+    "model,form",
+    [("mixtral_fp32", "ep2_te_norm_keys"), ("deepseek_fp32", "ep2_dp_reshardable")],
 )
 def test_extra_states_and_expert_optimizer_are_written(tmp_path_factory, tmp_path, model, form):
     """An empty entry for each expert; with EP 2 a separate optimizer for experts."""
@@ -132,8 +136,10 @@ def test_extra_states_and_expert_optimizer_are_written(tmp_path_factory, tmp_pat
     stacked = model == "mixtral_fp32"
     write_torch_dist(StackedLayers(source) if stacked else source, tmp_path / "ours")
     theirs = {key for key in read_metadata(stored).objects if is_extra_state(key)}
+
     assert any(key.endswith("_2.4" if stacked else "_8") for key in theirs)
     assert theirs <= set(read_metadata(tmp_path / "ours").objects)
+
     written = load_common(tmp_path / "ours")["optimizer"]
     groups = [group for kind in written.values() for group in kind["optimizer"]["param_groups"]]
     assert [group["is_expert_parallel"] for group in groups] == [False, False, True]
@@ -146,6 +152,7 @@ def test_run_of_an_earlier_version_is_read(archive, tmp_path):
     write_torch_dist(open_checkpoint(archive("single_fully_reshardable")), tmp_path / "now")
     now = open_found(find_checkpoint(tmp_path / "now"))
     assert isinstance(now, RunCheckpoint)
+
     norm = "pre_mlp_layernorm.weight"
     earlier = "mlp.linear_fc1.layer_norm_weight"
     values = read_all(now)
@@ -154,6 +161,7 @@ def test_run_of_an_earlier_version_is_read(archive, tmp_path):
     ]
     common = load_common(tmp_path / "now")
     save({entry.key: entry for entry in state}, tmp_path / "earlier", common=common)
+
     assert f"decoder.layers.1.{earlier}" in read_metadata(tmp_path / "earlier").tensors
     assert_same(
         read_all(open_found(find_checkpoint(tmp_path / "earlier"))),
@@ -185,7 +193,8 @@ def test_sidecar_of_a_mixtral_round_trip(archive, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "tp,pp,ep,etp", [(1, 1, 1, None), (2, 1, 1, None), (1, 2, 1, None), (2, 2, 4, 1)]
+    "tp,pp,ep,etp",
+    [(1, 1, 1, None), (2, 1, 1, None), (1, 2, 1, None), (2, 2, 4, 1)],
 )
 def test_resharding_round_trip_is_bitwise(archive, tmp_path, tp, pp, ep, etp):
     """From EP 2 and ETP 2 to legacy files at other layouts, then torch_dist."""
@@ -193,8 +202,10 @@ def test_resharding_round_trip_is_bitwise(archive, tmp_path, tp, pp, ep, etp):
     expected = read_all(source)
     write_legacy(source, tmp_path / "iter_0000005", Layout.of(2, tp, pp, experts=(ep, etp)))
     reshaped = open_checkpoint(tmp_path / "iter_0000005")
+
     assert reshaped.args["expert_model_parallel_size"] == ep
     assert_same(read_all(reshaped), expected)
+
     write_torch_dist(reshaped, tmp_path / "torch_dist/iter_0000005")
     assert_same(read_all(open_checkpoint(tmp_path / "torch_dist/iter_0000005")), expected)
 
@@ -208,6 +219,7 @@ def test_layouts_without_unique_directories_are_refused(archive, tmp_path):
             match=f"TP {tp} with expert tensor parallelism {etp} and expert parallelism {ep}",
         ):
             write_legacy(source, tmp_path / "out", Layout.of(2, tp, 1, experts=(ep, etp)))
+
     assert not list(tmp_path.iterdir())
 
 
@@ -217,6 +229,7 @@ def test_legacy_grouped_gemm_experts_are_read(archive, tmp_path):
     for etp in (1, 2):
         directory = tmp_path / f"etp{etp}" / "iter_0000005"
         write_legacy(plain, directory, Layout.of(2, etp, 1))
+
         for path in directory.glob("mp_rank_*/model_optim_rng.pt"):
             content = torch.load(path, weights_only=False)
             model = content["model"]
@@ -232,23 +245,31 @@ def test_legacy_grouped_gemm_experts_are_read(archive, tmp_path):
                 )
                 model[f"{layer}experts.weight1"] = first.view(16, -1).clone()  # [h, n * 2f]
                 model[f"{layer}experts.weight2"] = second.view(-1, 16).clone()  # [n * f, h]
+
             torch.save(content, path)
+
         source = open_checkpoint(directory.parent, read_options=ReadOptions(no_optim=True))
         weights = {
             key: value for key, value in read_all(plain).items() if not key.startswith("optimizer.")
         }
         assert_same(read_all(source), weights)
+
         with pytest.raises(
-            CheckpointError, match="gemm is transposed like their weights and is not read: leave it"
+            CheckpointError,
+            match="gemm is transposed like their weights and is not read: leave it",
         ):
             open_checkpoint(directory.parent)
+
     for path in directory.glob("mp_rank_*/model_optim_rng.pt"):  # of a run with --no-save-optim
         content = torch.load(path, weights_only=False)
         path.with_name("distrib_optim.pt").unlink(missing_ok=True)
         torch.save({name: value for name, value in content.items() if name != "optimizer"}, path)
+
     assert_same(read_all(open_checkpoint(directory.parent)), weights)
+
     content["model"][f"{layer}experts.weight1"] = torch.zeros(16, 100)
     torch.save(content, path)
+
     with pytest.raises(
         CheckpointError,
         match=r"experts.weight1 has shape \(16, 100\), but the stored arguments make",
@@ -262,10 +283,12 @@ def test_experts_with_biases_have_two_parameter_groups(tmp_path, distributed):
     sizes = {"num_experts": 4, "moe_ffn_hidden_size": 24, "use_distributed_optimizer": distributed}
     source = random_source(LLAMA_ARGS | sizes | {"add_bias_linear": True})
     assert "decoder.layers.0.mlp.experts.experts.linear_fc1.bias" in source.values
+
     write_legacy(source, tmp_path / "legacy", Layout.of(2, 1, 1, experts=(2, None)))
     legacy = open_checkpoint(tmp_path / "legacy")
     assert compare(source, legacy) == len(source.tensors)
     assert len(legacy.training.param_groups) == 2
+
     write_torch_dist(legacy, tmp_path / "torch_dist")
     dense, experts = load_common(tmp_path / "torch_dist")["optimizer"].values()
     assert [group["wd_mult"] for group in experts["optimizer"]["param_groups"]] == [1.0, 0.0]
@@ -280,6 +303,7 @@ def test_rows_that_local_modules_cannot_split_are_refused(tmp_path_factory, tmp_
     source.args |= {"transformer_impl": "local", "tensor_model_parallel_size": 2}
     config = model_config(source.args, 288, "a model")
     odd = dataclasses.replace(config, kv_lora_rank=config.kv_lora_rank + 1)
+
     with pytest.raises(
         ValueError,
         match="linear_kv_down_proj.weight has .* rows, which 2 ranks cannot split evenly",

@@ -53,6 +53,7 @@ def test_tokenizer_is_that_of_runs_and_exports(
     convert(archive, tmp_path / "hf", "hf")
     exported = AutoTokenizer.from_pretrained(tmp_path / "hf")
     text = "def main() -> None:"
+
     assert exported.encode(text, add_special_tokens=False) == tokenizer.tokenize(text)
     assert tokenizer.detokenize(tokenizer.tokenize(text)) == text
 
@@ -72,6 +73,7 @@ def test_tokenizers_with_added_tokens_are_reported(tmp_path: Path) -> None:
     path.write_text(content.replace("tokenizer:\n", "tokenizer:\n  special_tokens: {a: <a>}\n"))
     (note,) = [note for note in open_checkpoint(directory).unused if "tokenizer" in note]
     assert "0123_tokenizer.model with special_tokens (extract it from the archive" in note
+
     path.write_text(content.replace("nemo:0123", "nemo:../0123"))
     with pytest.raises(ValueError, match="must be the name of a file, without a path"):
         open_checkpoint(directory)
@@ -106,10 +108,13 @@ def test_archive_is_the_checkpoint_of_a_run() -> None:
 def test_other_weights_are_refused(tmp_path: Path) -> None:
     directory = unpack("gpt", tmp_path / "model")
     (directory / "model_weights/.metadata").unlink()
+
     with pytest.raises(
-        ValueError, match=r"only weights in model_weights/ in the format torch_dist"
+        ValueError,
+        match=r"only weights in model_weights/ in the format torch_dist",
     ):
         open_checkpoint(directory)
+
     path = tmp_path / "ranks.nemo"
     with tarfile.open(path, "w:") as archive:
         archive.add(directory / "model_config.yaml", "./model_config.yaml")
@@ -161,5 +166,6 @@ def test_links_and_outer_paths_in_archives_are_ignored(tmp_path: Path) -> None:
     with tarfile.open(path, "w:") as archive:
         archive.add(directory, arcname=".")
         archive.add(GOLDEN / "gpt.npz", arcname="../model_config.yaml")
+
     with pytest.raises(ValueError, match="linked.nemo has no model_config.yaml"):
         open_checkpoint(path)

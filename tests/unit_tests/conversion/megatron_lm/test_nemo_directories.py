@@ -24,10 +24,13 @@ def test_state_is_that_of_megatron_core(name: str, tmp_path: Path) -> None:
     checkpoint = find_checkpoint(GOLDEN / name)
     assert checkpoint is not None
     assert checkpoint.format == "nemo"
+
     source = open_checkpoint(GOLDEN / name)
     assert any(key.startswith("optimizer.state.exp_avg.decoder") for key in source.tensors)
+
     training = source.training
     assert (training.iteration, training.consumed_train_samples) == (2, 16)
+
     decayed, plain = training.param_groups
     assert (decayed["wd_mult"], plain["wd_mult"], decayed["step"]) == (1.0, 0.0, 2)
     assert decayed["weight_decay"] == plain["weight_decay"] == 0.1
@@ -41,6 +44,7 @@ def test_configuration_is_that_of_flags() -> None:
     assert args["untie_embeddings_and_output_weights"]
     assert (args["lr"], args["adam_beta2"], args["weight_decay"]) == (0.001, 0.95, 0.1)
     assert args["params_dtype"] == torch.float32
+
     args = open_checkpoint(GOLDEN / "gpt").args
     assert args["bias_gelu_fusion"]
     assert not args["swiglu"]
@@ -50,6 +54,7 @@ def test_configuration_is_that_of_flags() -> None:
 def test_tokenizer_is_that_of_exports(tmp_path: Path) -> None:
     original = GOLDEN / "llama/context/nemo_tokenizer"
     assert open_checkpoint(GOLDEN / "llama").args["tokenizer_model"] == str(original)
+
     convert(GOLDEN / "llama", tmp_path / "llama", "hf")
     convert(GOLDEN / "llama", tmp_path / "run", "torch_dist")
     for directory in (tmp_path / "llama", tmp_path / "run/iter_0000002/tokenizer"):
@@ -87,6 +92,7 @@ def test_other_weights_and_tokenizers_are_reported(tmp_path: Path) -> None:
     path.write_text(content.replace("special_tokens: null", "special_tokens: {a: <a>}"))
     (note,) = [note for note in open_checkpoint(directory).unused if "tokenizer" in note]
     assert note.startswith("the tokenizer SentencePieceTokenizer with special_tokens: give")
+
     path.write_text(content)
     (directory / "weights/.metadata").unlink()
     with pytest.raises(ValueError, match=r"weights in weights/ in the format torch_dist.*'hf'"):

@@ -49,8 +49,10 @@ def test_moments_are_those_of_the_gradients(form: str) -> None:
     weights = read_next_weights(form)
     first = make_gradients(weights, 1)
     second = make_gradients(weights, 2)
+
     assert source.unused == []
     assert sorted(filter(is_weight, source.tensors)) == sorted(weights)
+
     num_matrices = 0
     for key in weights:
         states = list_parameter_states(key, source.tensors)
@@ -60,10 +62,12 @@ def test_moments_are_those_of_the_gradients(form: str) -> None:
             assert states == ("param", "exp_avg" if form == "lion" else "momentum_buffer")
         else:
             assert states == ("param", "exp_avg", "exp_avg_sq")
+
         # Decays: of Adam's moments, of Muon's momentum, and of Lion's mean.
         decays = {"exp_avg": 0.9, "exp_avg_sq": 0.999, "momentum_buffer": 0.95}
         if is_matrix and form == "lion":
             decays = {"exp_avg": 0.999}
+
         for state in states[1:]:
             decay = decays[state]
             power = 2 if state == "exp_avg_sq" else 1
@@ -72,6 +76,7 @@ def test_moments_are_those_of_the_gradients(form: str) -> None:
             )
             stored = read_whole(source, optimizer_key(state, key)).double()
             torch.testing.assert_close(stored, expected, rtol=1e-4, atol=1e-9)
+
     assert num_matrices == 8
 
 
@@ -93,6 +98,7 @@ def test_lion_continues_with_the_same_step() -> None:
         rule.step()
         torch.testing.assert_close(param, expected, rtol=1e-6, atol=1e-8)
         compared += 1
+
     assert compared == 8
 
 
@@ -110,6 +116,11 @@ def test_formats_with_equal_states_refuse_it_by_name(tmp_path: Path, saver: str)
     with pytest.raises(ValueError, match=f"the optimizer is lion, whose state {saver} files"):
         convert(GOLDEN / "lion", tmp_path / "out", saver)
     assert not (tmp_path / "out").exists()
+
     convert(
-        GOLDEN / "lion", tmp_path / "out", saver, options=WriteOptions(optimizer=False), verify=True
+        GOLDEN / "lion",
+        tmp_path / "out",
+        saver,
+        options=WriteOptions(optimizer=False),
+        verify=True,
     )

@@ -76,6 +76,7 @@ def test_blocks_of_rows_equal_the_whole(name: str, most: int) -> None:
             target = targets[run.source][run.stored_slice]
             assert target.isnan().all()
             target.copy_(block)
+
     for actual, expected in zip(targets, stored_tensors, strict=True):
         assert torch.equal(actual, expected)
 

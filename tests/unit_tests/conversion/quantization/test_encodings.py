@@ -49,6 +49,7 @@ def damage(name: str, directory: Path, **tensors: torch.Tensor | None) -> Path:
         changed.pop(f"matrix.{suffix}", None)
         if tensor is not None:
             changed[f"matrix.{suffix}"] = tensor
+
     save_file(changed, directory / "model.safetensors")
     settings = (GOLDEN / name / "quantization_config.json").read_text()
     (directory / "quantization_config.json").write_text(settings)
@@ -116,10 +117,14 @@ def test_gpt_oss_in_mxfp4_has_the_logits_of_transformers(gpt_oss: Path, tmp_path
     convert(gpt_oss, tmp_path / "hf", "hf")
     converted = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.bfloat16)
     original = AutoModelForCausalLM.from_pretrained(
-        gpt_oss, dtype=torch.bfloat16, quantization_config=Mxfp4Config(dequantize=True)
+        gpt_oss,
+        dtype=torch.bfloat16,
+        quantization_config=Mxfp4Config(dequantize=True),
     )
+
     for name, value in original.state_dict().items():
         assert torch.equal(converted.state_dict()[name], value), name
+
     tokens = torch.arange(48).view(2, 24)
     with torch.no_grad():
         assert torch.equal(converted(tokens).logits, original(tokens).logits)
@@ -156,6 +161,7 @@ def test_layers_that_are_not_quantized_are_unchanged(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(fields))
     convert(tmp_path, tmp_path / "hf", "hf")
     converted = load_file(tmp_path / "hf" / "model.safetensors")
+
     assert converted.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(converted[name], value), name

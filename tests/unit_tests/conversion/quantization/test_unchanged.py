@@ -43,6 +43,7 @@ def write_gptq(directory: Path) -> None:
         zeros = torch.randint(-(2**31), 2**31 - 1, (inputs // 32, outputs // 8)).int()
         scales = torch.rand(inputs // 32, outputs).half() / 50
         tensors |= {f"{module}qweight": words, f"{module}qzeros": zeros, f"{module}scales": scales}
+
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     config = json.loads((directory / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 32}
@@ -76,6 +77,7 @@ def test_unchanged_matrices_keep_their_bytes(
         *("--keep-quantization", original, "--verify-target"),
     )
     assert result.returncode == 0, result.stderr
+
     expected = load_file(original / "model.safetensors")
     written = load_file(tmp_path / "hf/model.safetensors")
     assert written.keys() == expected.keys()
@@ -102,8 +104,10 @@ def test_changed_matrices_are_not_quantized(tmp_path: Path) -> None:
         *("--saver", "hf", "--load-dir", tmp_path / "a", "--save-dir", tmp_path / "hf"),
         *("--keep-quantization", other, "--verify-target"),
     )
+
     assert result.returncode == 0, result.stderr
     assert f"1 matrices, e.g. {module}.weight, have changed" in result.stdout
+
     written = load_file(tmp_path / "hf/model.safetensors")
     assert written[f"{module}.weight"].dtype == torch.bfloat16
     assert module in read_settings(tmp_path / "hf")["ignore"]

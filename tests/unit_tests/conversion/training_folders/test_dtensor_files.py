@@ -53,14 +53,18 @@ def test_missing_and_foreign_parts_are_rejected(tmp_path):
         join_named([*files[:1], {"step": files[1]["step"]}, *files[2:]], "here")
     with pytest.raises(CheckpointError, match="rank 0 lacks bias, which rank 2 has"):
         join_named([*files[:2], files[2] | {"bias": 5}], "here")
+
     spec = files[0]["weight"].state[1]["_spec"].state
     coordinate = spec["mesh"].state["_coordinate_on_dim"]
     spec["mesh"].state["_coordinate_on_dim"] = [0] * 100_000
+
     with pytest.raises(CheckpointError, match="coordinate is a list of 100000 entries, but"):
         join_named(files, "here")
+
     spec["mesh"].state["_coordinate_on_dim"] = coordinate
     placement = spec["placements"][1]
     placement.state["dim"] = 2
+
     with pytest.raises(CheckpointError, match="a placement is 2, but must be one of 2 axes"):
         join_named(files, "here")
     with pytest.raises(CheckpointError, match="here: weight is 5, but must be a DTensor"):

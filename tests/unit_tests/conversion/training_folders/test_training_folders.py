@@ -53,6 +53,7 @@ def test_training_continues_as_in_torch(decay_of_norms, tmp_path, tmp_path_facto
         groups = [group | {"params": list(expected["model"])}]
         state = {"state": expected["optimizer"], "param_groups": groups}
         torch.save(state, directory / "optimizer.bin")
+
     source = open_checkpoint(directory)
     model = chunk(source, main=True)
     optimizer = adamw(model, source)
@@ -101,6 +102,7 @@ def test_optimizer_without_weight_decay_keeps_its_hyperparameters(folder, tmp_pa
     shutil.rmtree(folder / "optimizer_0")
     state = {"state": expected["optimizer"], "param_groups": groups}
     torch.save(state, folder / "optimizer.bin")
+
     for group in open_checkpoint(folder).training.param_groups:
         assert (group["lr"], group["betas"], group["eps"]) == (0.02, (0.8, 0.9), 1e-7)
         assert group["weight_decay"] == 0.0
@@ -111,8 +113,10 @@ def test_folder_becomes_a_checkpoint_of_a_run(folder, tmp_path):
     convert(folder, tmp_path / "run", "torch_dist")
     run = open_checkpoint(tmp_path / "run")
     source = open_checkpoint(folder)
+
     assert compare(source, run) == len(source.tensors) == 4 * 15
     assert run.training.iteration == 5
+
     weights = open_checkpoint(folder, read_options=ReadOptions(no_optim=True))
     assert len(weights.tensors) == 15
     assert weights.training.param_groups is None
@@ -123,9 +127,11 @@ def test_folder_without_the_model_names_the_missing_file(folder):
     (folder / "config.json").unlink()
     with pytest.raises(ValueError, match=r"there is no config.json in .*: copy it there, or"):
         open_checkpoint(folder)
+
     (folder.parent / "config.json").write_text(config)
     options = ReadOptions(hf_config=folder.parent)
     assert len(open_checkpoint(folder, read_options=options).tensors) == 4 * 15
+
     (folder.parent / "config.json").unlink()
     with pytest.raises(NoCheckpointError, match="give one of them, e.g. .*checkpoint-2"):
         open_checkpoint(folder.parent)
@@ -136,9 +142,11 @@ def test_other_models_and_optimizers_are_rejected(folder):
     (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 40}))
     with pytest.raises(ValueError, match="config.json and weights are of different models"):
         open_checkpoint(folder)
+
     (folder / "config.json").write_text(json.dumps(config))
     shutil.rmtree(folder / "optimizer_0")
     shutil.copytree(folder / "pytorch_model_fsdp_0", folder / "optimizer_0")
+
     with pytest.raises(CheckpointError, match="leave the optimizer out"):
         open_checkpoint(folder)
 
@@ -165,13 +173,17 @@ def test_verl_folder_without_a_rank_is_rejected(actor):
             tracker.write_text("2")
         with pytest.raises(NoCheckpointError, match="has checkpoints of verl: .* e.g. .*/actor"):
             open_checkpoint(root)
+
     other_rank = actor / "model_world_size_2_rank_1.pt"
     shutil.copy(actor / "model_world_size_2_rank_0.pt", other_rank)
     with pytest.raises(CheckpointError, match="rank 0 has shape .* or some are missing"):
         open_checkpoint(actor)
+
     other_rank.unlink()
+
     with pytest.raises(
-        CheckpointError, match=r"lacks 1 of 2 files, e.g. model_world_size_2_rank_1"
+        CheckpointError,
+        match=r"lacks 1 of 2 files, e.g. model_world_size_2_rank_1",
     ):
         open_checkpoint(actor)
 
@@ -208,6 +220,7 @@ def test_damaged_optimizers_of_verl_are_rejected(change, problem, tmp_path, tmp_
         content = torch.load(path, weights_only=False)
         change(content)
         torch.save(content, path)
+
     with pytest.raises(CheckpointError, match=problem):
         open_checkpoint(directory)
 
@@ -234,6 +247,7 @@ def test_verl_optimizer_of_original_parameters_is_read(tmp_path, tmp_path_factor
         group = content["param_groups"][0]
         group["params"] = list(range(len(names)))
         torch.save({"state": states[rank], "param_groups": [group]}, path)
+
     assert_is_gathered(directory, expected, tmp_path)
 
 
@@ -256,8 +270,10 @@ def test_other_models_of_olmo_core_are_rejected(tmp_path, tmp_path_factory):
     block = config["model"]["block"]
     block["sequence_mixer"]["sliding_window"] = {"pattern": [4096, -1]}
     path.write_text(json.dumps(config))
+
     with pytest.raises(CheckpointError, match="attention has sliding_window = .*, which is not"):
         open_checkpoint(directory)
+
     del block["sequence_mixer"]["sliding_window"]
     path.write_text(
         json.dumps(config | {"model": config["model"] | {"block": block | {"name": "peri"}}})
@@ -271,9 +287,11 @@ def test_parts_of_automodel_must_cover_the_tensors(tmp_path, tmp_path_factory):
     files = sorted((directory / "model").glob("shard-*.safetensors"))
     files[1].unlink()
     config = directory / "model/.hf_metadata/config.json"
+
     assert config.is_file()
     with pytest.raises(ValueError, match="weights are of different models"):
         open_checkpoint(directory)
+
     files[0].unlink()
     with pytest.raises(NoCheckpointError, match="no checkpoint in a known format"):
         open_checkpoint(directory)
@@ -290,9 +308,11 @@ def test_parts_of_automodel_must_not_overlap(tmp_path, tmp_path_factory):
     name = "model.layers.0.mlp.down_proj.weight"
     value = tensors[name]
     assert offsets[name]["saved_offsets"] == [len(value), 0]
+
     tensors[name] = value.reshape(2 * len(value), -1)
     offsets[name]["saved_offsets"] = [0, value.shape[1] // 2]
     save_file(tensors, last, metadata | {"DCP_SHARDING_INFO": json.dumps(offsets)})
+
     with pytest.raises(CheckpointError, match=f"parts of {name} do not cover its shape"):
         open_checkpoint(directory)
 
@@ -304,12 +324,15 @@ def test_other_layouts_of_torch_checkpointing_are_rejected(tmp_path, tmp_path_fa
     layouts = metadata["metadata"]["model"]["rank_to_layout_info"]
     layouts[0] = {"file_path": "weights.pt", "serialization_format": {"type": "TorchSerialization"}}
     path.write_bytes(pickle.dumps(metadata))
+
     with pytest.raises(CheckpointError, match=r"files of its own names: only model_RANK\.pt"):
         open_checkpoint(directory)
+
     layouts.clear()
     path.write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match="model has no ranks"):
         open_checkpoint(directory)
+
     del metadata["metadata"]["model"]
     path.write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match="has the items optimizer, but no 'model'"):

@@ -98,6 +98,7 @@ def test_separate_data_per_split(data, tmp_path):
     assert source_counts(train, 100) == [100, 0, 0]
     assert source_counts(valid, 10) == [0, 5, 5]
     assert test is None
+
     (tmp_path / "paths.json").write_text(json.dumps({"train": ["a"], "valid": [1, "b", 1, "c"]}))
     from_file = build(per_split_data_args_path="paths.json")
     assert (from_file[0].fingerprint, from_file[1].fingerprint) == (
@@ -127,8 +128,10 @@ def test_blend_without_weights_is_read_once(data):
     train, _, _ = build((None, 0, 0), data_path=["a", "b", "c"], split="1")
     size = len(train)
     lengths = [len(member) for member in train.members]
+
     assert size == sum(lengths)
     assert source_counts(train, size) == lengths
+
     members = train.dataset_index.tolist()
     samples = train.dataset_sample_index.tolist()
     drawn = set(zip(members, samples, strict=True))
@@ -136,6 +139,7 @@ def test_blend_without_weights_is_read_once(data):
 
     everything, _, _ = build((size, 0, 0), data_path=["a", "b", "c"], split="1")
     np.testing.assert_array_equal(everything.dataset_index, train.dataset_index)
+
     message = r"201 samples are requested of a blend without weights, .* holds 197 \(124 \+"
     with pytest.raises(ValueError, match=message):
         build((201, 0, 0), data_path=["a", "b", "c"], split="1")
@@ -175,6 +179,7 @@ def test_token_digest_of_a_blend_reads_at_most_as_many_blocks_as_requested(data,
         reads.clear()
         blend.digest_tokens(num_blocks)
         counts.append(len(reads))
+
     assert counts == [1, 2, 3, 6]
     assert len({member.digest_tokens(2) for member in blend.members}) == 3
 
@@ -183,8 +188,10 @@ def test_longer_blend_begins_with_the_same_samples(data):
     path = ["1", "a", "1", "b"]
     short, _, _ = build((50, 0, 0), data_path=path, split="1")
     long, _, _ = build((60, 0, 0), data_path=path, split="1")
+
     assert len(short) < len(long)
     assert short.fingerprint == long.fingerprint
+
     for index in range(len(short)):
         tokens = short[index]["tokens"]
         np.testing.assert_array_equal(tokens, long[index]["tokens"])
@@ -193,7 +200,10 @@ def test_longer_blend_begins_with_the_same_samples(data):
 def test_member_too_small_for_its_weight_is_an_error(data):
     with pytest.raises(ValueError, match="raise --mid-level-dataset-surplus"):
         BlendedDataset(
-            build((10, 0, 0), data_path=["a", "b"], split="1")[0].members, [0.1, 0.9], 1000, None
+            build((10, 0, 0), data_path=["a", "b"], split="1")[0].members,
+            [0.1, 0.9],
+            1000,
+            None,
         )
 
 

@@ -88,11 +88,13 @@ def test_reordered_parts_form_the_document(tokenizer):
     seen = set()
     for seed in range(30):
         told = FillInTheMiddle(config_for(fim_rate=1), tokenizer)(
-            room, np.random.RandomState(seed)
+            room,
+            np.random.RandomState(seed),
         ).tolist()
         told = told[: told.index(tokenizer.eod)]
         spm = told[1] == s
         seen.add(spm)
+
         if spm:
             suffix = told[2 : told.index(m)]
             rest = told[told.index(m) + 1 :]
@@ -103,6 +105,7 @@ def test_reordered_parts_form_the_document(tokenizer):
             suffix = told[told.index(s) + 1 : told.index(m)]
             middle = told[told.index(m) + 1 :]
             assert "".join(map(tokenizer.detokenize, (prefix, middle, suffix))) == text
+
     assert seen == {True, False}
 
 
@@ -116,7 +119,8 @@ def test_can_be_pickled_for_worker_processes(tokenizer):
 def test_rate_0_keeps_the_documents(tokenizer):
     row = row_of(tokenizer)
     assert np.array_equal(
-        FillInTheMiddle(config_for(fim_rate=0), tokenizer)(row, np.random.RandomState(1)), row
+        FillInTheMiddle(config_for(fim_rate=0), tokenizer)(row, np.random.RandomState(1)),
+        row,
     )
 
 
@@ -130,6 +134,7 @@ def test_fragments_are_reordered_separately(tokenizer):
     row = np.array([*tokenizer.tokenize(TEXTS[4]), *([tokenizer.eod] * 12)])
     end = tokenizer.token_id("<SPLIT>")
     assert (row == end).sum() == 2
+
     told = FillInTheMiddle(config_for(**options), tokenizer)(row, np.random.RandomState(3))
     random = np.random.RandomState(3)
     random.binomial(1, 1)  # for the document
@@ -156,8 +161,12 @@ def test_sample_depends_only_on_its_number(tokenizer, tmp_path):
             builder.add(
                 np.array([*tokenizer.tokenize(TEXTS[number % 4] * (1 + number % 3)), tokenizer.eod])
             )
+
     config = config_for(
-        mock_data=False, data_path=[str(tmp_path / "corpus")], split="80,20,0", seq_length=32
+        mock_data=False,
+        data_path=[str(tmp_path / "corpus")],
+        split="80,20,0",
+        seq_length=32,
     )
     fim = FillInTheMiddle(config, tokenizer)
 
@@ -167,8 +176,10 @@ def test_sample_depends_only_on_its_number(tokenizer, tmp_path):
     train, valid, _ = datasets(config, fim)
     plain, _, _ = datasets(GPTDatasetConfig(**vars(config) | {"fim_data": False}), None)
     again, _, _ = datasets(config, fim)
+
     assert isinstance(train, GPTDataset)
     assert valid is not None
+
     changed = 0
     for i in reversed(range(len(train))):
         np.testing.assert_equal(train[i], again[i])
@@ -177,6 +188,7 @@ def test_sample_depends_only_on_its_number(tokenizer, tmp_path):
         assert np.array_equal(train[i]["tokens"], expected[:-1])
         assert np.array_equal(train[i]["labels"], expected[1:])
         changed += not np.array_equal(train[i]["tokens"], plain[i]["tokens"])
+
     assert changed > len(train) / 2
     assert len({dataset.fingerprint for dataset in (train, plain)}) == 2
     assert train.fingerprint == again.fingerprint
@@ -195,7 +207,14 @@ def test_partial_row_keeps_its_padding(tokenizer, tmp_path):
     indexed = IndexedDataset(tmp_path / "corpus", True)
     fim = FillInTheMiddle(config, tokenizer)
     dataset = GPTDataset(
-        indexed, (0, 1), "valid", None, config, tokenizer.eod, tokenizer.vocab_size, fim
+        indexed,
+        (0, 1),
+        "valid",
+        None,
+        config,
+        tokenizer.eod,
+        tokenizer.vocab_size,
+        fim,
     )
     length = len(indexed[0])
     assert dataset[0]["loss_mask"].tolist() == [1.0] * (length - 1) + [0.0] * (64 - length + 1)
@@ -203,10 +222,12 @@ def test_partial_row_keeps_its_padding(tokenizer, tmp_path):
 
 def test_leading_tokens_are_not_repeated(tokenizer):
     with_bos = dataclasses.replace(
-        tokenizer, tokenize=lambda text: [1000, *tokenizer.tokenize(text)]
+        tokenizer,
+        tokenize=lambda text: [1000, *tokenizer.tokenize(text)],
     )
     told = FillInTheMiddle(config_for(fim_rate=1), with_bos)(
-        row_of(tokenizer), np.random.RandomState(0)
+        row_of(tokenizer),
+        np.random.RandomState(0),
     )
     assert 1000 not in told
 

@@ -53,11 +53,13 @@ def check_indices(dataset, expected, split, directory):
         check_gpt_index(dataset, directory, f"{expected['hash']}-GPTDataset-{split}")
         return
     assert isinstance(dataset, BlendedDataset)
+
     for array in ("dataset_index", "dataset_sample_index"):
         assert_same_array(
             getattr(dataset, array),
             directory / f"{expected['hash']}-BlendedDataset-{split}-{array}.npy",
         )
+
     for member, expected_member in zip(dataset.members, expected["members"], strict=True):
         check_gpt_index(member, directory, f"{expected_member['hash']}-GPTDataset-{split}")
 
@@ -69,6 +71,7 @@ def check_samples(dataset, expected, path):
         digest.update(
             sample["tokens"].astype("<i4").tobytes() + sample["labels"].astype("<i4").tobytes()
         )
+
     assert digest.hexdigest() == expected["sha256_tokens_labels_all"]
 
     first = np.load(path)
@@ -78,11 +81,16 @@ def check_samples(dataset, expected, path):
             same = sample["documents"][:, None] == sample["documents"]
             sample["attention_mask"] = ~np.tril(same)[None]
             del sample["documents"]
+
         assert set(sample) == set(first.files) - {"dataset_id"}
+
         for key, value in sample.items():
             np.testing.assert_array_equal(
-                value, first[key][i], err_msg=f"{path}: {key} of sample {i}"
+                value,
+                first[key][i],
+                err_msg=f"{path}: {key} of sample {i}",
             )
+
         if "dataset_id" in first.files:
             assert dataset.dataset_index[i] == first["dataset_id"][i]
 
@@ -112,10 +120,16 @@ def test_indices_and_samples_equal_megatron_lms(name, tmp_path, monkeypatch):
 def test_index_of_a_training_run(tmp_path):
     data = str(GOLDEN / "data" / "pysrc_a_text_document")
     config = GPTDatasetConfig(
-        seq_length=64, seed=1234, data_path=[data], split="100,0,0", data_cache_path=str(tmp_path)
+        seq_length=64,
+        seed=1234,
+        data_path=[data],
+        split="100,0,0",
+        data_cache_path=str(tmp_path),
     )
     train, valid, test = build_datasets(config, (80, 0, 0), EOD, VOCAB_SIZE)
+
     assert valid is None
     assert test is None
+
     directory = GOLDEN / "gpt_index" / "pretrain_run_seed1234_seq64_80samples"
     check_gpt_index(train, directory, "a0f413891ae6cb2d0a9a3bb2ee89d1b9-GPTDataset-train")

@@ -36,7 +36,9 @@ def corpus(tmp_path):
 
 def make_dataset(corpus, cache=None, num_samples=300):
     config = GPTDatasetConfig(
-        seq_length=16, data_path=[str(corpus)], data_cache_path=cache and str(cache)
+        seq_length=16,
+        data_path=[str(corpus)],
+        data_cache_path=cache and str(cache),
     )
     return GPTDataset(IndexedDataset(corpus), (0, 200), "train", num_samples, config, 0, 100)
 
@@ -84,6 +86,7 @@ def test_default_directory_is_next_to_the_data(corpus):
 
 def test_changed_data_of_the_same_name_gets_a_new_index(corpus, tmp_path):
     make_dataset(corpus, tmp_path / "cache")
+
     with IndexedDatasetBuilder(corpus, np.uint16) as builder:
         for length in (
             np.random.RandomState(1)
@@ -91,6 +94,7 @@ def test_changed_data_of_the_same_name_gets_a_new_index(corpus, tmp_path):
             .tolist()
         ):
             builder.add(np.arange(length))  # the same sizes in another order
+
     again = make_dataset(corpus, tmp_path / "cache")
     assert_equal_indices(again, make_dataset(corpus, tmp_path / "fresh"))
     assert len(list((tmp_path / "cache").iterdir())) == 8
@@ -116,9 +120,11 @@ def test_damaged_files_are_rebuilt(corpus, tmp_path, caplog, name, damage):
     make_dataset(corpus, tmp_path / "cache")
     (path,) = (tmp_path / "cache").glob(f"*{name}")
     replace_contents(path, DAMAGE[damage](path.read_bytes()))
+
     assert_equal_indices(make_dataset(corpus, tmp_path / "cache"), expected)
     assert "is damaged" in caplog.text
     assert "building it again" in caplog.text
+
     caplog.clear()
     assert_equal_indices(make_dataset(corpus, tmp_path / "cache"), expected)
     assert caplog.text == ""  # repaired
@@ -177,6 +183,7 @@ def build_while_others_damage(rank, world_size, corpus, cache):
         if rank == 0:
             path = sorted(shared.glob("*.npy"))[turn % 3]
             replace_contents(path, path.read_bytes()[: turn * 10]) if turn % 2 else path.unlink()
+
     for dataset in kept:  # mapped arrays stay valid after the file is replaced
         assert_equal_indices(dataset, expected)
     return True
@@ -219,6 +226,7 @@ def loaded_by_node(rank, world_size, corpus, cache, hosts, needs_data):
         gpt_dataset.build_gpt_index = build_gpt_index
         index_cache.compute_array_digest = compute_array_digest
         socket.gethostname = gethostname
+
     tokens = None if datasets is None else [int(datasets[0][i]["tokens"][0]) for i in range(50)]
     return counts["built"], counts["hashed"], tokens
 
@@ -227,6 +235,7 @@ def test_one_rank_per_node_builds_and_verifies(corpus, tmp_path, pool):
     """Ranks 0 and 1 are one node, 2 and 3 another, where rank 2 needs no data."""
     args = (str(corpus), str(tmp_path / "cache"), "aabb", [True, True, False, True])
     first, again = (pool.run(loaded_by_node, 4, *args) for _ in range(2))
+
     for built, hashed, _ in (first[1], again[1], first[2], again[2]):
         assert built == hashed == 0
     assert {first[0][0], first[3][0]} <= {0, 1}

@@ -37,10 +37,13 @@ def test_sample_index_matches_definition(extra, partial, seed):
     tokens = int(lengths[documents].sum()) - extra
     num_samples = -(-tokens // seq_length) if partial else tokens // seq_length
     index = build_sample_index(lengths, documents, seq_length, num_samples, extra)
+
     assert index.dtype == np.int32
     np.testing.assert_array_equal(
-        index, sample_index_by_definition(lengths, documents, seq_length, num_samples, extra)
+        index,
+        sample_index_by_definition(lengths, documents, seq_length, num_samples, extra),
     )
+
     wide = helpers_cpp.build_sample_index_int64(lengths, documents, seq_length, num_samples, extra)
     assert wide.dtype == np.int64
     np.testing.assert_array_equal(wide, index)
@@ -52,7 +55,8 @@ def test_sample_index_counts_tokens_in_64_bits():
     seq_length = 2**31 + 5  # a sample longer than a document and than int32
     index = build_sample_index(lengths, documents, seq_length, 3, 1)
     np.testing.assert_array_equal(
-        index, sample_index_by_definition(lengths.astype(np.int64), documents, seq_length, 3, 1)
+        index,
+        sample_index_by_definition(lengths.astype(np.int64), documents, seq_length, 3, 1),
     )
 
 
@@ -90,10 +94,14 @@ def test_blend_index_matches_definition(num_members, limited):
     limits = random.randint(0, 60, size=num_members) + 1 if limited else np.full(num_members, 10**9)
     size = int(limits.sum()) if limited else 700
     members, samples = build_blend_index(weights, size, limits if limited else None)
+
     assert members.dtype == np.int16
     assert samples.dtype == np.int64
+
     expected_members, expected_samples = blend_by_definition(
-        weights.tolist(), size, limits.tolist()
+        weights.tolist(),
+        size,
+        limits.tolist(),
     )
     assert members.tolist() == expected_members
     assert samples.tolist() == expected_samples
@@ -143,6 +151,7 @@ runpy.run_path("pretrain_gpt.py", run_name="__main__")
         text=True,
     )
     assert run.returncode == 1
+
     message = run.stderr.splitlines()
     assert len(message) == 1, run.stderr
     assert message[0].startswith("error: the C++ dataset helpers")

@@ -33,12 +33,15 @@ def test_round_trip(tmp_path, dtype, use_mmap):
     dtype = np.dtype(dtype)
     prefix = write(tmp_path / "d", sequences, dtype)
     dataset = IndexedDataset(prefix, use_mmap)
+
     assert dataset.dtype == dtype
     assert len(dataset) == 4
+
     for index, sequence in enumerate(sequences):
         tokens = dataset[index]
         assert tokens.dtype == dtype
         assert tokens.tolist() == sequence
+
     assert dataset.read(2, 3, 4).tolist() == [5] * 4
     assert dataset.read(0, 1).tolist() == [2, 3]
     assert dataset.read(0, 3).tolist() == []
@@ -62,6 +65,7 @@ def test_documents_of_several_sequences(tmp_path):
         assert builder.num_documents == 3
         assert builder.num_sequences == 5
         assert builder.num_tokens == 7
+
     dataset = IndexedDataset(tmp_path / "d")
     sequences = [dataset.read(index).tolist() for index in range(5)]
     assert sequences == [[1], [2, 3], [4, 5], [6], [7]]
@@ -80,6 +84,7 @@ def test_pickled_dataset_opens_its_files(tmp_path):
 def test_files_equal_megatron_lms(tmp_path, name):
     golden = IndexedDataset(GOLDEN / name)
     assert golden.dtype == np.uint16
+
     with IndexedDatasetBuilder(tmp_path / name, golden.dtype) as builder:
         for index in range(len(golden)):
             builder.add(golden[index])
@@ -95,9 +100,11 @@ def test_token_dtype():
 
 def test_tokens_out_of_range_are_rejected(tmp_path):
     with pytest.raises(
-        ValueError, match=r"token 70000 does not fit the uint16 tokens of .*/d.bin \(0..65535\)"
+        ValueError,
+        match=r"token 70000 does not fit the uint16 tokens of .*/d.bin \(0..65535\)",
     ):
         write(tmp_path / "d", [[1, 70000]])
+
     with pytest.raises(ValueError, match="token -1 does not fit"):
         write(tmp_path / "d", [[-1]])
     assert list(tmp_path.iterdir()) == []
@@ -110,18 +117,22 @@ def test_interrupted_build_keeps_the_old_dataset(tmp_path):
     ):
         builder.add([1])
         raise KeyboardInterrupt
+
     assert list(tmp_path.iterdir()) == []
 
     write(tmp_path / "d", [[1, 2]])
     killed = IndexedDatasetBuilder(
-        tmp_path / "d", np.uint16
+        tmp_path / "d",
+        np.uint16,
     )  # as after SIGKILL: neither committed nor discarded
     killed.add([7] * 10)
+
     assert IndexedDataset(tmp_path / "d")[0].tolist() == [1, 2]
     assert {path.suffix for path in tmp_path.iterdir()} - {
         ".bin",
         ".idx",
     }  # its temporary file has a name of its own
+
     killed.commit()
     assert IndexedDataset(tmp_path / "d")[0].tolist() == [7] * 10
 
@@ -129,15 +140,18 @@ def test_interrupted_build_keeps_the_old_dataset(tmp_path):
 def test_missing_files_are_rejected(tmp_path):
     with pytest.raises(ValueError, match=r"no dataset at '.*/none': .*/none.idx does not exist"):
         IndexedDataset(tmp_path / "none")
+
     write(tmp_path / "d", [[1]])
     with pytest.raises(ValueError, match="pass '.*/d'"):
         IndexedDataset(tmp_path / "d.bin")
+
     text = tmp_path / "corpus.jsonl"
     text.write_text("{}")
     with pytest.raises(ValueError, match=f"preprocess_data.py --input {text}$"):
         IndexedDataset(text)
     with pytest.raises(ValueError, match="looks like a weight"):
         IndexedDataset("0.3")
+
     (tmp_path / "d.bin").unlink()
     with pytest.raises(ValueError, match=r"d\.bin does not exist"):
         IndexedDataset(tmp_path / "d")
@@ -226,6 +240,7 @@ def test_truncated_or_empty_index_file_is_rejected(tmp_path):
         path.write_bytes(whole[:size])
         with pytest.raises(ValueError, match=message):
             IndexedDataset(tmp_path / "d")
+
     IndexedDatasetBuilder(tmp_path / "none", np.uint16).commit()
     with pytest.raises(ValueError, match="holds no sequences"):
         IndexedDataset(tmp_path / "none")

@@ -25,11 +25,13 @@ def test_samples_are_a_function_of_seed_split_and_number():
     train, valid, test = build()
     again, _, _ = build((1000, 0, 0))
     assert (len(train), len(valid), test) == (50, 10, None)
+
     rows = list_rows(train) + list_rows(valid)
     assert len(set(rows)) == 60
     for index in range(50):
         for key, value in train[index].items():
             np.testing.assert_array_equal(value, again[index][key])
+
     other_train, _, _ = build(seed=7)
     assert list_rows(other_train)[0] != rows[0]
     with pytest.raises(IndexError):
@@ -55,6 +57,7 @@ def test_documents_count_upwards_and_end_with_eod(vocab_size, eod):
                 assert label == follower_of[token]
         num_ends += labels.count(eod)
         num_tokens += len(tokens)
+
     assert 0.01 < num_ends / num_tokens < 0.06
 
 
@@ -69,6 +72,7 @@ def test_masks_follow_the_options():
     sample = next(sample for sample in samples if 256 in sample["tokens"])
     is_eod = sample["tokens"] == 256
     np.testing.assert_array_equal(sample["loss_mask"], 1.0 - is_eod)
+
     following_positions = sample["position_ids"][1:]
     positions_after_eod = following_positions[is_eod[:-1]]
     assert (positions_after_eod == 0).all()

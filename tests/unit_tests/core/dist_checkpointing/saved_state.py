@@ -46,6 +46,7 @@ def assert_holds(directory, seed, rows=ROWS):
     expected = Training(seed, rows)
     loaded = Training(seed + 1, rows)
     report = load(loaded.state(), directory, verify=True)
+
     for name in ("weight", "moment", "transposed", "buffer", "step"):
         assert torch.equal(getattr(loaded, name), getattr(expected, name)), name
     assert report.objects["rng"]["python"] == expected.rng["python"]
@@ -72,6 +73,7 @@ def assert_sharded(directory, size, value):
     }
     state |= {f"rng/{rank}": ShardedObject(f"rng/{rank}", None) for rank in range(size)}
     report = load(state, directory, verify=True)
+
     assert (whole == value).all()
     for rank in range(size):
         assert (split[1000 * rank : 1000 * (rank + 1)] == value + rank).all()

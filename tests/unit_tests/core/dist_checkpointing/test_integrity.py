@@ -79,6 +79,7 @@ def load_and_compare(directory):
         common = load_common(directory)
     except CheckpointError as error:
         return str(error)
+
     assert common == {"iteration": 7, "args": {"lr": 0.1}}
     assert report.objects["rng"] == {"seed": [1, 2, 3]}
     for key in ("w", "u", "b", "s"):
@@ -93,6 +94,7 @@ def test_an_intact_checkpoint_verifies(checkpoint):
     assert report.has_checksums, report
     assert not report.notes, report
     assert (report.tensors, report.objects) == (4, 1)
+
     files = [path for path in checkpoint.iterdir() if path.name != "checksums.bin"]
     assert report.files == len(files)
     assert report.bytes == sum(read) == sum(path.stat().st_size for path in files)
@@ -120,16 +122,20 @@ def test_checksums_of_older_checkpoints_are_checked(checkpoint):
     body = with_older_checksums(checkpoint)
     files = body["files"]
     report = verify(checkpoint)
+
     assert report.ok, report
     assert report.has_checksums, report
     assert not report.notes, report
     assert load_and_compare(checkpoint) is None
+
     shard = max(checkpoint.glob("*.distcp"), key=lambda path: path.stat().st_size)
     flip(shard, shard.stat().st_size // 2, 3)
     assert shard.name in load_and_compare(checkpoint)
+
     flip(shard, shard.stat().st_size // 2, 3)
     flip(checkpoint / "checksums.json", 40, 0)
     assert "damaged" in load_and_compare(checkpoint)
+
     file = files[shard.name]
     for wrong, message in (
         ({"files": files}, "no 'algorithm'"),
@@ -177,18 +183,22 @@ def test_every_flipped_bit_is_found(checkpoint, positions):
         bit = rng.randrange(8)
         flip(path, position, bit)
         report = verify(checkpoint, workers=1)
+
         assert not report.ok, (path.name, position, bit)
         assert any(path.name in problem for problem in report.problems), (
             path.name,
             report.problems,
         )
+
         problem = load_and_compare(checkpoint)
         if problem is not None:
             found += 1
             assert path.name in problem, (path.name, position, problem)
         else:
             assert path.name == "metadata.json", "a load does not read this file only"
+
         flip(path, position, bit)
+
     assert len(places) >= positions
     assert found > 0.75 * positions
     assert verify(checkpoint).ok
@@ -218,15 +228,18 @@ def test_only_what_is_read_is_checked(checkpoint):
     big = max(checkpoint.glob("*.distcp"), key=lambda path: path.stat().st_size)
     blocks = big.stat().st_size // BLOCK_SIZE
     assert blocks >= 2
+
     flip(big, (blocks - 1) * BLOCK_SIZE + 10, 3)
     problems = verify(checkpoint).problems
     assert problems == [
         f"{big}: damaged: wrong checksum of bytes "
         f"{(blocks - 1) * BLOCK_SIZE}..{blocks * BLOCK_SIZE}"
     ]
+
     state = make_state(False)
     expected = make_state(True)
     load({"u": state["u"]}, checkpoint, verify=True, strictness="raise_unexpected")
+
     assert torch.equal(state["u"].local, expected["u"].local)
     with pytest.raises(CheckpointError, match=f"{big.name}: damaged"):
         load({"w": state["w"]}, checkpoint, verify=True, strictness="raise_unexpected")
@@ -237,10 +250,12 @@ def test_completeness(checkpoint):
     size = shard.stat().st_size
     os.truncate(shard, size // 2)
     assert any("truncated" in problem for problem in verify(checkpoint).problems)
+
     shard.unlink()
     assert any(
         f"{shard}: the shard file is missing" in problem for problem in verify(checkpoint).problems
     )
+
     (checkpoint / ".metadata").unlink()
     assert any("is not a complete checkpoint" in problem for problem in verify(checkpoint).problems)
     assert verify(checkpoint / "nowhere").problems == [
@@ -263,8 +278,10 @@ def test_lineage_is_part_of_a_checkpoint(tmp_path, damage):
     lineage = Lineage((Segment(1, 12, "a"),))
     content = lineage.encode(None)
     save(make_state(True), directory, common={}, extra_files={LINEAGE: content})
+
     assert verify(directory).ok
     assert not find_missing_or_truncated(directory)
+
     damage(directory / LINEAGE)
     assert any(LINEAGE in problem for problem in verify(directory).problems)
     if damage is not change:
@@ -274,10 +291,12 @@ def test_lineage_is_part_of_a_checkpoint(tmp_path, damage):
 def test_lineage_of_older_checkpoints_has_no_checksum(checkpoint):
     assert verify(checkpoint).ok
     assert not find_missing_or_truncated(checkpoint)
+
     lineage = Lineage((Segment(1, 12, "a"),))
     (checkpoint / LINEAGE).write_bytes(lineage.encode(None))
     assert verify(checkpoint).ok
     assert not find_missing_or_truncated(checkpoint)
+
     empty(checkpoint / LINEAGE)
     assert not verify(checkpoint).ok
     assert LINEAGE in find_missing_or_truncated(checkpoint)[0]
@@ -299,6 +318,7 @@ def test_foreign_checkpoints_have_no_checksums(tmp_path):
     assert report.ok
     assert not report.has_checksums
     assert len(report.notes) == 2
+
     state = {"w": ShardedTensor.replicated("w", torch.zeros(30, 4))}
     load(state, tmp_path / "c")
     assert state["w"].local.any()
@@ -329,6 +349,7 @@ def test_the_hashes_of_megatron_lm_are_checked(pristine, tmp_path):
     assert report.bytes == sum(
         path.stat().st_size for path in directory.iterdir() if path.name != "integrity.json"
     )
+
     shard = sorted(directory.glob("*.distcp"))[0]
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
@@ -336,11 +357,13 @@ def test_the_hashes_of_megatron_lm_are_checked(pristine, tmp_path):
     assert verify(directory).problems == [
         f"{shard}: damaged: its content does not match the hash in integrity.json"
     ]
+
     manifest = json.loads((directory / "integrity.json").read_text())
     del manifest["files"][shard.name]
     (directory / "integrity.json").write_text(json.dumps(manifest))
     missing = [f"{shard}: integrity.json has no hash of it"]
     assert verify(directory).problems == find_integrity_problems(directory) == missing
+
     manifest["files"][shard.name] = ""
     (directory / "integrity.json").write_text(json.dumps(manifest))
     shard.unlink()
@@ -374,7 +397,9 @@ def test_only_regular_files_are_read(checkpoint, name, monkeypatch):
     (checkpoint / name).symlink_to("/dev/null")
     monkeypatch.setenv("MEGATRON_FOLLOW_LINKS", "1")
     wanted = f"{checkpoint / name} is not a regular file"
+
     assert wanted in verify(checkpoint).problems
+
     with pytest.raises(CheckpointError, match=wanted):
         load_common(checkpoint)
         reader = Reader(checkpoint)
@@ -388,6 +413,7 @@ def test_load_detects_data_file_of_another_checkpoint(pristine, checkpoint, tmp_
     for key in ("w", "u", "b", "s"):
         older[key].local.add_(1)
     save(older, tmp_path / "older", common={"iteration": 7, "args": {"lr": 0.1}}, workers=2)
+
     for shard in checkpoint.glob("*.distcp"):
         content = (tmp_path / "older" / shard.name).read_bytes()
         assert len(content) == shard.stat().st_size
@@ -399,6 +425,7 @@ def test_load_detects_data_file_of_another_checkpoint(pristine, checkpoint, tmp_
         assert f"{shard}: damaged: wrong checksum of bytes" in message
         assert "belongs to another checkpoint" in message
         shard.write_bytes(original)
+
     assert load_and_compare(checkpoint) is None
 
 
@@ -408,6 +435,7 @@ def test_load_without_verification_is_optional(checkpoint):
     flip(shard, shard.stat().st_size // 2, 3)
     first = shard.stat().st_size // 2 // BLOCK_SIZE * BLOCK_SIZE
     assert f"{shard}: damaged: wrong checksum of bytes {first}.." in load_and_compare(checkpoint)
+
     state = make_state(False)
     load(state, checkpoint, verify=False)
     differing = [k for k in "wubs" if not torch.equal(state[k].local, make_state(True)[k].local)]
@@ -433,6 +461,7 @@ def test_verified_file_returns_the_bytes_of_any_range(tmp_path, position):
         with ChecksumVerifier(tmp_path).open(path) as file:
             assert file.read(position, size) == content[position : position + size]
             assert file.read(position + 1, size) == content[position + 1 : position + 1 + size]
+
     damaged = bytearray(content)
     damaged[position] ^= 4
     path.write_bytes(damaged)
@@ -453,6 +482,7 @@ def test_a_load_reads_only_its_own_part_of_the_metadata(tmp_path, monkeypatch):
         values = torch.full((2000, 1), float(number))
         boxes = tuple(Box((row, 0), values[row : row + 1]) for row in range(len(values)))
         state[key] = ShardedTensor(key, (2000, 1), torch.float32, boxes)
+
     save(state, tmp_path / "c", common={})
     num_blocks = -(-(tmp_path / "c/.metadata").stat().st_size // BLOCK_SIZE)
     assert num_blocks >= 3
@@ -460,10 +490,13 @@ def test_a_load_reads_only_its_own_part_of_the_metadata(tmp_path, monkeypatch):
     verifiers = []
     find = ChecksumVerifier.find
     monkeypatch.setattr(
-        ChecksumVerifier, "find", lambda path: verifiers.append(find(path)) or verifiers[-1]
+        ChecksumVerifier,
+        "find",
+        lambda path: verifiers.append(find(path)) or verifiers[-1],
     )
     wanted = torch.zeros(2000, 1)
     reader = Reader(tmp_path / "c")
     reader.read_into([("tensor_05", Box((0, 0), wanted))])
+
     assert bool((wanted == 5).all())
     assert sum(verifiers[0]._verified[".metadata"]) < num_blocks

@@ -69,7 +69,8 @@ def test_every_rank_is_in_one_replication_group(size, jump, copies):
 
 def test_too_few_ranks_for_the_copies():
     with pytest.raises(
-        CheckpointError, match="3 copies of the files of rank 0, on ranks 4 apart, need 12 ranks"
+        CheckpointError,
+        match="3 copies of the files of rank 0, on ranks 4 apart, need 12 ranks",
     ):
         form_replication_groups(8, 4, 3)
 
@@ -88,7 +89,10 @@ def files_up_to(limit):
 def state_of(rank, value):
     big = torch.full((ROWS if rank == 0 else 1, 20), float(value))
     tensor = ShardedTensor(
-        "big", (ROWS + 1, 20), big.dtype, (Box((0 if rank == 0 else ROWS, 0), big),)
+        "big",
+        (ROWS + 1, 20),
+        big.dtype,
+        (Box((0 if rank == 0 else ROWS, 0), big),),
     )
     return {"big": tensor, "own": ShardedObject(f"own/{rank}", value)}
 
@@ -101,7 +105,10 @@ class Node:
         self.tier = LocalTier.create(Path(root) / f"node{rank}", 2)
         self.saver = AsyncSaver(workers=1)
         self.nodes = LocalSaver(
-            self.tier, Generation(Path(root), 1, ""), None, replication_interval
+            self.tier,
+            Generation(Path(root), 1, ""),
+            None,
+            replication_interval,
         )
 
     def save(self, iteration):
@@ -125,12 +132,14 @@ def without_room(rank, size, root):
     node = Node(rank, root)
     told = []
     for iteration, limit in enumerate(
-        (1 << 30, 1 << 20, 1 << 20, 50 if rank == 1 else 1 << 30, 1 << 30), 1
+        (1 << 30, 1 << 20, 1 << 20, 50 if rank == 1 else 1 << 30, 1 << 30),
+        1,
     ):
         with files_up_to(limit if rank == 1 else resource.RLIM_INFINITY):
             report = node.save(iteration)
         dist.barrier()
         told.append((report.error, report.warning, node.kept()))
+
     node.close()
     return told
 
@@ -175,6 +184,7 @@ def test_a_stray_file_among_the_local_checkpoints_is_left_out(tmp_path, caplog):
         assert saver.save(state, tmp_path, common={}, pending=pending).wait().error is None
     (tmp_path / "iter_0000000-0000001.stray").write_bytes(b"")
     (found,) = find_local_checkpoints(tier).usable
+
     assert found.lineage.order == (1, 1)
     assert "iter_0000000-0000001.stray cannot be read" in caplog.text
 
@@ -191,10 +201,12 @@ def damaged_on_the_way(rank, size, root):
             send(tensor, *args)
 
         dist.send = flipping
+
     try:
         report = node.save(1)
     finally:
         dist.send = send
+
     node.close()
     return (
         report.error,
@@ -223,6 +235,7 @@ def save_with_interval(rank, size, root):
         kept.append(node.kept())
         newest = node.tier.list_checkpoints()[-1]
         writers.append(sorted(node.tier.find_writers(newest)))
+
     node.close()
     if rank == 1:
         shutil.rmtree(node.tier.root)
@@ -251,22 +264,29 @@ def drain_while_saving_on(rank, size, root):
     copier = CheckpointCopier(workers=1)
     local = node.begin(1)
     drained = copier.copy(
-        local, root / "iter_0000001", before_writing=released.wait, extra_files={"x": b"y"}
+        local,
+        root / "iter_0000001",
+        before_writing=released.wait,
+        extra_files={"x": b"y"},
     )
     assert local.wait().error is None
+
     kept = [(node.save(iteration).error, dist.barrier(), node.kept())[2] for iteration in (2, 3, 4)]
     released.set()
     reports = [drained.wait()]
     assert node.save(5).error is None
+
     dist.barrier()
     kept.append(node.kept())
     local = node.begin(6)
     local.wait()
+
     if rank == 0:
         path = node.tier.root / node.tier.list_checkpoints()[-1] / "__0_0.distcp"
         content = bytearray(path.read_bytes())
         content[len(content) // 2] ^= 1
         path.write_bytes(content)
+
     reports.append(copier.copy(local, root / "iter_0000006").wait())
     copier.close()
     node.close()
@@ -281,10 +301,12 @@ def test_a_local_checkpoint_is_copied_to_where_all_nodes_find_it(pool, tmp_path)
         assert kept == [[1, 2], [1, 2, 3], [1, 3, 4], [4, 5]]
         assert (good.error, good.staging, good.blocking) == (None, 0.0, 0.0)
         assert "__0_0.distcp: damaged on the disk of its node" in bad.error
+
     drained = tmp_path / "iter_0000001"
     assert verify(drained).ok
     assert not (tmp_path / "iter_0000006").exists()
     assert (drained / "x").read_bytes() == b"y"
+
     pool.run(save_directly, 2, str(tmp_path / "direct"))
     contents = [
         {path.name: path.read_bytes() for path in root.iterdir()}
@@ -303,11 +325,14 @@ def save_directly(rank, size, directory):
 
 def share_a_directory(rank, size, root):
     with pytest.raises(
-        CheckpointError, match=r"ranks 0, 1 keep copies of the same files, but share a directory"
+        CheckpointError,
+        match=r"ranks 0, 1 keep copies of the same files, but share a directory",
     ):
         LocalTier.create(Path(root) / f"node{rank // 2}", 2, distance=1)
+
     with pytest.raises(
-        CheckpointError, match="local checkpoints cannot be saved to .*: .*Not a directory"
+        CheckpointError,
+        match="local checkpoints cannot be saved to .*: .*Not a directory",
     ):
         LocalTier.create(Path(__file__) / "node")
 
@@ -361,7 +386,9 @@ def superseded(rank, size, root):
         assert node.save(iteration).error is None
         dist.barrier()
         names.append([held.lineage.order for held in find_local_checkpoints(node.tier).usable])
+
     assert new.save(5).error is None
+
     dist.barrier()
     names.append([held.lineage.order for held in find_local_checkpoints(new.tier).usable])
     old.close()
@@ -384,6 +411,7 @@ def read_at_random(rank, size, root, flips):
     """Every byte of every file of one node is flipped in turn; all is read on every rank."""
     node = Node(rank, root)
     assert node.save(1).error is None
+
     node.close()
     files = sorted(path for path in (node.tier.root / node.tier.list_checkpoints()[0]).iterdir())
     generator = torch.Generator().manual_seed(0)
@@ -394,6 +422,7 @@ def read_at_random(rank, size, root, flips):
             damaged = bytearray(content)
             damaged[int(torch.randint(len(content), (), generator=generator))] ^= 1 << 3
             path.write_bytes(damaged)
+
         dist.barrier()
         held = [find_local_checkpoints(node.tier).usable]
         dist.broadcast_object_list(held, 0)
@@ -401,6 +430,7 @@ def read_at_random(rank, size, root, flips):
         values = Reader(local.directory).read("big", (0, 0), (ROWS + 1, 20))
         local.close()
         assert (values == 1).all()
+
         path.write_bytes(content)
 
 
@@ -413,6 +443,7 @@ def a_holder_is_stopped(rank, size, root):
     """Rank 1 has lost its disk, and rank 0 is stopped while rank 1 reads."""
     node = Node(rank, root)
     assert node.save(1).error is None
+
     node.close()
     held = [find_local_checkpoints(node.tier).usable]
     dist.broadcast_object_list(held, 0)
@@ -432,6 +463,7 @@ def a_holder_is_stopped(rank, size, root):
             told = str(error)
         finally:
             os.kill(pids[0], signal.SIGCONT)
+
     dist.barrier()
     return told
 
@@ -453,6 +485,7 @@ def send_forged_pieces(rank, size, root, pieces):
         if not name.startswith(".done-"):  # the receiver answers after any marker
             link.send_content(".done-0-of-2", b"x")
         return link.receive_answer()
+
     slot = StagingBuffer(1, pinned=False).slots[0]
     ReplicaReceiver(directory, 1, 0, group, MessageAuthenticator(None), slot).run()
     return sorted(str(path.relative_to(root)) for path in Path(root).rglob("*"))
@@ -483,8 +516,10 @@ def test_marker_with_an_implausible_number_of_writers_is_ignored(tmp_path, caplo
     content = b"".join(seal_checksums(encode_checksum_records({})))
     for count in (99999999999, 1 << 21):
         (directory / f".done-0-of-{count}").write_bytes(content)
+
     assert tier.find_writers(directory.name) == {}
     assert find_local_checkpoints(tier).usable == []
+
     forged = {"iter_0000001-0000001.forged": {0: (99999999999, 10)}}
     assert _merge_nodes([_Node(forged, {}, [])]).usable == []
 
@@ -506,6 +541,7 @@ def save_with_secret(rank, size, root, tampered):
             local = DistributedLocalCheckpoint(node.tier, info)
             values = Reader(local.directory).read("big", (0, 0), (ROWS + 1, 20))
             local.close()
+
         node.close()
     return report.error, report.warning, values is not None and bool((values == 1).all())
 

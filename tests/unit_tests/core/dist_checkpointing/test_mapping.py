@@ -38,6 +38,7 @@ def test_boxes_of_flat_ranges_tile_them(shape):
             assert view.is_contiguous()
             assert view.dim() == len(shape)
             paste(actual, offset, view)
+
         expected = torch.full((numel,), EMPTY)
         expected[start:stop] = data
         assert torch.equal(actual.reshape(-1), expected)
@@ -70,6 +71,7 @@ def test_zero_shards_of_fused_parameter_tile_global_tensor(shards):
             assert shard.key == "moment.w"
             for box in shard.boxes:
                 paste(actual, box.offset, box.tensor)
+
     assert torch.equal(actual, reference)
 
 
@@ -79,6 +81,7 @@ def test_boxes_exclude_vocabulary_padding():
     sharding = Sharding(dim=0, axis=tp, num_rows=8)
     last = sharding.describe("e", padded)
     assert last.global_shape == (8, 2)
+
     (box,) = last.boxes
     assert box.offset == (6, 0)
     assert box.shape == (2, 2)

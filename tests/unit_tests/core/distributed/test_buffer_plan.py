@@ -58,11 +58,13 @@ def test_each_parameter_has_one_aligned_position(seed, num_shards, bucket_size):
     buckets = plan_buffer(specs, bucket_size, num_shards)
     names = sorted(spec.name for spec in specs)
     assert sorted(list_names(buckets)) == names
+
     shard_step = num_shards * ALIGNMENT
     position = 0
     for bucket in buckets:
         assert bucket.start == position, "buckets are adjacent"
         assert bucket.numel % shard_step == 0, "shards are equal and aligned"
+
         end = 0
         for span in bucket.spans:
             assert span.stop - span.start == span.spec.numel
@@ -70,11 +72,14 @@ def test_each_parameter_has_one_aligned_position(seed, num_shards, bucket_size):
             assert 0 <= span.start - end < ALIGNMENT
             assert span.spec.group == bucket.group
             end = span.stop
+
         assert end <= bucket.numel < end + shard_step + ALIGNMENT
         if any(span.spec.info.shared_embedding for span in bucket.spans):
             assert len(bucket.spans) == 1
+
         numel_before_last = sum(span.spec.numel for span in bucket.spans[:-1])
         assert numel_before_last < bucket_size, "it should have been closed before"
+
         position = bucket.stop
 
 
@@ -88,6 +93,7 @@ def test_parameters_with_weight_decay_come_first_in_backward_order(seed):
         is_bias = random_spec.name.endswith(".bias")
         if is_matrix and not is_bias:
             matrices.append(random_spec.name)
+
     assert names[: len(matrices)] == matrices
 
 
@@ -96,6 +102,7 @@ def test_parameter_groups():
     decayed = ParamGroup(weight_decay=True, embedding=False)
     not_decayed = ParamGroup(weight_decay=False, embedding=False)
     embedding = ParamGroup(weight_decay=True, embedding=True)
+
     assert spec("a.weight", matrix).group == decayed
     assert spec("a.weight", (3,)).group == not_decayed
     assert spec("a.bias", matrix).group == not_decayed
@@ -117,6 +124,7 @@ def test_gpt_without_overlap_has_four_buckets():
             spec(f"layers.{layer}.fc1.bias", (32,), sharding=SPLIT),
             spec(f"layers.{layer}.fc2.weight", (8, 32), sharding=SPLIT),
         ]
+
     specs.append(spec("output_layer.weight", (50, 8), sharding=SPLIT))
     buckets = plan_buffer(specs, 10**9, 4)
     first_names = [bucket.spans[0].spec.name for bucket in buckets]
@@ -126,6 +134,7 @@ def test_gpt_without_overlap_has_four_buckets():
         "embedding.word_embeddings.weight",
         "layers.2.norm.weight",
     ]
+
     vectors = buckets[-1]
     assert len(find_ranges(vectors, lambda info: info.partial_grad)) == 1
     assert len(find_ranges(vectors, is_split)) == 1

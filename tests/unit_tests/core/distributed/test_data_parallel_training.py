@@ -63,14 +63,22 @@ def assert_close_run(runs, expected):
     rate.)
     """
     torch.testing.assert_close(
-        mean(runs, "losses"), mean([expected], "losses"), rtol=1e-6, atol=1e-6
+        mean(runs, "losses"),
+        mean([expected], "losses"),
+        rtol=1e-6,
+        atol=1e-6,
     )
+
     for run in runs:
         torch.testing.assert_close(
-            mean([run], "norms"), mean([expected], "norms"), rtol=3e-6, atol=0
+            mean([run], "norms"),
+            mean([expected], "norms"),
+            rtol=3e-6,
+            atol=0,
         )
         for name, value in run["params"].items():
             torch.testing.assert_close(value, expected["params"][name], rtol=1e-5, atol=1e-6)
+
     for key, value in assemble([run["state"] for run in runs]).items():
         torch.testing.assert_close(value, assemble([expected["state"]])[key], rtol=1e-4, atol=1e-6)
 
@@ -125,6 +133,7 @@ def test_sharding_is_bitwise_equal(pool, dtype):
     """
     config = {**ADAM, "clip_grad": 0.0}
     replicated, sharded = (pool.run(train, 2, ddp, config, 8, 2, dtype) for ddp in (PLAIN, SHARDED))
+
     assert_same(sharded[0]["params"], replicated[0]["params"])
     assert_same(assemble([run["state"] for run in sharded]), assemble([replicated[0]["state"]]))
     assert sharded[0]["norms"] == pytest.approx(replicated[0]["norms"], rel=1e-6)
@@ -137,11 +146,13 @@ def test_reduction_in_bf16_follows_fp32(pool):
     names = ("all-reduce", "all-reduce overlapped", "sharded", "sharded, both overlapped")
     ways = [{**VARIANTS[name], "grad_reduce_in_bf16": True} for name in names]
     expected, *others = (pool.run(train, 2, way, config, 8, 2, torch.bfloat16) for way in ways)
+
     for runs in others:
         assert_same(runs[0]["params"], expected[0]["params"])
     assert expected[0]["norms"] != in_fp32[0]["norms"]
     assert mean(expected, "losses").tolist() == pytest.approx(
-        mean(in_fp32, "losses").tolist(), rel=2e-2
+        mean(in_fp32, "losses").tolist(),
+        rel=2e-2,
     )
 
 
@@ -185,10 +196,12 @@ def resume(rank, world_size, ddp, stored, plain, start, steps):
         model_state = chunk.sharded_state_dict()
         fill(optimizer.sharded_state_dict(model_state), stored)
         optimizer.load_state_dict(plain, model_state)
+
     for step in range(start, start + steps):
         backward_pass(chunk, step)
         finalize_model_grads([chunk], ps)
         optimizer.step()
+
     model_state = chunk.sharded_state_dict()
     return boxes_of(optimizer.sharded_state_dict(model_state)), optimizer.state_dict()
 
@@ -205,6 +218,7 @@ def test_resume_at_another_dp_size(pool):
         loaded = pool.run(resume, world_size, ddp, whole, plain, 3, 0)
         assert_same(assemble([boxes for boxes, _ in loaded]), whole)
         assert loaded[0][1] == plain
+
     uninterrupted = pool.run(resume, 4, both, None, None, 0, 6)
     resumed = pool.run(resume, 4, both, whole, plain, 3, 3)
     assert_same(*(assemble([boxes for boxes, _ in runs]) for runs in (uninterrupted, resumed)))

@@ -45,6 +45,7 @@ def test_main_grad_is_the_fp32_sum_over_microbatches(dtype, overlap):
         (model(tokens, labels) / 4).backward()
         for name, param in model.named_parameters():
             expected[name] += param.grad.float()
+
     for name, param in chunk.module.named_parameters():
         assert param.main_grad.dtype == torch.float32
         assert torch.equal(param.main_grad, expected[name]), name
@@ -54,7 +55,9 @@ def test_main_grad_is_the_fp32_sum_over_microbatches(dtype, overlap):
 @pytest.mark.parametrize("overlap", [False, True])
 def test_grad_reduce_in_bf16_returns_fp32_gradients(overlap):
     config = DistributedDataParallelConfig(
-        overlap_grad_reduce=overlap, ddp_bucket_size=600, grad_reduce_in_bf16=True
+        overlap_grad_reduce=overlap,
+        ddp_bucket_size=600,
+        grad_reduce_in_bf16=True,
     )
     chunk, _ = build(ONE, config, dtype=torch.bfloat16)
     backward_pass(chunk, 0, count=4)
@@ -63,6 +66,7 @@ def test_grad_reduce_in_bf16_returns_fp32_gradients(overlap):
     for tokens, labels in microbatches(0, Axis(), 4):
         (model(tokens, labels) / 4).backward()  # autograd adds up in bf16, too
     expected = dict(model.named_parameters())
+
     for name, param in chunk.module.named_parameters():
         assert param.main_grad.dtype == torch.bfloat16
         assert torch.equal(param.main_grad, expected[name].grad), name
@@ -89,7 +93,8 @@ def test_stale_gradients_do_not_change_a_bit(dtype, in_bf16):
         model = UnusedParameter(dtype)
         model.initialize(seed=7)
         config = DistributedDataParallelConfig(
-            gradient_accumulation_fusion=fusion, grad_reduce_in_bf16=in_bf16
+            gradient_accumulation_fusion=fusion,
+            grad_reduce_in_bf16=in_bf16,
         )
         chunk = DistributedDataParallel(model, config, Axis())
         for step in range(2):
@@ -97,8 +102,10 @@ def test_stale_gradients_do_not_change_a_bit(dtype, in_bf16):
                 param.main_grad.fill_(torch.nan)
             backward_pass(chunk, step, count=3 if step else 1)
             chunk.finish_grad_sync()
+
         buffers.append(chunk.flat_buffers[0].grad_data)
         assert not model.unused.main_grad.any()
+
     assert torch.equal(*buffers)
 
 
@@ -106,12 +113,16 @@ def test_parameters_and_gradients_are_views_of_the_buffers():
     chunk, _ = build(ONE, DistributedDataParallelConfig(ddp_bucket_size=600), tied=False)
     (buffer,) = chunk.flat_buffers
     assert len(chunk.buckets) >= 5
+
     for param, reference in zip(
-        chunk.module.parameters(), plain_model(tied=False).parameters(), strict=True
+        chunk.module.parameters(),
+        plain_model(tied=False).parameters(),
+        strict=True,
     ):
         assert torch.equal(param, reference)
         for view, base in ((param, buffer.param_data), (param.main_grad, buffer.grad_data)):
             assert base.data_ptr() <= view.data_ptr() < base.data_ptr() + base.nbytes
+
     assert sum(bucket.param_data.numel() for bucket in chunk.buckets) == buffer.param_data.numel()
 
 
@@ -145,6 +156,7 @@ def test_parameters_are_initialized_in_their_buffers(dtype):
     model = TinyModel(dtype, tied=True)
     wrapped = DistributedDataParallel(model, config, Axis(), keep_values=False)
     assert all(not param.any() for param in model.parameters())
+
     model.initialize(seed=7)
     for one, other in zip(wrapped.flat_buffers, moved.flat_buffers, strict=True):
         assert torch.equal(one.param_data, other.param_data)
@@ -157,6 +169,7 @@ def test_kernel_may_add_into_main_grad():
     x = torch.randn(5, 4)
     chunk.zero_grad_buffer()
     FusedLinear.apply(x.clone().requires_grad_(), weight).sum().backward()
+
     torch.testing.assert_close(weight.main_grad, x.sum(0).expand(3, 4))
     assert weight.grad is None
     assert not chunk.buckets[0].missing, "it counts as ready all the same"
@@ -167,7 +180,9 @@ def test_fused_and_plain_gradients_of_one_weight_are_added():
     returns its gradient.
     """
     chunk = DistributedDataParallel(
-        OneMatrix(), DistributedDataParallelConfig(overlap_grad_reduce=True), Axis()
+        OneMatrix(),
+        DistributedDataParallelConfig(overlap_grad_reduce=True),
+        Axis(),
     )
     weight = chunk.module.weight
     x = torch.randn(5, 4, requires_grad=True)
@@ -183,7 +198,8 @@ def test_recomputed_layers_have_equal_gradients(use_reentrant):
     grads = []
     for recompute in (False, True):
         chunk, _ = build(
-            ONE, DistributedDataParallelConfig(overlap_grad_reduce=True, ddp_bucket_size=600)
+            ONE,
+            DistributedDataParallelConfig(overlap_grad_reduce=True, ddp_bucket_size=600),
         )
         for layer in chunk.module.decoder.layers if recompute else ():
             plain = layer.forward
@@ -192,6 +208,7 @@ def test_recomputed_layers_have_equal_gradients(use_reentrant):
         chunk(tokens, labels).backward()
         assert not any(bucket.missing for bucket in chunk.buckets)
         grads.append(chunk.flat_buffers[0].grad_data.clone())
+
     assert torch.equal(*grads)
 
 
@@ -213,6 +230,7 @@ def test_frozen_parameters_are_not_in_buffers():
         for bucket in chunk.buckets
         for p in bucket.params
     )
+
     backward_pass(chunk, 0)
     assert torch.equal(model.decoder.layers[0].linear.weight, before)
 
@@ -221,6 +239,7 @@ def test_each_dtype_has_its_buffer():
     model = plain_model()
     model.decoder.layers[1].to(torch.bfloat16)
     chunk = DistributedDataParallel(model, DistributedDataParallelConfig(), Axis())
+
     assert [buffer.param_data.dtype for buffer in chunk.flat_buffers] == [
         torch.float32,
         torch.bfloat16,
@@ -233,6 +252,7 @@ def test_units_are_layers_and_modules_without_layers():
     units = {id(unit): recurse for unit, recurse in iterate_forward_units(model)}
     whole = [model.word_embeddings, *model.decoder.layers, model.output_layer]
     assert {unit for unit, recurse in units.items() if recurse} == {id(unit) for unit in whole}
+
     covered = {
         p for unit, recurse in iterate_forward_units(model) for p in unit.parameters(recurse)
     }
@@ -270,7 +290,8 @@ MODELS = {
     "tiny without layers": lambda: TinyModel(tied=False, layers=0),
     "gpt": lambda: gpt(embedding_layernorm=True),
     "gpt, untied": lambda: gpt(
-        untie_embeddings_and_output_weights=True, position_embedding_type="rope"
+        untie_embeddings_and_output_weights=True,
+        position_embedding_type="rope",
     ),
     "gpt, recomputed": lambda: gpt(
         recompute_granularity="full",
@@ -286,7 +307,9 @@ MODELS = {
 @pytest.mark.parametrize("training", [True, False])
 def test_parameters_are_gathered_before_they_are_read(model, bucket_size, training):
     config = DistributedDataParallelConfig(
-        use_distributed_optimizer=True, overlap_param_gather=True, ddp_bucket_size=bucket_size
+        use_distributed_optimizer=True,
+        overlap_param_gather=True,
+        ddp_bucket_size=bucket_size,
     )
     module = MODELS[model]()
     module.initialize(seed=7)
@@ -304,6 +327,7 @@ def test_parameters_are_gathered_before_they_are_read(model, bucket_size, traini
         bucket._param_works = [LateGather(bucket)]
     loss = chunk(*inputs, **keywords).sum()
     loss.backward()
+
     assert torch.isfinite(loss)
     assert all(torch.isfinite(p.main_grad).all() for p in chunk.parameters())
     assert all(map(torch.equal, chunk.parameters(), expected))
@@ -313,7 +337,9 @@ def test_layers_wait_only_for_their_buckets():
     chunk, _ = build(
         ONE,
         DistributedDataParallelConfig(
-            use_distributed_optimizer=True, overlap_param_gather=True, ddp_bucket_size=1
+            use_distributed_optimizer=True,
+            overlap_param_gather=True,
+            ddp_bucket_size=1,
         ),
     )
     for bucket in chunk.buckets:
@@ -323,6 +349,7 @@ def test_layers_wait_only_for_their_buckets():
         layer.register_forward_pre_hook(
             lambda *_: still_late.append(sum(not b.params_complete for b in chunk.buckets))
         )
+
     chunk(*batch(0))
     assert still_late == [8, 4, 0], "four parameters per layer, each its own bucket"
 

@@ -49,6 +49,7 @@ def step_on_noise(config, steps=8, bad_step=None):
         if step == bad_step:
             first_param.main_grad.view(-1)[0] = math.inf
         optimizer.step()
+
     end = {name: param.detach() for name, param in params.items()}
     return start, gradients, end, optimizer
 
@@ -86,6 +87,7 @@ def test_lion_matches_the_paper():
             decayed = direction + 0.1 * param
             param = param - 0.01 * decayed
         assert_end(end, name, param)
+
     assert num_matrices > 1
 
 
@@ -109,6 +111,7 @@ def test_ademamix_matches_the_paper():
             denominator = corrected_square.sqrt() + 1e-8
             direction = (corrected_fast + alpha * slow) / denominator
             param = param - 0.01 * (direction + weight_decay * param)
+
         assert_end(end, name, param)
 
 
@@ -139,6 +142,7 @@ def test_ademamix_warmup_of_the_slow_mean():
 
     weights = compute_slow_weight(steps, 8.0, 100)
     assert weights.tolist() == pytest.approx([0.0, 4.0, 8.0, 8.0])
+
     constant_weights = compute_slow_weight(steps, 8.0, None)
     assert constant_weights.tolist() == [8.0] * 4
 
@@ -152,6 +156,7 @@ def test_orthogonalize_keeps_singular_vectors(shape, kind):
     result = orthogonalize(matrix, kind)
     values = u.mT @ result @ v.mT
     diagonal = values.diagonal()
+
     torch.testing.assert_close(values, diagonal.diag(), rtol=0, atol=1e-9)
     assert diagonal.min() > 0.3
     assert diagonal.max() < 1.35
@@ -174,6 +179,7 @@ def test_muon_updates_matrices_and_adam_other_parameters():
     start, gradients, end, optimizer = step_on_noise(MUON)
     matrices = [name for name in start if name.endswith("linear.weight")]
     assert len(matrices) == LAYERS
+
     scale = HIDDEN**0.5 * 0.2
     for name in matrices:
         param = start[name].double()
@@ -191,6 +197,7 @@ def test_muon_updates_matrices_and_adam_other_parameters():
         is_same = torch.equal(end[name], adam[name])
         assert is_same == (name not in matrices)
     state_names = [set(shard.state) for shard in optimizer.shards]
+
     assert {"momentum_buffer"} in state_names
     assert {"exp_avg", "exp_avg_sq"} in state_names
 
@@ -266,6 +273,7 @@ def test_matrix_split_over_tp_is_orthogonalized_as_a_whole(pool, dim, blocks):
             result = orthogonalize(matrix) * scale
             groups.append(result.view(rows.shape))
         expected = torch.cat(groups, 1).view(32, 12)
+
     torch.testing.assert_close(torch.cat(parts, dim), expected, rtol=1e-4, atol=1e-5)
 
 

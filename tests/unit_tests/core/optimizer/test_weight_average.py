@@ -18,7 +18,11 @@ DECAY = 0.9
 
 def make_config(**fields):
     return OptimizerConfig(
-        lr=0.01, weight_decay=0.1, ema_decay=DECAY, initial_loss_scale=2.0**10, **fields
+        lr=0.01,
+        weight_decay=0.1,
+        ema_decay=DECAY,
+        initial_loss_scale=2.0**10,
+        **fields,
     )
 
 
@@ -56,6 +60,7 @@ def test_average_equals_torchs_bitwise(ddp, dtype):
         run(chunk, optimizer, [step])
         expected.update_parameters(make_module(get_main_parameters(chunk, optimizer)))
     average = get_average(chunk, optimizer)
+
     for value, reference in zip(average.values(), expected.module.parameters(), strict=True):
         assert value.dtype == torch.float32
         assert torch.equal(value, reference)
@@ -69,8 +74,10 @@ def test_skipped_step_leaves_the_average_unchanged(rule):
     backward_pass(chunk, 2)
     finalize_model_grads([chunk], ONE)
     chunk.buckets[0].grad_shard[0] = float("inf")
+
     assert optimizer.step().skipped
     assert_same(get_average(chunk, optimizer), before)
+
     run(chunk, optimizer, [3])
     assert any(
         not torch.equal(value, before[name])
@@ -86,6 +93,7 @@ def test_averaged_weights_are_exchanged_and_restored_bitwise(dtype):
     average = get_average(chunk, optimizer)
     with optimizer.averaged_weights():
         inside = assemble([boxes_of(chunk.sharded_state_dict())])
+
     for name, value in average.items():
         assert torch.equal(inside[name], value.to(dtype)), name
         assert not torch.equal(inside[name], before[name]), name
@@ -101,5 +109,6 @@ def test_training_is_not_affected():
         pass
     run(chunk, optimizer, range(3, 5))
     run(other, other_optimizer, range(5))
+
     assert_same(snapshot(chunk, optimizer), snapshot(other, other_optimizer))
     assert other_optimizer.average_state(other.sharded_state_dict()) == {}

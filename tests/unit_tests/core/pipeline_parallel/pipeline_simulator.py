@@ -50,6 +50,7 @@ class Network:
             posts.append(sent)
             self.sends[pair].append(sent)
             self._match(pair)
+
         if tick.receive:
             pair = (tick.receive.peer, rank)
             received = Post((*pair, tick.receive.input_of), time)
@@ -98,6 +99,7 @@ def run_rank(
             trace.peak_unused_inputs = max(trace.peak_unused_inputs, len(inputs))
         if network.mode == "rendezvous":
             now = max(now, (yield previous))
+
     trace.end = max(now, (yield previous))
     assert not inputs, f"rank {rank} received what it never used: {list(inputs)}"
 
@@ -114,6 +116,7 @@ def simulate(
     for rank, ticks in enumerate(pipeline):
         running[rank] = run_rank(rank, ticks, network, seconds, traces[rank])
         waiting[rank] = next(running[rank])
+
     while running:
         has_progress = False
         for rank in list(running):

@@ -89,6 +89,7 @@ class Stage:
     def forward_step(self, chunk: int, microbatch: int, activation: Tensor | None) -> Tensor:
         x, target = data(microbatch, self.dtype)
         assert (activation is None) == self.is_first(chunk)
+
         x = x if activation is None else activation
         for layer in self.chunks[chunk].values():
             x = layer(x)
@@ -181,7 +182,11 @@ def compare(
 ) -> None:
     [(losses, expected)] = pool.run(run_serial, 1, layout[0], num_microbatches, dtype)
     results = pool.run(
-        partial(run_pipeline, group_size=group_size), world_size, layout, num_microbatches, dtype
+        partial(run_pipeline, group_size=group_size),
+        world_size,
+        layout,
+        num_microbatches,
+        dtype,
     )
     seen = set()
     for pipeline_losses, actual in results:
@@ -189,7 +194,9 @@ def compare(
         for name, grad in actual.items():
             assert torch.equal(grad, expected[name]), name
             seen.add(name)
+
     assert seen == set(expected)
+
     replicas = world_size // layout[1]
     assert sum(pipeline_losses is not None for pipeline_losses, _ in results) == replicas
 
@@ -201,6 +208,7 @@ def test_forward_only_computes_losses_without_gradients(pool, layout):
     run_forward = partial(run_pipeline, forward_only=True)
     results = pool.run(run_forward, world_size, layout, 6, torch.float32)
     losses, _ = results[-1]
+
     assert torch.equal(losses, expected)
     for _, gradients in results:
         assert all(gradient is None for gradient in gradients.values())
@@ -216,6 +224,7 @@ def count_gradients_after_callback(
         weight.register_post_accumulate_grad_hook(
             lambda _, index=index: events.append(("gradient", index))
         )
+
     stage.run(before_last_backward=lambda chunk: events.append(("callback", chunk)))
     return [
         [kind for kind, index in events if index == chunk] for chunk in range(len(stage.chunks))
@@ -286,6 +295,7 @@ def run_with_dying_rank(rank: int, world_size: int, report: Path) -> None:
     stage.forward_step = dies_at_microbatch_3  # type: ignore[method-assign]
     with pytest.raises(RuntimeError) as caught:
         stage.run()
+
     report.write_text(str(caught.value))
 
 
@@ -347,6 +357,7 @@ def test_output_of_wrong_shape_or_dtype_is_an_error(output, pp, message):
 def test_forward_only_accepts_any_output():
     outputs = []
     run_one_stage(
-        lambda chunk, microbatch, _: outputs.append(microbatch) or torch.zeros(5), forward_only=True
+        lambda chunk, microbatch, _: outputs.append(microbatch) or torch.zeros(5),
+        forward_only=True,
     )
     assert outputs == [0, 1, 2]

@@ -29,6 +29,7 @@ def test_extra_states_contain_those_of_megatron_lm():
         for key in ours
         if re.match(TRANSFORMER_ENGINE, key.removesuffix("._extra_state/shard_0_1"))
     }
+
     assert theirs
     assert ours - more == theirs
     assert len(more) == 4 + 1, "attention in each of four layers, and the last norm"
@@ -42,6 +43,7 @@ def test_qk_norms_have_extra_states_and_optimizer_tensors_do_not():
     ]
     keys += ["optimizer.state.param.decoder.layers.7.mlp.linear_fc1.weight", "output_layer.weight"]
     (entry,) = build_extra_states(keys).values()
+
     assert entry.key == "decoder.layers.7.self_attention.q_layernorm._extra_state/shard_0_1"
     assert entry.value.numel() == 0
 
@@ -53,8 +55,10 @@ def test_arguments_announce_optimizer_and_generators(tmp_path):
         build_extra_states(source.tensors).keys()
         <= read_metadata(tmp_path / "whole").objects.keys()
     )
+
     args = load_common(tmp_path / "whole")["args"]
     assert (args.no_save_optim, args.no_save_rng) == (False, False)
+
     source.training = None
     write_torch_dist(source, tmp_path / "weights")
     args = load_common(tmp_path / "weights")["args"]
@@ -66,12 +70,15 @@ def test_shared_object_is_stored_once(tmp_path):
     state = dict(build_extra_states(keys)) | {"rng": ShardedObject("rng", {"seed": 1})}
     save(state, tmp_path / "c", common={})
     stored = read_metadata(tmp_path / "c").objects
+
     assert stored.keys() == state.keys()
     assert len(state) == 101
     assert len({stored[key] for key in state}) == 2
+
     reader = Reader(tmp_path / "c")
     assert reader.read_object("rng") == {"seed": 1}
     assert all(reader.read_object(key) is None for key in state if key != "rng")
+
     plain = dict.fromkeys([keys[0].replace("weight", "_extra_state/shard_0_1"), "rng"], 0)
     dcp.load(plain, checkpoint_id=tmp_path / "c")
     assert list(plain.values()) == [[None], [{"seed": 1}]]

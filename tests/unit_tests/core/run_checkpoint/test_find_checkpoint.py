@@ -88,7 +88,8 @@ def test_ckpt_step_overrides_the_tracker(run):
     form, root, old, _ = run
     assert find_checkpoint(root, 5) == CheckpointRef(old, form)
     with pytest.raises(
-        ValueError, match=rf"--ckpt-step 7.*does not exist; complete are: .*{old.name}"
+        ValueError,
+        match=rf"--ckpt-step 7.*does not exist; complete are: .*{old.name}",
     ):
         find_checkpoint(root, 7)
 
@@ -101,6 +102,7 @@ def test_unusable_tracker_falls_back_to_the_newest(run, tracker):
             (root / name).write_bytes(tracker)
         else:
             (root / name).unlink(missing_ok=True)
+
     found = find_checkpoint(root)
     assert found[:2] == (new, form)
     assert "the newest complete checkpoint" in found.note
@@ -120,6 +122,7 @@ def test_missing_or_truncated_files_are_detected(run, stride):
     files = sorted(path for path in new.rglob("*") if path.is_file())
     if form == "universal":
         files = files[::stride]
+
     for number, path in enumerate(files):
         content = path.read_bytes()
         damages = (None, content[: len(content) // 2], content[:-1])
@@ -140,8 +143,11 @@ def test_missing_or_truncated_files_are_detected(run, stride):
             else:
                 source = open_found(found)
                 assert all(read_whole(source, key).numel() for key in source.tensors), path
+
             path.write_bytes(content)
+
     assert find_checkpoint(root) == CheckpointRef(new, form)
+
     pattern = {"torch_dist": "*.distcp", "legacy": "*.pt", "universal": "zero/*/[fe]*.pt"}[form]
     needed = set(files) & set(new.rglob(pattern))
     assert needed
@@ -171,11 +177,13 @@ def test_fallback_from_a_checkpoint_without_its_lineage(runs, tmp_path, saved, e
         shutil.copytree(intact, checkpoints.path(iteration))
         if lineage is not None:
             (checkpoints.path(iteration) / "lineage.json").write_bytes(lineage.encode(None))
+
     for iteration in (9, 10):
         checkpoints.path(iteration).mkdir()
         shutil.copy(intact / ".metadata", checkpoints.path(iteration))
     write_tracker(tmp_path, 10)
     found = find_checkpoint(tmp_path)
+
     assert found.directory == checkpoints.path(expected)
     assert "the tracker names 10, but it is damaged: metadata.json is missing" in found.note
 
@@ -185,11 +193,13 @@ def test_only_damaged_checkpoints_are_an_error(run):
     _, root, old, new = run
     for name in TRACKERS:
         (root / name).unlink(missing_ok=True)
+
     for directory in (old, new):
         max(
             (path for path in directory.rglob("*") if path.is_file()),
             key=lambda path: path.stat().st_size,
         ).unlink()
+
     with pytest.raises(
         ValueError,
         match=f"(?s)no tracker.*no complete checkpoint.*{new.name}: .*missing.*{old.name}",
@@ -201,12 +211,16 @@ def test_release_directory_is_found(tmp_path):
     source = dataclasses.replace(random_source(GPT_ARGS), training=None)
     WRITERS["torch_dist"](source, tmp_path, WriteOptions(), no_progress)
     assert find_checkpoint(tmp_path) == CheckpointRef(tmp_path / "release", "torch_dist")
+
     (tmp_path / TRACKERS[0]).unlink()
     assert find_checkpoint(tmp_path).directory == tmp_path / "release"
+
     (tmp_path / "release/metadata.json").unlink()
     write_tracker(tmp_path, "release")
+
     with pytest.raises(
-        ValueError, match=r"names release, but it is damaged: metadata\.json is missing"
+        ValueError,
+        match=r"names release, but it is damaged: metadata\.json is missing",
     ):
         find_checkpoint(tmp_path)
 
@@ -217,6 +231,7 @@ def test_converter_and_training_find_the_same_checkpoint(run, caplog, tmp_path):
         (root / name).unlink(missing_ok=True)
     next(path for path in new.rglob("*") if path.suffix in (".distcp", ".pt")).unlink()
     outcome = convert(root, tmp_path / "hf", "hf")
+
     assert str(old) in outcome.source
     assert "newest complete checkpoint" in caplog.text
     assert open_checkpoint(tmp_path / "hf", "hf").training is None
@@ -236,16 +251,19 @@ def test_run_in_the_directory_of_its_first_model_is_continued(runs, tmp_path, ca
     source = random_source({**GPT_ARGS, "num_layers": 1}, seed=1)
     WRITERS["hf"](source, root, WriteOptions(), no_progress)
     assert find_checkpoint(root) == CheckpointRef(root, "hf")
+
     shutil.copytree(runs["torch_dist"], root, dirs_exist_ok=True)
     if lost == "tracker":
         (root / TRACKERS[0]).unlink()
 
     found = find_checkpoint(root)
     assert found[:2] == (root / "iter_0000010", "torch_dist")
+
     wanted = "no tracker file" if lost else f"{root} is also a checkpoint itself (hf)"
     assert wanted in found.note
     assert find_checkpoint(root, 5).directory == root / "iter_0000005"
     assert find_checkpoint(root, loader="hf") == CheckpointRef(root, "hf")
+
     # A damaged run must not begin again with the model.
     for path in root.glob("iter_*/.metadata"):
         path.unlink()
@@ -263,10 +281,13 @@ def test_run_in_the_directory_of_its_first_deepspeed_checkpoint_is_continued(run
     if lost is None:
         write_tracker(root, 12)
     found = find_checkpoint(root)
+
     assert found[:2] == (root / "iter_0000012", "torch_dist")
     assert ("no tracker file" if lost else f"{TRACKERS[1]} names {old}") in found.note
+
     write_tracker(root, 20)
     assert find_checkpoint(root)[:2] == (root / "iter_0000012", "torch_dist")
+
     # The tracker of Megatron-DeepSpeed also names checkpoints that are not universal.
     shutil.rmtree(root / "iter_0000012")
     assert find_checkpoint(root)[:2] == (root / old, "universal")
@@ -278,8 +299,10 @@ def test_zarr_checkpoint_is_refused_with_the_way_to_convert_it(tmp_path):
     metadata = {"sharded_backend": "zarr", "sharded_backend_version": 1}
     (directory / "metadata.json").write_text(json.dumps(metadata))
     message = f"(?s){directory} is in Megatron-core's zarr format.*--ckpt-format torch_dist"
+
     with pytest.raises(NoCheckpointError, match=message):
         find_checkpoint(directory)
+
     write_tracker(tmp_path, 4)
     for step in (None, 4):
         with pytest.raises(NoCheckpointError, match=message):

@@ -49,6 +49,7 @@ def test_torch_loads_envelopes_with_data(dtype, shape):
         assert loaded.shape == shape
         assert loaded.stride() == expected.stride()
         assert raw_bytes(loaded) == raw_bytes(expected)
+
     assert archive_of(archive).find_data("data/0") == len(envelope.prefix)
     assert len(envelope.prefix) % 64 == 0
 
@@ -60,6 +61,7 @@ def test_records_of_torch_save_are_found(numel):
     torch.save(tensor, buffer)
     archive = archive_of(buffer.getvalue())
     assert archive.read("data/0") == raw_bytes(tensor)
+
     with zipfile.ZipFile(buffer) as oracle:
         assert {name.partition("/")[2] for name in oracle.namelist()} == set(archive.records)
         assert archive.read("data.pkl") == oracle.read("archive/data.pkl")

@@ -60,6 +60,7 @@ def test_product_equals_numpy(
         product = multiply_by_weight(x, weight, bias)
     else:
         product = multiply_by_weight(x, weight)
+
     assert product.dtype == dtype
     assert_close(product, expected)
 

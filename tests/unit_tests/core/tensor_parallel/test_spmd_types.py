@@ -32,7 +32,10 @@ COLLECTIVES: dict[str, Callable[[Tensor, Axis], Tensor]] = {
     "start_all_reduce": lambda x, tp: spmd.all_reduce(x, tp.group, src=P, dst=R),
     "start_sequence_all_gather": lambda x, tp: spmd.all_gather(x, tp.group, src=S(0), dst=R),
     "start_sequence_reduce_scatter": lambda x, tp: spmd.reduce_scatter(
-        x, tp.group, src=P, dst=S(0)
+        x,
+        tp.group,
+        src=P,
+        dst=S(0),
     ),
 }
 
@@ -103,6 +106,7 @@ def run_linear(mesh: DeviceMesh, tp: Axis, column: bool, sequence_parallel: bool
     y = _Linear.forward(context, x, weight, bias, layout)
     dy = make(mesh, y_type, S_LENGTH, BATCH, OUTPUTS)
     dx, dw, db, _ = _Linear.backward(context, dy)
+
     assert (y.shape, dx.shape, dw.shape) == (dy.shape, x.shape, weight.shape)
     for tensor, kind in ((y, y_type), (dx, x_type), (dw, weight_type), (db, bias_type)):
         spmd.assert_type(tensor, {mesh.get_group("dp"): R, mesh.get_group("tp"): kind})

@@ -40,7 +40,11 @@ def assert_close(got, expected, atol=5e-2):
 def test_bf16_products_have_few_shapes():
     """A CPU compiles a kernel for each shape; the rows added as padding do not change results."""
     config = TransformerConfig(
-        num_layers=1, hidden_size=16, num_attention_heads=2, num_experts=2, bf16=True
+        num_layers=1,
+        hidden_size=16,
+        num_attention_heads=2,
+        num_experts=2,
+        bf16=True,
     )
     linear = GroupedLinear(config, 16, 24, init=Normal(0.5), split_dim=1, axes=ExpertAxes())
     linear.initialize(1)
@@ -61,5 +65,6 @@ def test_bf16_products_have_few_shapes():
             assert_close(linear(x, counts)[rows], x_rows @ weight[expert].T)
             assert_close(x.grad[rows], dy_rows @ weight[expert])
             assert_close(linear.weight.grad[expert], dy_rows.T @ x_rows, atol=0.5)
+
     # Three kinds of products; multiples of 16 from 48 to 256
     assert len(recorder.shapes) <= 3 * 14

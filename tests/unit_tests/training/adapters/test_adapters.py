@@ -35,7 +35,10 @@ CONFIG = TransformerConfig(
     attention_dropout=0.0,
 )
 EXPERTS = replace(
-    CONFIG, num_experts=4, moe_ffn_hidden_size=48, moe_shared_expert_intermediate_size=48
+    CONFIG,
+    num_experts=4,
+    moe_ffn_hidden_size=48,
+    moe_shared_expert_intermediate_size=48,
 )
 LORA = LoraConfig(lora_rank=3, lora_alpha=12.0)
 TOKENS = torch.arange(20).view(2, 10) * 7 % 40
@@ -69,6 +72,7 @@ def find_rows(path):
         rows = torch.arange(64).view(GROUPS, 4, HEAD_DIM)
         heads = {"q_proj": rows[:, :2], "k_proj": rows[:, 2], "v_proj": rows[:, 3]}
         return heads[path.rpartition(".")[2]].flatten()
+
     if ".linear_fc1." in path:
         return torch.arange(96).view(2, 48)[int("up_proj" in path)]
     return slice(None)
@@ -100,14 +104,17 @@ def test_gradients_are_those_of_the_formula(config, dora):
     plain = build(config=config)
     weights = {name: param.detach().clone() for name, param in plain.named_parameters()}
     paths = [name.removesuffix(".lora_A") for name in matrices if name.endswith("lora_A")]
+
     assert len(matrices) == (3 if dora else 2) * len(paths)
     assert len(paths) >= 2 * 7
+
     for path in paths:
         key = f"{path.rpartition('.')[0]}.weight"
         weights[key] = adapt_weight(weights[key], find_rows(path), matrices, path)
     expected = compute_loss(plain, weights)
     expected.backward()
     assert loss.item() == pytest.approx(expected.item(), abs=1e-6)
+
     gradients = dict(adapted.named_parameters())
     for name, matrix in matrices.items():
         assert matrix.grad.norm() > 1e-6
@@ -131,6 +138,7 @@ def test_targets_name_layers_or_projections():
         "self_attention.linear_qkv.v_proj",
         "mlp.linear_fc2.down_proj",
     }
+
     compute_loss(model).backward()
     assert all(model.get_parameter(name).grad is not None for name in trained)
 

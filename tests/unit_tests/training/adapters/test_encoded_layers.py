@@ -78,7 +78,9 @@ def decode(packed, scales, dtype):
 
 
 @pytest.mark.parametrize(
-    ("config", "num_layers"), [(DENSE, 8), (EXPERTS, 12)], ids=["dense", "experts"]
+    ("config", "num_layers"),
+    [(DENSE, 8), (EXPERTS, 12)],
+    ids=["dense", "experts"],
 )
 @pytest.mark.parametrize(
     ("encoding", "targets"),
@@ -93,14 +95,17 @@ def test_gradients_are_those_of_decoded_weights(config, num_layers, encoding, ta
         loss = compute_loss(model)
         loss.backward()
         losses.append(loss.item())
+
     encoded, plain = models
     assert losses[0] == losses[1]
     assert len(index_encoded_layers([encoded])) == num_layers
+
     num_gradients = 0
     for name, param in plain.named_parameters():
         if param.grad is not None:
             assert torch.equal(encoded.get_parameter(name).grad, param.grad), name
             num_gradients += param.grad.norm() > 0
+
     assert num_gradients >= 2 * len(targets)
 
 
@@ -110,8 +115,10 @@ def test_memory_is_that_of_the_encoding():
     layers = index_encoded_layers([encoded])
     num_elements = sum(weight.numel() for weight in layers)
     assert all(weight.is_meta for weight in layers)
+
     saved = num_elements * 4 - num_elements // 2 - num_elements // 64 * 4
     assert count_frozen_bytes(plain) - count_frozen_bytes(encoded) == saved
+
     kept = []
     for model in (encoded, plain):
         compute_loss(model)  # makes tables
@@ -119,6 +126,7 @@ def test_memory_is_that_of_the_encoding():
             loss = compute_loss(model)
             kept.append(live.live)  # with the weights, of which there are views
         del loss
+
     assert kept[1] - kept[0] == saved
 
 
@@ -127,6 +135,7 @@ def test_nf4_has_the_bytes_of_bitsandbytes():
     tensors = load_file(folder / "model.safetensors")
     expected = load_file(folder / "expected.safetensors")["matrix.weight"]
     packed, scales = NF4.encode(expected)
+
     assert torch.equal(NF4.values, tensors["matrix.weight.quant_map"])
     assert torch.equal(packed.view(-1, 1), tensors["matrix.weight"])
     assert torch.equal(scales.view(-1), tensors["matrix.weight.absmax"])
@@ -158,6 +167,7 @@ def test_fp8_rounds_elements_to_e4m3():
     blocks = values.view(-1, 64)
     largest = blocks.abs().amax(1, keepdim=True)
     assert torch.equal(scales.view(-1, 1), largest / 448)
+
     rounding = torch.maximum(blocks.abs() / 16, largest / 448 / 1024)
     assert ((decoded.view(-1, 64) - blocks).abs() <= rounding * 1.001).all()
 

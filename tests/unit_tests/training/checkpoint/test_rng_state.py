@@ -76,7 +76,8 @@ INVALID = {
     # NumPy takes a dictionary for a state of another form, and reads out of bounds.
     "numpy: a dictionary": set_field("np_rng_state", {0: "MT19937", 1: WORDS, 2: 5, 3: 0, 4: 0.0}),
     "numpy: its own form": set_field(
-        "np_rng_state", {"bit_generator": "MT19937", "state": {"key": WORDS, "pos": 10**6}}
+        "np_rng_state",
+        {"bit_generator": "MT19937", "state": {"key": WORDS, "pos": 10**6}},
     ),
     "numpy: two fields": set_field("np_rng_state", ("MT19937", WORDS)),
     "numpy: another algorithm": damage_numpy(0, "PCG64"),
@@ -123,6 +124,7 @@ def test_invalid_state_is_an_error_and_changes_nothing(damage):
     before = copy.deepcopy(get_rng_state(rng))
     expected = draw(rng)
     set_rng_state(before, rng)
+
     with pytest.raises(CheckpointError, match=r"generators cannot be restored: .*--no-load-rng"):
         set_rng_state(damage(state), rng)
     assert draw(rng) == expected

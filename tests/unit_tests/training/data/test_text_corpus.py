@@ -64,6 +64,7 @@ def test_compressed_files_and_folders(tokenize, tmp_path):
     (folder / "train-0.jsonl.gz").write_bytes(gzip.compress(b"".join(lines[:5])))
     (folder / "test-0.jsonl").write_bytes(b"not read")
     (folder.parent / "dataset_info.json").write_text("{}")
+
     assert_tokens_are_megatrons(tokenize(folder.parent))
     assert_tokens_are_megatrons(tokenize(folder / "train-*.jsonl*"))
 
@@ -75,6 +76,7 @@ def test_zstandard_files_of_several_frames(tokenize, tmp_path):
     path = tmp_path / "a.jsonl.zst"
     path.write_bytes(compressed)
     assert_tokens_are_megatrons(tokenize(path))
+
     path.write_bytes(compressed[:-10])
     with pytest.raises(ValueError, match=r"a\.jsonl\.zst: cannot be read: .*is truncated"):
         tokenize(path)
@@ -89,6 +91,7 @@ def test_tables(tokenize, tmp_path):
     assert_tokens_are_megatrons(tokenize(tmp_path / "a.parquet"))
     with pytest.raises(ValueError, match=r"a\.parquet: the columns are .*'blob', none of them 'b'"):
         tokenize(tmp_path / "a.parquet", json_keys="b")
+
     parquet.write_table(pyarrow.table({"text": ["1", None]}), tmp_path / "null.parquet")
     with pytest.raises(ValueError, match=r"null\.parquet:2: field 'text' is None, expected a str"):
         tokenize(tmp_path / "null.parquet")
@@ -141,11 +144,14 @@ def test_text_is_tokenized_once(tokenize, tmp_path, forbid_tokenizing):
     others = {tokenize(path, append_eod=False), tokenize(path, json_keys="title")}
     os.utime(path, (1, 1))
     forbid_tokenizing()
+
     assert tokenize(path) == prefix
     assert prefix not in others
     assert len(others) == 2
+
     shutil.copy(path, tmp_path / "copy.jsonl")
     assert tokenize(tmp_path / "copy.jsonl") == prefix
+
     path.write_text('{"text": "1 3", "title": "3"}\n')
     with pytest.raises(TypeError):  # tokenizes again
         tokenize(path)
@@ -178,14 +184,17 @@ def test_an_interrupted_run_leaves_nothing(tokenize, tmp_path, monkeypatch):
     """Temporary files of a run that was killed are removed later."""
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "1 2"}\n{"text": "a"}\n')
+
     with pytest.raises(ValueError, match=r"a\.jsonl:2: NullTokenizer reads decimal ids"):
         tokenize(path)
     assert not list((tmp_path / "cache").glob("*-text*"))
+
     prefix = tokenize(path, skip_bad_lines=1)
     for suffix in ("bin", "idx"):
         os.rename(f"{prefix}.{suffix}", f"{prefix}.{suffix}.tmp-node-1-00")
     os.utime(f"{prefix}.bin.tmp-node-1-00", (1, 1))
     assert tokenize(path, skip_bad_lines=1) == prefix
+
     left = sorted(os.path.basename(name) for name in (tmp_path / "cache").glob("*-text*"))
     assert [name.partition("-text.")[2] for name in left] == ["bin", "idx", "idx.tmp-node-1-00"]
     assert IndexedDataset(prefix)[0].tolist() == [1, 2, 256]
@@ -209,10 +218,12 @@ def test_errors_name_file_line_and_fix(tokenize, tmp_path, name, content, messag
 def test_other_paths_are_errors_with_the_fix(tokenize, tmp_path):
     with pytest.raises(ValueError, match=r"absent\.jsonl: no such file or folder"):
         tokenize(tmp_path / "absent.jsonl")
+
     (tmp_path / "file").touch()
     (tmp_path / "a.jsonl").write_text('{"text": "1"}\n')
     with pytest.raises(ValueError, match="cannot be stored in .*--data-cache-path"):
         tokenize(tmp_path / "a.jsonl", data_cache_path=str(tmp_path / "file/cache"))
+
     config = GPTDatasetConfig(seq_length=2, data_path=[str(tmp_path / "misspelled")])
     assert tokenize_data_paths(config, build_tokenizer(NUMBERS)) == {}
 
@@ -222,7 +233,8 @@ def test_the_digest_of_a_tokenizer_covers_its_files(tmp_path):
     digests = set()
     for name in ("llama", "llama/tokenizer.json"):
         config = TokenizerConfig(
-            tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path / name)
+            tokenizer_type="HuggingFaceTokenizer",
+            tokenizer_model=str(tmp_path / name),
         )
         for _ in range(2):
             tokenizer = build_tokenizer(config)
@@ -231,4 +243,5 @@ def test_the_digest_of_a_tokenizer_covers_its_files(tmp_path):
         settings = json.loads(path.read_text())
         path.write_text(json.dumps({**settings, "note": name}))
         digests.add(compute_tokenizer_digest(tokenizer))
+
     assert len(digests) == 4

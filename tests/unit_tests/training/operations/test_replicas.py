@@ -57,10 +57,12 @@ def test_digest_changes_with_any_bit_and_order(dtype):
     tensor = torch.randn(3, 5, generator=torch.Generator().manual_seed(1)).to(dtype)
     expected = digest(tensor).tolist()
     assert digest(tensor.clone()).tolist() == expected
+
     integers = tensor.view(torch.int32 if dtype == torch.float32 else torch.int16).flatten()
     for index in range(len(integers)):
         for bit in (0, 7, 15):
             integers[index] ^= 1 << bit if bit < 15 else -(1 << 15)
             assert digest(tensor).tolist() != expected
             integers[index] ^= 1 << bit if bit < 15 else -(1 << 15)
+
     assert digest(tensor.flip(1)).tolist() != expected

@@ -43,6 +43,7 @@ def test_flops_equal_a_count_of_the_products():
         torch.mm(torch.zeros(seq, heads * d), torch.zeros(heads * d, h))
         torch.mm(x, torch.zeros(h, 2 * ffn))
         torch.mm(torch.zeros(seq, ffn), torch.zeros(ffn, h))
+
     layer = counter.get_total_flops() / seq
     causal = 2 * (2 * heads * d * seq) / 2  # half of the scores and of the weighted sums
     expected = 3 * (4 * (layer - causal) + 2 * h * vocab)
@@ -61,12 +62,16 @@ def test_layers_for_multi_token_prediction_count_with_projection_and_logits():
 
 
 @pytest.mark.parametrize(
-    ("window", "seq"), [(None, 10), ((3, 0), 10), ((20, 0), 10), ((-1, 0), 10)]
+    ("window", "seq"),
+    [(None, 10), ((3, 0), 10), ((20, 0), 10), ((-1, 0), 10)],
 )
 def test_attended_keys(window, seq):
     """The continuous count misses half a key per token: a token sees itself whole."""
     config = TransformerConfig(
-        num_layers=1, hidden_size=8, num_attention_heads=1, window_size=window
+        num_layers=1,
+        hidden_size=8,
+        num_attention_heads=1,
+        window_size=window,
     )
     left = seq if window is None or window[0] < 0 else min(window[0], seq)
     exact = sum(min(position, left) for position in range(seq)) / seq

@@ -23,7 +23,10 @@ CPU = torch.device("cpu")
 
 def pending(iteration, loss, skipped=False):
     step = StepResult(
-        torch.tensor(float(iteration)), torch.tensor(skipped), held_back=False, num_zeros=None
+        torch.tensor(float(iteration)),
+        torch.tensor(skipped),
+        held_back=False,
+        num_zeros=None,
     )
     return Iteration(iteration, 8 * iteration, 8, 1e-3, 1.0), OnDevice(loss.unsqueeze(0), step)
 
@@ -38,13 +41,15 @@ def closed_interval(rank, world_size, tp=1, pp=1):
             loss = float(iteration + ps.dp.rank)
             loss_and_count = torch.tensor([2 * loss, 2.0])
         log.record(*pending(iteration, loss_and_count))
+
     with log.paused():
         pass
     return log.close_interval()
 
 
 @pytest.mark.parametrize(
-    ("tp", "pp", "losses"), [(1, 1, [1.5, 2.5]), (2, 1, [1.0, 2.0]), (1, 2, [1.0, 2.0])]
+    ("tp", "pp", "losses"),
+    [(1, 1, [1.5, 2.5]), (2, 1, [1.0, 2.0]), (1, 2, [1.0, 2.0])],
 )
 def test_losses_are_means_over_replicas_known_to_every_rank(pool, tp, pp, losses):
     for interval in pool.run(closed_interval, 2, tp, pp):
@@ -95,7 +100,11 @@ def test_memory_and_input_waits_are_those_of_all_ranks(pool):
 def interval_of(rank, world_size, rows):
     times = iter([0.0, 3.0 * len(rows)])
     log = TrainingLog(
-        ParallelState.create(ParallelConfig()), CPU, 1e6, 16, clock=lambda: next(times)
+        ParallelState.create(ParallelConfig()),
+        CPU,
+        1e6,
+        16,
+        clock=lambda: next(times),
     )
     for iteration, loss, skipped in rows:
         log.record(*pending(iteration, torch.tensor([loss, 1.0]), skipped))
@@ -104,7 +113,9 @@ def interval_of(rank, world_size, rows):
 
 def test_log_line(pool):
     (interval,) = pool.run(
-        interval_of, 1, [(9, 2.0, False), (10, 4.0, False), (11, 7.0, True), (12, math.nan, True)]
+        interval_of,
+        1,
+        [(9, 2.0, False), (10, 4.0, False), (11, 7.0, True), (12, math.nan, True)],
     )
     line = format_log_line(interval, 100)
     for part in (
@@ -123,6 +134,7 @@ def test_log_line(pool):
         "ETA: 0:04:24 |",  # 88 iterations of 3 seconds
     ):
         assert part in line
+
     assert re.match(r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6}\] iteration", line)
     assert "params norm" not in line
 
@@ -175,6 +187,7 @@ def test_losses_of_further_tokens_are_logged():
         iterations.append(Iteration(number, 8, 8, 1e-3, 1.0, lm_loss=2.0, metrics=metrics))
     interval = Interval(iterations, seconds=1.0, tokens=1, flops=1.0, world_size=1)
     line = format_log_line(interval, 100)
+
     assert "| lm loss: 2.000000E+00 | mtp_1 loss: 3.500000E+00 | mtp_2 loss: 4.500000E+00 |" in line
     assert interval.as_fields()["mtp_2_loss"] == 4.5
     assert make_iteration_scalars(iterations[1])["mtp_1 loss"] == 3.0
@@ -184,17 +197,21 @@ def test_tensorboard(pool, tmp_path):
     config = LoggingConfig(tensorboard_dir=str(tmp_path), tensorboard_log_interval=2)
     (writer,) = make_writers(config, None, {"num_layers": 4}, 0)
     (interval,) = pool.run(
-        interval_of, 1, [(1, 2.0, False), (2, 4.0, False), (3, 5.0, False), (4, 6.0, False)]
+        interval_of,
+        1,
+        [(1, 2.0, False), (2, 4.0, False), (3, 5.0, False), (4, 6.0, False)],
     )
     writer.interval(interval)
     writer.scalars({"lm loss validation": 1.5}, 4)
     writer.close()
     events = EventAccumulator(str(tmp_path)).Reload()
+
     assert [(event.step, event.value) for event in events.Scalars("lm loss")] == [
         (2, 4.0),
         (4, 6.0),
     ]
     assert events.Scalars("lm loss validation")[0].value == 1.5
+
     tags = set(events.Tags()["scalars"])
     assert {
         "learning-rate",
@@ -218,10 +235,12 @@ def test_tensorboard_shows_repeated_iterations_once(pool, tmp_path):
         (writer,) = make_writers(config, None, {"num_layers": 4}, first, 8 * first)
         writer.interval(*pool.run(interval_of, 1, iterations))
         writer.close()
+
     expected = [(iteration, values[iteration]) for iteration in (1, 2, 3)]
     events = EventAccumulator(str(tmp_path)).Reload()
     curve = [(event.step, event.value) for event in events.Scalars("lm loss")]
     assert curve == expected
+
     events = EventAccumulator(str(tmp_path / "samples")).Reload()
     curve = [(event.step / 8, event.value) for event in events.Scalars("lm loss vs samples")]
     assert curve == expected
@@ -244,7 +263,8 @@ def test_failing_writer_is_dropped_with_one_warning(pool, tmp_path, caplog):
 def test_directory_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(
-        ValueError, match=r"--tensorboard-dir .*/file/tensorboard cannot be written"
+        ValueError,
+        match=r"--tensorboard-dir .*/file/tensorboard cannot be written",
     ):
         config = LoggingConfig(tensorboard_dir=str(tmp_path / "file/tensorboard"))
         make_writers(config, None, {}, 0)
@@ -269,12 +289,15 @@ def test_restart_continues_the_run_at_weights_and_biases(tmp_path, monkeypatch):
     first = begin(0)
     assert begin(15) == first
     assert begin(30, ckpt_step=None, finetune=False) == first
+
     branch = begin(10, ckpt_step=10)
     assert branch != first
     assert begin(20) == branch
     assert begin(0) not in (first, branch)
+
     (tmp_path / ".wandb-run").write_text("../../x")
     assert begin(20).isalnum()
+
     monkeypatch.setenv("WANDB_RUN_ID", "mine")
     assert begin(25) == "mine"
 

@@ -29,6 +29,7 @@ def test_launches_are_ordered_by_time(tmp_path):
     first.write("point", iteration=5, values={"save-total-time": 1.0})
     first.write("end", iteration=5, reason="complete", failed=False)
     one, two = read_record(tmp_path)
+
     assert (one.first, one.last, two.first, two.last) == (0, 5, 5, 6)
     assert one.end["reason"] == "complete"
     assert two.end is None
@@ -78,10 +79,12 @@ def test_failed_launches_are_recorded(tmp_path):
     fail(None, 500)
     fail(tmp_path, 500)
     assert not list(tmp_path.iterdir())  # there is no run yet
+
     record_of(tmp_path, 1000)
     fail(tmp_path, 2000)
     fail(tmp_path, 3000, record=True)  # its own record ends with the reason
     assert [launch.began for launch in read_record(tmp_path)] == [1000, 3000]
+
     (failed,) = read_failed_launches(tmp_path)
     assert failed["time"] == 2000
     assert failed["reason"] == "--lr x is wrong"
@@ -116,6 +119,7 @@ def test_forged_values_are_errors_with_file_line_and_field(tmp_path, name):
     index, values = FORGED[name]
     path = tmp_path / RECORDS / "1.jsonl"
     path.parent.mkdir()
+
     for value in values:
         rows = [dict(row) for row in ROWS]
         rows[index][name] = value
@@ -154,5 +158,6 @@ def test_records_must_be_regular_files(tmp_path, kind):
         os.mkfifo(path)
     else:
         path.symlink_to(kind)
+
     with pytest.raises(ValueError, match="1.jsonl is (not a regular file|a link to /dev/zero)"):
         read_record(tmp_path)

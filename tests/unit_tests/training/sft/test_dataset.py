@@ -77,6 +77,7 @@ def test_documents_are_the_examples_of_trl(build):
         assert documents[: len(examples)] == [expected[example] for example in examples]
         assert all(label == -100 for _, labels in documents[len(examples) :] for label in labels)
         seen += examples
+
     assert sorted(seen) == list(range(12))
     assert dataset.num_rows < 12
 
@@ -95,8 +96,10 @@ def test_each_epoch_has_every_row_once_in_another_order(build):
     for epoch in range(3):
         rows = [dataset[epoch * 12 + position]["tokens"].tobytes() for position in range(12)]
         epochs.append(rows)
+
     assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(epochs[2])
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+
     shorter, _, _ = build(packing="", num_samples=(5, 0, 0))
     assert shorter.fingerprint == dataset.fingerprint
     assert [shorter[index]["tokens"].tobytes() for index in range(5)] == epochs[0][:5]
@@ -113,6 +116,7 @@ def test_several_files_are_one_data_set_and_weights_make_a_blend(build, caplog):
     pairs = GOLDEN / "pairs.jsonl"
     both, _, _ = build(f"--data-path {data} {pairs}", packing="", num_samples=(40, 0, 0))
     assert both.num_rows == 20
+
     with caplog.at_level("INFO"):
         blend, _, _ = build(f"--data-path 3 {data} 1 {pairs}", packing="", num_samples=(40, 0, 0))
     assert "30 samples are 2.50 epochs" in caplog.text
@@ -125,11 +129,14 @@ def test_examples_that_are_too_long(build):
     truncated, _, _ = build(packing="")
     assert "12 examples (2 truncated, 0 dropped)" in truncated.describe(12)
     assert truncated[[e for (e,) in list_rows(truncated)].index(6)]["tokens"].shape == (SEQ_LENGTH,)
+
     dropped, _, _ = build("--sft-too-long drop", packing="")
     assert "10 examples (0 truncated, 2 dropped)" in dropped.describe(10)
+
     # Examples 6 and 9 have 192 and 103 tokens.
     expected = [example for example in range(12) if example not in (6, 9)]
     assert list_rows(dropped) == [(example,) for example in expected]
+
     message = r"conversations\.jsonl:7: the example has 192 tokens.*1 others.*truncate or drop"
     with pytest.raises(ValueError, match=message):
         build("--sft-too-long error", packing="")
@@ -142,6 +149,7 @@ def test_truncated_examples_without_trained_tokens_are_dropped(build):
         next(i for i, label in enumerate(example["labels"]) if label != -100)
         for example in EXAMPLES
     ]
+
     assert kept == [example for example in range(12) if first_trained[example] <= 40]
     assert all(dataset[index]["loss_mask"].any() for index in range(dataset.num_rows))
     with pytest.raises(ValueError, match=r"no examples \(of 12, 12 are longer than --seq-length 8"):
@@ -165,11 +173,14 @@ def test_tokens_are_cached_until_the_data_changes(build, tmp_path, monkeypatch):
     )
     first, _, _ = build(data=data)
     second, _, _ = build(data=data)
+
     assert len(calls) == 1
     assert first.fingerprint == second.fingerprint
+
     data.write_text(data.read_text().replace("fine", "good"))
     third, _, _ = build(data=data)
     build("--sft-train-on all", data=data)
+
     assert len(calls) == 3
     assert third.fingerprint != first.fingerprint
 
@@ -190,9 +201,11 @@ def test_errors_name_the_line_and_leave_no_cache(build, tmp_path):
     data = tmp_path / "data.jsonl"
     good = (GOLDEN / "conversations.jsonl").read_text()
     data.write_text(good + "\n" + '{"messages": [{"role": "bot", "content": "a"}]}')
+
     with pytest.raises(ValueError, match=r"data\.jsonl:14: messages\[0\] has the role 'bot'"):
         build(data=data)
     assert not list((tmp_path / "cache").glob("*SFTCorpus*"))
+
     data.write_text("\n")
     with pytest.raises(ValueError, match=r"data\.jsonl has no examples: the files are empty"):
         build(data=data)
@@ -206,6 +219,7 @@ def test_the_preview_marks_trained_text(build, caplog):
         in caplog.text
     )
     assert "16 samples are 2.00 epochs" in caplog.text
+
     preview = next(message for message in caplog.messages if "trained on the text" in message)
     assert "</s>" in preview
     assert preview.count("[[") == preview.count("]]") == 2
@@ -239,6 +253,7 @@ def test_pairs_are_those_of_trl(build_pairs):
     """A row has the chosen and the rejected completion, whose mask is 1 and -1."""
     dataset = build_pairs()
     assert list_rows(dataset) == [(2 * pair, 2 * pair + 1) for pair in range(8)]
+
     pairs = json.loads((GOLDEN / "trl.json").read_text())["preferences"]["examples"]
     for row, pair in enumerate(pairs):
         sample = dataset.read_row(row)
@@ -254,6 +269,7 @@ def test_pairs_are_those_of_trl(build_pairs):
             assert (
                 sample["labels"][sample["loss_mask"] == sign].tolist() == tokens[num_context + 1 :]
             )
+
         assert not sample["loss_mask"][sample["documents"] == 2].any()
 
 
@@ -261,10 +277,13 @@ def test_pairs_that_are_too_long(build_pairs):
     assert list_rows(build_pairs("--sft-too-long drop")) == [
         (2 * pair, 2 * pair + 1) for pair in (0, 1, 2, 3, 6, 7)
     ]
+
     with pytest.raises(
-        ValueError, match=r"preferences.jsonl:5: the pair has 160 tokens.* 1 others"
+        ValueError,
+        match=r"preferences.jsonl:5: the pair has 160 tokens.* 1 others",
     ):
         build_pairs("--sft-too-long error")
+
     # Half of 64 tokens is less than the prompt of three pairs.
     assert len(list_rows(build_pairs("--seq-length 64"))) == 6
 

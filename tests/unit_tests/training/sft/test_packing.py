@@ -25,6 +25,7 @@ def test_rows_are_as_full_as_those_of_best_fit_decreasing(seed):
     lengths = random.randint(1, capacity + 1, size=random.randint(1, 200))
     rows = pack_best_fit(lengths, capacity)
     used = np.bincount(rows, weights=lengths)
+
     assert used.max() <= capacity
     assert used.min() > 0
     assert sorted(capacity - used) == sorted(pack_one_by_one(lengths, capacity))

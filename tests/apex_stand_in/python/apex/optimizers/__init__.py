@@ -14,6 +14,7 @@ class FusedAdam(torch.optim.Optimizer):
         assert capturable
         assert adam_w_mode
         assert not (amsgrad or master_weights)
+
         defaults = {
             "lr": torch.tensor(lr),
             "bias_correction": bias_correction,
@@ -22,6 +23,7 @@ class FusedAdam(torch.optim.Optimizer):
         }
         super().__init__(params, defaults | {"weight_decay": weight_decay})
         assert all(isinstance(group["lr"], torch.Tensor) for group in self.param_groups)
+
         self._dummy_overflow_buf = torch.tensor([0], dtype=torch.int)
 
     def step(self, closure=None, grad_scaler=None):

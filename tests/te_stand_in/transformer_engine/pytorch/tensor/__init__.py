@@ -43,7 +43,10 @@ class Fp8Tensor(torch.Tensor):
 
     def __new__(cls, data, scale_inv, dtype, quantizer, requires_grad=False):
         made = torch.Tensor._make_wrapper_subclass(
-            cls, data.shape, dtype=dtype, requires_grad=requires_grad
+            cls,
+            data.shape,
+            dtype=dtype,
+            requires_grad=requires_grad,
         )
         made._data = data
         made._scale_inv = scale_inv.clone()
@@ -77,6 +80,7 @@ def cast_master_weights_to_fp8(
     model_weights, master_weights, start_offsets, group, fsdp_shard_model_weights=None
 ):
     assert group is not None
+
     for weight, main, start in zip(model_weights, master_weights, start_offsets, strict=True):
         quantizer = weight._get_quantizer()
         assert not quantizer.columnwise, "the flat part of a tensor would be transposed, too"

@@ -36,7 +36,9 @@ def test_bytes_and_digests(implementation, misalignment):
     slot.tensor.fill_(MARK)
 
     digests = hashed_copy.copy_and_hash(
-        slot.address + BLOCK_SIZE, source.data_ptr() + misalignment, len(content)
+        slot.address + BLOCK_SIZE,
+        source.data_ptr() + misalignment,
+        len(content),
     )
 
     assert torch.equal(slot.tensor[BLOCK_SIZE : 4 * BLOCK_SIZE], content)
@@ -65,7 +67,10 @@ def test_unsupported_arguments_are_rejected(offset, block_size):
     slot = StagingBuffer(1, pinned=False).slots[0]
     with pytest.raises(ValueError, match="aligned to 32 bytes|whole stripes"):
         hashed_copy.hashed_copy_cpp.copy_and_hash(
-            slot.address + offset, slot.address, 1, block_size
+            slot.address + offset,
+            slot.address,
+            1,
+            block_size,
         )
 
 
@@ -82,6 +87,7 @@ def test_writes_return_the_digests_of_their_bytes(implementation, tmp_path):
         assert digests == []
         return
     assert digests == [hash_blocks(memoryview(content.numpy())) for content in contents]
+
     in_order = torch.cat([contents[1], contents[2], contents[0]])
     assert path.read_bytes() == in_order.numpy().tobytes()
 

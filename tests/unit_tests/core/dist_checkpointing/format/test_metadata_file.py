@@ -66,15 +66,27 @@ def example(files=FILES):
     result = CheckpointMetadata(
         {
             "w": stored(
-                large, torch.bfloat16, rows, [(i % 3, i << 34, 1 << 31) for i in range(300)], files
+                large,
+                torch.bfloat16,
+                rows,
+                [(i % 3, i << 34, 1 << 31) for i in range(300)],
+                files,
             ),
             "m": stored(
-                large, torch.float32, rows, [(i % 2, i << 35, 1 << 32) for i in range(300)], files
+                large,
+                torch.float32,
+                rows,
+                [(i % 2, i << 35, 1 << 32) for i in range(300)],
+                files,
             ),
             "flat": stored((1 << 40,), torch.uint8, [((0,), (1 << 40,))], [(2, 0, 1 << 41)], files),
             "step": stored((), torch.int64, [((), ())], [(1, 64, 900)], files),
             "4d": stored(
-                (2, 3, 4, 5), torch.float16, [((0, 0, 0, 0), (2, 3, 4, 5))], [(0, 5, 240)], files
+                (2, 3, 4, 5),
+                torch.float16,
+                [((0, 0, 0, 0), (2, 3, 4, 5))],
+                [(0, 5, 240)],
+                files,
             ),
             "empty": stored((0, 7), torch.float32, [((0, 0), (0, 7))], [(0, 9, 640)], files),
             "ü": stored((1,), torch.float8_e4m3fn, [((0,), (1,))], [(0, 1, 2)], files),
@@ -117,6 +129,7 @@ def test_large_metadata_is_encoded_in_blocks():
         objects={f"rng_state/{rank}": Location("__0_0.distcp", rank, 1) for rank in range(9000)}
     )
     parts = encode(large)
+
     assert {len(part) for part in parts[:-1]} == {BLOCK_SIZE}
     assert len(parts[-1]) <= BLOCK_SIZE
     assert plain(decode_metadata(b"".join(parts), "here")) == plain(large)
@@ -136,15 +149,18 @@ def test_dcp_unpickles_the_same_metadata():
     """Compare the objects that plain `pickle` builds with the content of the index."""
     encoded = written(example())
     read = pickle.load(io.BytesIO(encoded))
+
     assert isinstance(read, dcp.Metadata)
     assert read.version == "1.0.0"
     assert read.storage_meta == dcp.StorageMeta()
+
     expected = example()
     assert (
         read.state_dict_metadata.keys()
         == expected.tensors.keys() | expected.objects.keys()
         == read.planner_data.keys()
     )
+
     for key, tensor in expected.tensors.items():
         entry = read.state_dict_metadata[key]
         assert entry.properties == dcp.TensorProperties(dtype=tensor.dtype)
@@ -156,10 +172,12 @@ def test_dcp_unpickles_the_same_metadata():
         for chunk in tensor.chunks:
             info = read.storage_data[dcp.MetadataIndex(key, chunk.offset)]
             assert (info.relative_path, info.offset, info.length) == chunk.location
+
     for key, location in expected.objects.items():
         assert isinstance(read.state_dict_metadata[key], dcp.BytesStorageMetadata)
         info = read.storage_data[dcp.MetadataIndex(key)]
         assert (info.relative_path, info.offset, info.length) == location
+
     assert len(read.storage_data) == sum(len(t.chunks) for t in expected.tensors.values()) + len(
         expected.objects
     )
@@ -199,6 +217,7 @@ def test_one_tensor_is_read_without_the_others():
     metadata = open_metadata(pread, len(encoded), "here")
     assert metadata.file_sizes() == example().file_sizes()
     assert sum(read) < len(encoded) / 4, "the index alone"
+
     read.clear()
     assert list(metadata.tensors["step"].chunks) == list(example().tensors["step"].chunks)
     assert 0 < sum(read) < 200
@@ -214,6 +233,7 @@ def test_file_is_closed_with_its_last_tensor(tmp_path):
     (tmp_path / ".metadata").write_bytes(written(example()))
     before = len(os.listdir("/proc/self/fd"))
     gc.disable()  # it must not take a collection
+
     try:
         metadata = read_metadata(tmp_path)
         assert len(metadata.tensors["w"].chunks) == 300
@@ -290,5 +310,6 @@ def test_changed_bytes_are_detected_or_have_no_effect():
             )
         except CheckpointError:
             noticed += 1
+
     start = struct.unpack("<Q", encoded[-32:-24])[0]
     assert noticed >= len(encoded) - start - 8

@@ -75,9 +75,11 @@ def test_change_before_staging_fails_the_save(tmp_path, monkeypatch):
         training.change_tensors()  # most of them wait for a slot
         written.set()
         (report,) = saver.finish()
+
         assert "changed before their values were staged: weight" in report.error
         assert "call wait_staged()" in report.error
         assert not (tmp_path / "changed").exists()
+
         saver.save(training.state(), tmp_path / "unchanged", common={})
         saver.wait_staged()
         training.change_tensors()
@@ -98,8 +100,10 @@ def test_waiting_for_a_save_counts_as_blocking_time(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", slow_fsync)
     training = Training(0)
     report = save(training.state(), tmp_path / "sync", common={})
+
     assert report.blocking >= report.writing > report.staging
     assert report.end_wait > report.call_wait
+
     with AsyncSaver() as saver:
         handle = saver.save(training.state(), tmp_path / "async", common={})
         while not handle.done():
@@ -135,11 +139,13 @@ def test_one_save_waits_for_the_other(tmp_path, monkeypatch):
             gate.set()
             saver.wait_staged()
             training.change_tensors()
+
         reports = saver.finish()
         assert [report.error for report in reports] == [None] * 3
         assert [report.directory.name for report in reports] == list(gates)
         assert saver.poll() == []
         assert not saver.busy
+
     for seed, name in enumerate(gates):
         assert_holds(tmp_path / name, seed)
 
@@ -164,8 +170,12 @@ def test_a_failing_tracker_does_not_undo_the_commit(tmp_path):
 
     with AsyncSaver() as saver:
         report = saver.save(
-            Training(0, 1000).state(), tmp_path / "c", common={}, on_commit=on_commit
+            Training(0, 1000).state(),
+            tmp_path / "c",
+            common={},
+            on_commit=on_commit,
         ).wait()
+
     assert "committed, but a step after the commit failed" in report.error
     assert "Read-only" in report.error
     assert is_complete(tmp_path / "c")
@@ -194,11 +204,13 @@ def test_the_structure_may_change_or_be_held_constant(tmp_path):
             loaded = {key: ShardedTensor.replicated(key, torch.zeros(50, 3)) for key in names}
             load(loaded, tmp_path / names)
             assert all(loaded[key].local[0, 0] == ord(key) for key in names)
+
     with AsyncSaver(assume_constant_structure=True) as saver:
         saver.save(state("ab"), tmp_path / "x", common={}).wait()
         assert saver.save(state("ab"), tmp_path / "y", common={}).wait().error is None
         with pytest.raises(
-            CheckpointError, match="the structure has changed since the last save: c"
+            CheckpointError,
+            match="the structure has changed since the last save: c",
         ):
             saver.save(state("abc"), tmp_path / "z", common={})
 
@@ -221,6 +233,7 @@ def saves_counting_collectives(rank, size, root, constant):
                 name,
                 lambda *a, _real=real, _n=name, **k: (calls.append(_n), _real(*a, **k))[1],
             )
+
         with AsyncSaver(assume_constant_structure=constant) as saver:
             counts = []
             for value in range(3):
@@ -240,6 +253,7 @@ def test_later_saves_need_no_collectives(pool, tmp_path, constant):
         assert "gather" in counts[0]
         assert "scatter" in counts[0]
         assert counts[1:] == [[] if constant else ["all_reduce"]] * 2
+
     for value in range(3):
         assert_sharded(tmp_path / str(value), 3, value)
         assert load_common(tmp_path / str(value)) == {"value": value}
@@ -275,6 +289,7 @@ def test_files_are_created_in_parallel(tmp_path, monkeypatch):
         monkeypatch.setattr(os, "open", open_file)
         report = saver.save(training.state(), tmp_path / "c", common=training.common).wait()
         monkeypatch.undo()
+
     assert report.error is None
     assert_holds(tmp_path / "c", 0)
 
@@ -371,6 +386,7 @@ def test_slow_file_systems_do_not_hold_training_up(tmp_path, monkeypatch, name):
         assert saver.poll() == []
         held.go.set()
         assert handle.wait().error is None
+
     assert_holds(tmp_path / "c", 5)
 
 
@@ -387,6 +403,7 @@ def test_the_removal_of_a_failed_save_does_not_hold_training_up(tmp_path, monkey
         held.go.set()
         (report,) = saver.finish()
         assert "ZeroDivisionError" in report.error
+
     assert os.listdir(tmp_path) == []
 
 
@@ -442,6 +459,7 @@ def counting_calls(rank, size, root, slow):
                 held.go.set()
             assert saver.finish()[0].error is None
             dist.barrier()
+
         counter.active = False
         return sorted(counter.calls)
 
@@ -450,13 +468,16 @@ def test_ranks_wait_without_asking_the_file_system(pool, tmp_path):
     """At most 3 calls for each file written and 5 more, however long the others take."""
     quick = pool.run(counting_calls, 2, str(tmp_path / "quick"), False)
     slow = pool.run(counting_calls, 2, str(tmp_path / "slow"), True)
+
     assert quick == slow
     assert [calls.count("statvfs") for calls in quick] == [1, 0], (
         "the free space is checked once, before anyone writes"
     )
+
     files = [path.name for path in (tmp_path / "quick/1").iterdir()]
     written = [sum(name.startswith(f"__{rank}_") for name in files) for rank in range(2)]
     written[0] += len([name for name in files if not name.startswith("__")])
+
     for calls, count in zip(quick, written, strict=True):
         assert len(calls) <= 3 * count + 5, (calls, count)
 
@@ -473,7 +494,8 @@ LAZY = {  # over several pieces of 8 MB, one of them with rows larger than a pie
 def lazy_state():
     return {
         key: ShardedTensor.lazy(
-            key, LazyTensor(tuple(value.shape), value.dtype, functools.partial(narrow, value))
+            key,
+            LazyTensor(tuple(value.shape), value.dtype, functools.partial(narrow, value)),
         )
         for key, value in LAZY.items()
     }
@@ -484,6 +506,7 @@ def test_what_is_read_while_it_is_staged_is_saved_as_from_memory(tmp_path):
     save(state_of(**LAZY), tmp_path / "live", common={}, workers=2)
     save(lazy_state(), tmp_path / "lazy", common={}, workers=2, progress=written.append)
     files = sorted(path.name for path in (tmp_path / "live").glob("*.distcp"))
+
     assert files == ["__0_0.distcp", "__0_1.distcp"]
     assert all(
         (tmp_path / "lazy" / name).read_bytes() == (tmp_path / "live" / name).read_bytes()
@@ -513,6 +536,7 @@ def test_an_interrupted_save_is_cancelled(tmp_path):
         handle = saver.save(state, tmp_path / "interrupted", common={})
         begun.wait()
         raise KeyboardInterrupt
+
     assert "cancelled" in handle.wait().error
     assert os.listdir(tmp_path) == []
 
@@ -614,8 +638,10 @@ def test_changed_objects_do_not_reach_the_file(tmp_path, monkeypatch, make, chan
         change(common["value"])
         changed.set()
         report = handle.wait()
+
     assert report.error is None, report.error
     assert (threading.main_thread() not in threads) == in_background
+
     loaded = load({key: ShardedObject(key, None) for key in state}, tmp_path / "saved").objects
     assert equal(loaded["o"], make())
     assert equal(loaded["p"], make())
@@ -628,6 +654,7 @@ def test_copies_of_plain_values_keep_shared_parts():
     value = {"a": inner, "b": inner, "c": (1, "two", None)}
     inner.append(value)  # a cycle
     copied = copy_plain_value(value)
+
     assert copied["a"] is copied["b"]
     assert copied["a"][0] is copied["a"][1] is not shared
     assert copied["a"][2] is copied
@@ -649,6 +676,7 @@ def test_tensors_with_more_than_values_are_not_copied():
         named,
         [base, base.view(2, 1)],
     ]
+
     for value in values:
         with pytest.raises(objects_module._NotCopyableError):
             copy_plain_value(value)

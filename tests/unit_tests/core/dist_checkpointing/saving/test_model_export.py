@@ -84,6 +84,7 @@ def save(root, plan, iteration=1, keep_last=None, staging_mem_limit=None):
             export=lambda save_id: target.start(iteration, lambda: None, save_id),
         )
         (report,) = saver.finish()
+
     assert report.error is None
     assert is_complete(report.directory)
     return report
@@ -96,10 +97,12 @@ def test_bytes_are_in_their_places(tmp_path, staging_mem_limit):
     torch.manual_seed(1)
     report = save(tmp_path, make_plan(), staging_mem_limit=staging_mem_limit)
     assert report.exported == tmp_path / "exports/iter_0000001"
+
     stored = torch.empty_like(matrix)
     stored[0::2] = matrix[: ROWS // 2]
     stored[1::2] = matrix[ROWS // 2 :]
     expected = HEADER + to_bytes(stored) + to_bytes(experts.transpose(1, 2))
+
     assert (report.exported / "a").read_bytes() == expected
     assert (report.exported / "b").read_bytes() == to_bytes(vector)
     assert [path.name for path in (tmp_path / "exports").iterdir()] == ["iter_0000001"]
@@ -126,6 +129,7 @@ def test_large_runs_begin_at_any_position(tmp_path, position, dtype):
         tensors[key] = torch.randn(size)
         start = position + sum(sizes[:number]) * dtype.itemsize
         tables[key] = locate_boxes([((0,), (size,))], [(0, start)], [(dtype.itemsize,)], "a")
+
     header = bytes(range(1, 251)) * 17
     files = {"a": ExportFile(header[:position], position + sum(sizes) * dtype.itemsize)}
     plan = ExportPlan(dict.fromkeys(tables, dtype), tables, files, lambda directory: None)
@@ -139,8 +143,10 @@ def test_large_runs_begin_at_any_position(tmp_path, position, dtype):
             export=lambda save_id: target.start(1, lambda: None, save_id),
         )
         (report,) = saver.finish()
+
     assert report.error is None
     assert report.warning is None
+
     stored = (report.exported / "a").read_bytes()
     assert stored[:position] == header[:position]
     assert stored[position:] == to_bytes(torch.cat(list(tensors.values())).to(dtype))
@@ -152,6 +158,7 @@ def test_incomplete_export_is_not_committed(tmp_path):
     tables = {**plan.tables, "matrix": plan.tables["matrix"].take(slice(1))}
     report = save(tmp_path, replace(plan, tables=tables))
     assert report.exported is None
+
     missing = math.prod((ROWS // 2, COLUMNS)) * 4
     assert f"have written {plan.nbytes - missing} of {plan.nbytes} bytes" in report.warning
     assert list((tmp_path / "exports").iterdir()) == []
@@ -189,6 +196,7 @@ def save_forever(directory, iteration):
     child = os.fork()
     if child:
         return child
+
     try:
         for number in itertools.count(iteration):
             save(directory, make_plan(), number, keep_last=2)
@@ -214,8 +222,10 @@ def test_kill_leaves_complete_exports_or_none(tmp_path):
         time.sleep(rng.uniform(0, 0.3))
         os.kill(child, signal.SIGKILL)
         assert os.waitpid(child, 0)[1] == signal.SIGKILL, "the child ended by itself"
+
         found = sorted(exports.glob("iter_*"))
         assert found
+
         for directory in found:
             assert sorted(path.name for path in directory.iterdir()) == ["a", "b"]
             for name, file in plan.files.items():
@@ -224,6 +234,7 @@ def test_kill_leaves_complete_exports_or_none(tmp_path):
             assert content[len(HEADER) :].startswith(first_row)
             row = len(HEADER) + (ROWS - 1) * len(last_row)
             assert content[row : row + len(last_row)] == last_row
+
         number = int(found[-1].name.removeprefix("iter_")) + 1
         clean_up(exports)
         assert sorted(exports.iterdir()) == found

@@ -43,15 +43,18 @@ def test_newest_is_kept_although_a_copy_has_a_higher_number(tmp_path):
         lineage = make(job, iteration)
         if iteration == 4:
             shutil.copytree(tmp_path / "iter_0000004", tmp_path / "iter_0009999")
+
     assert apply(job, RetentionRules(keep_last=1), 8, lineage) == [
         "iter_0000002",
         "iter_0000004",
         "iter_0000006",
     ]
     assert CheckpointDirectory(tmp_path).list_iterations() == [8, 9999]
+
     found = find_checkpoint(tmp_path)
     assert found is not None
     assert found.directory.name == "iter_0000008"
+
     (tmp_path / "latest_checkpointed_iteration.txt").unlink()
     found = find_checkpoint(tmp_path)
     assert found is not None
@@ -104,15 +107,18 @@ def test_rules_hold_for_random_runs():
             before = set(saved)
             saved -= set(select_superseded(saved, iteration, rules, losses))
             assert iteration in saved
+
             keep_last = rules.keep_last or 1
             newest_before = sorted(before)[-keep_last:]
             newest_saved = sorted(saved)[-keep_last:]
             assert newest_before == newest_saved
+
             known = {i: losses[i] for i in before if i in losses and losses[i] == losses[i]}
             best = sorted(known.values())[: rules.keep_best or 0]
             assert sorted(known[i] for i in saved if i in known)[: len(best)] == best
             if rules.keep_every:
                 assert {i for i in before if i % rules.keep_every == 0} <= saved
+
             if not rules.removes_checkpoints:
                 assert saved == before
                 continue
@@ -144,6 +150,7 @@ def make(job, iteration, loss=None):
             extra_files={LINEAGE: lineage.encode(None)},
             on_commit=lambda: generation.move_tracker(iteration),
         ).wait()
+
     assert report.error is None
     return lineage
 
@@ -181,6 +188,7 @@ def test_other_directories_are_left_alone(tmp_path):
     (tmp_path / "iter_0000000").mkdir()
     (tmp_path / "iter_notes").mkdir()
     (tmp_path / "tensorboard").mkdir()
+
     assert apply(job, RetentionRules(keep_last=1), 2, lineage) == ["iter_0000001"]
     assert {"iter_0000000", "iter_notes", "tensorboard"} < {
         path.name for path in tmp_path.iterdir()
@@ -197,6 +205,7 @@ def test_checkpoint_of_a_save_that_failed_after_its_commit_is_removed_later(tmp_
     retention.forget()
     removed = retention.apply(8, make(job, 8), math.nan)
     retention.close()
+
     assert [path.name for path in removed] == ["iter_0000004", "iter_0000006"]
     assert CheckpointDirectory(tmp_path).list_iterations() == [8]
 
@@ -209,8 +218,10 @@ def test_abandoned_branch_is_neither_counted_nor_removed(tmp_path):
     second = start(tmp_path, after=4)
     make(second, 5)
     lineage = make(second, 6)
+
     assert apply(second, RetentionRules(keep_last=3), 6, lineage) == ["iter_0000002"]
     assert CheckpointDirectory(tmp_path).list_iterations() == [4, 5, 6, 8, 10]
+
     third = start(tmp_path, after=6)
     lineage = make(third, 9)
     assert apply(third, RetentionRules(keep_last=2), 9, lineage) == [
@@ -226,6 +237,7 @@ def test_checkpoints_without_lineage_count_up_to_the_loaded_one(tmp_path):
         directory.mkdir(parents=True)
         (directory / "model_optim_rng.pt").touch()
         assert is_native_checkpoint(directory.parent)
+
     job = start(tmp_path, after=2)
     lineage = make(job, 4)
     assert apply(job, RetentionRules(keep_last=1), 4, lineage) == [
@@ -287,11 +299,13 @@ def test_kill_at_every_step_leaves_a_complete_newest_checkpoint(tmp_path):
         shutil.copytree(base, root)
         died = killed_at(step, next_one)
         newest = find_checkpoint(root)
+
         assert newest is not None
         assert newest.directory.name in ("iter_0000002", "iter_0000003")
         assert read_tracker(root) in (2, 3)
         for directory in root.glob("iter_*"):
             assert is_complete(directory), directory
+
         present = complete_iterations(root)
         outcomes.add(present)
         if not died:
@@ -302,9 +316,11 @@ def test_kill_at_every_step_leaves_a_complete_newest_checkpoint(tmp_path):
         apply(job, rules, 4, lineage)
         remaining = set(complete_iterations(root))
         assert remaining <= {3, 4}, "a 3 that the tracker did not name is of another branch"
+
         generation, *_ = job
         assert list(root.glob(".*")) == [generation.directory]
         assert list(generation.directory.iterdir()) == [generation.directory / "owner.json"]
+
     assert step > 20
     assert present == (3,)
     assert outcomes >= {(1, 2), (1, 2, 3), (2, 3), (3,)}
@@ -349,12 +365,15 @@ def test_removal_after_a_failed_step_precedes_the_next_save(tmp_path, monkeypatc
     """Otherwise a disk that the commit has filled stays full for ever."""
     saver = make_saver(tmp_path)
     assert save_with(saver, tmp_path, 1)
+
     disk = FullDisk(tmp_path, monkeypatch, quota=True)
     assert not save_with(saver, tmp_path, 2)
     assert read_tracker(tmp_path) == 1
     assert is_complete(tmp_path / "iter_0000002")
+
     disk.quota = False
     assert save_with(saver, tmp_path, 3)
+
     saver.close()
     assert visible(tmp_path) == ["iter_0000003", TRACKER]
 
@@ -366,6 +385,7 @@ def test_next_start_repeats_the_removal_that_a_crash_prevented(tmp_path, monkeyp
     FullDisk(tmp_path, monkeypatch)
     saver = make_saver(tmp_path, lineage)
     assert save_with(saver, tmp_path, 3)
+
     saver.close()
     assert visible(tmp_path) == ["iter_0000003", TRACKER]
 
@@ -390,6 +410,7 @@ def test_tracker_needs_no_room_after_the_commit(tmp_path, monkeypatch):
 
     monkeypatch.setattr(durable_files, "create_file", create_file)
     assert save_with(saver, tmp_path, 1)
+
     saver.close()
     assert (TRACKER, False) in written
     assert [name for name, is_committed in written if is_committed] == []

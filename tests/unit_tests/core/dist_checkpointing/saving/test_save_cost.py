@@ -61,6 +61,7 @@ def test_iterations_are_charged_to_the_save_during_them():
         with times.measure(save):
             now += seconds
         now += 100.0  # evaluation
+
     for save in saves:
         assert times.is_measured(save)
         times.charge(save)

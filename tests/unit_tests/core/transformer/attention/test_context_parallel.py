@@ -104,9 +104,13 @@ def run_case(case, ps):
     model.initialize(seed=3)
     part = cp.select_local(batch(documents))
     losses = model(
-        part["tokens"], part["position_ids"], labels=part["labels"], documents=part.get("documents")
+        part["tokens"],
+        part["position_ids"],
+        labels=part["labels"],
+        documents=part.get("documents"),
     )
     (losses * part["weights"]).sum().backward()
+
     for param in model.parameters():
         axes = [ps.dp_cp, ps.tp] if param_info(param).partial_grad else [ps.dp_cp]
         for axis in axes:
@@ -122,13 +126,18 @@ def whole_sequences():
 
 def assert_close(got, expected, name):
     torch.testing.assert_close(
-        got, expected, atol=1e-5, rtol=1e-5, msg=lambda message: f"{name}: {message}"
+        got,
+        expected,
+        atol=1e-5,
+        rtol=1e-5,
+        msg=lambda message: f"{name}: {message}",
     )
 
 
 @pytest.mark.parametrize("comm_type", [*COMM_TYPES, MIXED])
 @pytest.mark.parametrize(
-    ("cp", "stride"), [(2, 2), (4, 2), *(pytest.param(cp, 1, marks=slow) for cp in (2, 4))]
+    ("cp", "stride"),
+    [(2, 2), (4, 2), *(pytest.param(cp, 1, marks=slow) for cp in (2, 4))],
 )
 def test_losses_and_gradients_equal_those_of_whole_sequences(
     pool, whole_sequences, comm_type, cp, stride
@@ -144,6 +153,7 @@ def test_losses_and_gradients_equal_those_of_whole_sequences(
             for name, gradient in expected.items():
                 assert_close(gradients[name], gradient, f"{case}: {name}")
         all_positions += positions.tolist()
+
     assert sorted(all_positions) == list(range(SEQ))
 
 
@@ -158,6 +168,7 @@ def test_tensor_and_sequence_parallelism(pool, whole_sequences, comm_type):
         "sinks, window in every second layer",
     ]
     tp_only = pool.run(compute_losses_and_gradients, 2, cases, 2, comm_type)
+
     for results in pool.run(compute_losses_and_gradients, 4, cases, 2, comm_type):
         for case, (positions, losses, gradients, tp_rank) in results.items():
             assert_close(losses, whole_sequences[case][1][:, positions], case)
@@ -172,7 +183,8 @@ def measure_saved_bytes(rank, world_size, comm_type):
     # As many groups as heads, since older versions of torch keep a copy for each head.
     config = TransformerConfig(**LLAMA | {"num_query_groups": 8})
     layer = TransformerLayer(
-        config, Placement(ps.tp, TensorParallelRng(0, 0), ContextParallel.from_parallel_state(ps))
+        config,
+        Placement(ps.tp, TensorParallelRng(0, 0), ContextParallel.from_parallel_state(ps)),
     )
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.1)

@@ -101,7 +101,13 @@ def test_bf16_on_cpu(kind, amx, monkeypatch):
 
     def run_sdpa(q, k, v, mask):
         return F.scaled_dot_product_attention(
-            q, k, v, mask, is_causal=mask is None, enable_gqa=True, scale=scale
+            q,
+            k,
+            v,
+            mask,
+            is_causal=mask is None,
+            enable_gqa=True,
+            scale=scale,
         )
 
     def run_kernel(q, k, v, mask):
@@ -112,6 +118,7 @@ def test_bf16_on_cpu(kind, amx, monkeypatch):
     out, gradients = run(run_kernel, torch.bfloat16)
     expected_out = torch_out if amx else exact_out.bfloat16()
     assert torch.equal(out, expected_out)
+
     for index, name in enumerate(("dq", "dk", "dv")):
         gradient = gradients[index]
         exact = exact_gradients[index]

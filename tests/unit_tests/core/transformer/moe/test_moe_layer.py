@@ -97,6 +97,7 @@ def test_micro_batch_equals_megatron_lm(case):
     finish_step(routers)
     for router, routing in zip(routers, routings, strict=True):
         check_router(router, routing, reference, config, tolerance)
+
     for name, param in model.named_parameters():
         if not param.requires_grad:
             continue
@@ -111,12 +112,14 @@ def check_router(router, routing, reference, config, tolerance):
     weights = routing.probs.float() * kept
     probs = torch.zeros(128, config.experts).scatter(1, routing.experts, weights)
     expected = torch.from_numpy(reference.arrays[f"probs:decoder.layers.{layer}.mlp.router"])
+
     if config.bf16:
         # Two rounded scores may be equal, and either expert may be selected.
         assert ((probs != 0) == (expected != 0)).float().mean() > 0.99
     else:
         assert torch.equal(probs != 0, expected != 0)
         torch.testing.assert_close(probs, expected, rtol=0, atol=tolerance)
+
     for name in router.recorded.keys() - {"tokens_per_expert"}:
         expected_loss = reference.arrays[f"aux:{name}"][layer]
         assert router.recorded[name].item() == pytest.approx(expected_loss, rel=tolerance), name
@@ -141,6 +144,7 @@ def copy_to_mixtral(ours, theirs):
         state[prefix + "mlp.gate.weight"].copy_(params[own + "mlp.router.weight"])
         state[prefix + "mlp.experts.gate_up_proj"].copy_(params[experts + "linear_fc1.weight"])
         state[prefix + "mlp.experts.down_proj"].copy_(params[experts + "linear_fc2.weight"])
+
     state["model.embed_tokens.weight"].copy_(params["embedding.word_embeddings.weight"])
     state["lm_head.weight"].copy_(params["output_layer.weight"])
 
@@ -167,6 +171,7 @@ def test_loss_and_gradients_equal_mixtral_of_transformers():
     expected = theirs(tokens, labels=tokens)
     losses = ours(tokens, torch.arange(32).expand(2, -1), labels=tokens.roll(-1, 1))[:, :-1]
     assert losses.mean().item() == pytest.approx(expected.loss.item(), abs=1e-6)
+
     expected.loss.backward()
     losses.mean().backward()
     params = dict(ours.named_parameters())
@@ -189,6 +194,7 @@ def train_expert_biases(rank, world_size, ddp, sizes, **optimizer_options):
         if ".experts." in name and name.endswith(".bias"):
             param.data.fill_(1.0)
             biases[name] = param
+
     chunk = DistributedDataParallel(model, DistributedDataParallelConfig(**ddp), ps.dp_cp, ps.edp)
     config = OptimizerConfig(lr=0.1, clip_grad=0.0, **optimizer_options)
     optimizer = MegatronOptimizer([chunk], config, ps)
@@ -198,6 +204,7 @@ def train_expert_biases(rank, world_size, ddp, sizes, **optimizer_options):
                 seed = step * 1000 + sum(map(ord, name))
                 param.main_grad.normal_(generator=torch.Generator().manual_seed(seed))
         optimizer.step()
+
     chunk.finish_param_sync()
     return {name: param.detach() for name, param in biases.items()}
 
@@ -237,6 +244,7 @@ def run_and_measure(config):
         output = layer(hidden)
         kept = live.live - before
         output.square().sum().backward()
+
     results = [output, hidden.grad]
     for param in layer.parameters():
         if param.requires_grad:
@@ -245,7 +253,9 @@ def run_and_measure(config):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"bf16": True}, {"swiglu": False, "add_bias_linear": True}], ids=str
+    "options",
+    [{}, {"bf16": True}, {"swiglu": False, "add_bias_linear": True}],
+    ids=str,
 )
 def test_moe_act_recomputes_the_activation(options):
     """Results are bitwise equal; neither the activation nor its weighted product is kept."""
@@ -253,8 +263,10 @@ def test_moe_act_recomputes_the_activation(options):
     config = make_config(**options)
     expected, kept = run_and_measure(config)
     got, kept_with_recomputation = run_and_measure(make_config(**options, **recompute))
+
     for result, expected_result in zip(got, expected, strict=True):
         assert torch.equal(result, expected_result)
+
     rows = 32 * 2 * config.moe_router_topk
     saved = 2 * rows * config.moe_ffn_size * config.params_dtype.itemsize
     assert kept - kept_with_recomputation == saved

@@ -32,12 +32,14 @@ def test_groups_limit_the_selection():
     bias = torch.zeros(8)
     config = make_config(**options)
     experts, probs = choose(logits, config, bias)
+
     assert set(experts[0].tolist()) == {0, 6}
     assert probs.sum().item() == pytest.approx(2.5)
 
     bias[4] = 10.0  # expert 4 and its group are selected; its weight is that of its score
     experts, probs = choose(logits, config, bias)
     assert set(experts[0].tolist()) == {4, 0}
+
     scores = torch.sigmoid(logits[0, experts[0]])
     torch.testing.assert_close(probs[0], 2.5 * scores / scores.sum())
 
@@ -76,9 +78,12 @@ def make_unbalanced_logits():
 def test_sinkhorn_balances_training_only(k):
     """The selection is balanced in training; the weights are always those of plain scores."""
     config = make_config(
-        moe_router_load_balancing_type="sinkhorn", moe_aux_loss_coeff=0.0, moe_router_topk=k
+        moe_router_load_balancing_type="sinkhorn",
+        moe_aux_loss_coeff=0.0,
+        moe_router_topk=k,
     )
     assert config.load_balancing == {}
+
     logits = make_unbalanced_logits()
     scores = logits.sigmoid() if k == 1 else logits.softmax(1)
     max_loads = {}
@@ -87,12 +92,15 @@ def test_sinkhorn_balances_training_only(k):
         assert torch.equal(experts, candidates.topk(k, 1).indices)
         assert torch.equal(probs, scores.gather(1, experts))
         max_loads[training] = experts.flatten().bincount(minlength=4).max()
+
     assert max_loads[True] < max_loads[False] * 0.6
 
 
 def test_expert_bias_balances_loads():
     config = make_config(
-        moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True, moe_router_topk=1
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+        moe_router_topk=1,
     )
     router = TopKRouter(config, layer_number=0, axes=ExpertAxes())
     torch.nn.init.zeros_(router.weight)
@@ -106,7 +114,9 @@ def test_expert_bias_balances_loads():
 def test_forced_load_balancing_uses_all_experts():
     """The selection is random, independent of the weights, but the weights have gradients."""
     config = make_config(
-        moe_router_topk=2, moe_router_force_load_balancing=True, moe_aux_loss_coeff=0.0
+        moe_router_topk=2,
+        moe_router_force_load_balancing=True,
+        moe_aux_loss_coeff=0.0,
     )
     router = TopKRouter(config, layer_number=0, axes=ExpertAxes())
     router.initialize(seed=1)
@@ -114,13 +124,16 @@ def test_forced_load_balancing_uses_all_experts():
     routing = router(torch.ones(2000, 16), 2)
     loads = routing.experts.flatten().bincount(minlength=4) / 1000
     assert (loads - 1).abs().max() < 0.15
+
     routing.probs[:, 0].sum().backward()
     assert (router.weight.grad.abs() > 0).all()
 
 
 def test_capacity_drops_the_lowest_weights():
     config = make_config(
-        moe_expert_capacity_factor=1.0, moe_router_topk=1, moe_router_pre_softmax=True
+        moe_expert_capacity_factor=1.0,
+        moe_router_topk=1,
+        moe_router_pre_softmax=True,
     )
     router = TopKRouter(config, layer_number=0, axes=ExpertAxes())
     torch.nn.init.zeros_(router.weight)
@@ -128,6 +141,7 @@ def test_capacity_drops_the_lowest_weights():
         router.weight[0] = 0.05
     # All tokens prefer the first expert, with increasing weights.
     kept = router(torch.linspace(1, 2, 8).unsqueeze(1).expand(8, 16), 1).kept
+
     assert kept.sum() == 2
     assert kept[-2:].all()
 
@@ -135,7 +149,9 @@ def test_capacity_drops_the_lowest_weights():
 def compute_global_loss(rank, world_size):
     """Return the recorded loss of a step, its gradient, the weight, and the tokens of all ranks."""
     config = make_config(
-        moe_router_load_balancing_type="global_aux_loss", moe_aux_loss_coeff=0.5, moe_router_topk=2
+        moe_router_load_balancing_type="global_aux_loss",
+        moe_aux_loss_coeff=0.5,
+        moe_router_topk=2,
     )
     axes = ExpertAxes()
     if world_size > 1:
@@ -161,6 +177,7 @@ def test_loss_over_the_global_batch(pool):
     counts = F.one_hot(scores.topk(2, -1).indices, 4).sum((1, 2)).float()
     mean_counts = counts.cumsum(0) / torch.arange(1, 4).view(3, 1)
     expected = (scores.sum(1) * mean_counts).sum() * 4 / (2 * TOKENS**2)
+
     torch.testing.assert_close(recorded, expected.detach())
     torch.testing.assert_close(gradient, torch.autograd.grad(0.5 * expected, weight)[0])
 
