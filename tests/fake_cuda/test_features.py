@@ -104,12 +104,12 @@ def test_values_of_the_cpu(name, undisturbed, tmp_path):
     outcomes, _ = undisturbed(name)
     reference = run(Feature(feature.flags, 1, ""), tmp_path, SAVES, device="cpu")
     (expected,) = reference
-    (found,) = [outcome for outcome in outcomes if outcome["losses"]]
+    (actual,) = [outcome for outcome in outcomes if outcome["losses"]]
     tolerance = 3e-6 if feature.is_exact else 3e-3
-    assert found["losses"] == pytest.approx(expected["losses"], rel=tolerance)
-    assert found["evaluations"] == pytest.approx(expected["evaluations"], rel=tolerance)
-    assert bool(found["evaluations"]) == (EVALUATION in feature.flags)
-    for depths, expected_depths in zip(found["mtp_losses"], expected["mtp_losses"], strict=True):
+    assert actual["losses"] == pytest.approx(expected["losses"], rel=tolerance)
+    assert actual["evaluations"] == pytest.approx(expected["evaluations"], rel=tolerance)
+    assert bool(actual["evaluations"]) == (EVALUATION in feature.flags)
+    for depths, expected_depths in zip(actual["mtp_losses"], expected["mtp_losses"], strict=True):
         assert depths == pytest.approx(expected_depths, rel=tolerance)
 
 

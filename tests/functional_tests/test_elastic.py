@@ -125,19 +125,19 @@ def test_torchrun_restarts_the_job(launcher, undisturbed, tmp_path, nodes):
 def test_run_continues_with_other_ranks_after_a_kill(launcher, undisturbed, tmp_path, layouts):
     layouts_by_name = {"single": (1, ""), **LAYOUTS}
     losses: dict[int, float] = {}
-    for number, layout in enumerate(layouts):
+    for index, layout in enumerate(layouts):
         world_size, layout_flags = layouts_by_name[layout]
         flags = f"{FLAGS} {layout_flags} --save {tmp_path} --load {tmp_path}"
         job: Job = launcher.start(world_size, flags)
-        if number < len(layouts) - 1:
-            job.until_iteration(5 * (number + 1))
+        if index < len(layouts) - 1:
+            job.until_iteration(5 * (index + 1))
             job.kill(world_size - 1)
             job.kill()
             assert -signal.SIGKILL in job.wait()
         else:
             job.succeed()
-        if number:
-            assert job.resumed_at() >= 5 * number - 4
+        if index:
+            assert job.resumed_at() >= 5 * index - 4
         losses |= job.losses()
     expected = undisturbed[0]
     assert sorted(losses) == sorted(expected) == list(range(1, 21))

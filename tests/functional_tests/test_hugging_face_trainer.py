@@ -144,9 +144,9 @@ def test_interrupted_training_ends_with_the_same_bits(
     expected = uninterrupted(ranks)
     pool.run(train, ranks, tmp_path, interval, (kind, step))
     resumed = pool.run(train, ranks, tmp_path, interval)
-    for found, wanted in zip(resumed, expected, strict=True):
-        assert_same(found, wanted)
-        assert 1 < found[3][0] <= step + 2
+    for actual, wanted in zip(resumed, expected, strict=True):
+        assert_same(actual, wanted)
+        assert 1 < actual[3][0] <= step + 2
 
 
 def test_completed_training_is_not_continued(tmp_path):

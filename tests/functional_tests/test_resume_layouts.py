@@ -111,13 +111,13 @@ def test_save_contains_keys_required_by_megatron_core(pool, tmp_path):
     reader = Reader(tmp_path / f"iter_{SAVED:07}")
     modules = [f"self_attention.{name}" for name in ("linear_qkv", "linear_proj", "core_attention")]
     modules += ["mlp.linear_fc1", "mlp.linear_fc2"]
-    wanted = {f"decoder.layers.{layer}.{module}" for layer in range(4) for module in modules}
-    found = {
+    expected = {f"decoder.layers.{layer}.{module}" for layer in range(4) for module in modules}
+    actual = {
         key.removesuffix("._extra_state/shard_0_1")
         for key in reader.metadata.objects
         if is_extra_state(key)
     }
-    assert found == wanted | {"decoder.final_layernorm"}
+    assert actual == expected | {"decoder.final_layernorm"}
 
     for pp, tp in np.ndindex(2, 2):
         (theirs,) = reader.read_object(f"rng_state/shard_{pp}.{tp}_2.2")

@@ -193,9 +193,9 @@ def preprocess(case: Case) -> None:
 def read_index_cache(case: Case) -> None:
     """A damaged cache is rebuilt."""
     arrays = load_or_build(case.source, "test", {"what": "test"}, build_index)
-    for key, wanted in build_index().items():
-        assert np.array_equal(arrays[key], wanted)
-        assert arrays[key].dtype == wanted.dtype
+    for key, expected in build_index().items():
+        assert np.array_equal(arrays[key], expected)
+        assert arrays[key].dtype == expected.dtype
 
 
 def build_index() -> dict[str, np.ndarray]:

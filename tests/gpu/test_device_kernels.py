@@ -109,8 +109,8 @@ def test_layers(name, dtype, device):
         (0.2 * torch.randn(param.shape)).to(dtype) for param in reference.parameters()
     ]
     expected = results(reference, values, torch.float32, CPU)
-    found = results(MODULES[name](dtype, torch.device(device)), values, dtype, device)
-    assert_close(found, expected, TOLERANCES[dtype])
+    actual = results(MODULES[name](dtype, torch.device(device)), values, dtype, device)
+    assert_close(actual, expected, TOLERANCES[dtype])
 
 
 @pytest.mark.gpu
@@ -180,7 +180,7 @@ def test_documents_and_windows(name, dtype, device):
     if lengths is None:
         return
     # The output of each document without the others; rotary embedding sees distances only.
-    found = module_output(attention(dtype, torch.device(device), **options), values, documents)
+    actual = module_output(attention(dtype, torch.device(device), **options), values, documents)
     for sample, row in enumerate(lengths):
         start = 0
         for length in row:
@@ -188,7 +188,7 @@ def test_documents_and_windows(name, dtype, device):
             alone = {**values, "x": values["x"][part, sample : sample + 1]}
             module = attention(torch.float32, CPU, **options)
             expected = module_output(module, alone, None)
-            assert_close([found[part, sample : sample + 1]], [expected], TOLERANCES[dtype])
+            assert_close([actual[part, sample : sample + 1]], [expected], TOLERANCES[dtype])
             start += length
 
 
@@ -241,8 +241,8 @@ def test_blocks_of_context_parallel_ranks(positions, head_dim, dtype, device):
         dqueries.append(own_query.grad)
 
     gradients = [join_ranks(*(g[i] for g in exchange.gradients)) for i in (0, 1)]
-    found = [join_ranks(*outputs), join_ranks(*dqueries), *gradients]
-    assert_close(found, expected, TOLERANCES[dtype])
+    actual = [join_ranks(*outputs), join_ranks(*dqueries), *gradients]
+    assert_close(actual, expected, TOLERANCES[dtype])
 
 
 def module_output(module, values, documents):
@@ -312,16 +312,16 @@ def test_copies_of_keys_and_values_give_the_same(options, device, monkeypatch):
         return attention(torch.float32, torch.device(device), **options)
 
     values["weights"] = [0.2 * torch.randn(param.shape) for param in module().parameters()]
-    found = []
+    actual = []
     for grouped in (True, False):
         monkeypatch.setattr(
             attention_module,
             "supports_grouped_heads",
             lambda *place, grouped=grouped: grouped,
         )
-        found.append(results(module(), values, torch.float32, device))
+        actual.append(results(module(), values, torch.float32, device))
 
-    assert_close(found[0], found[1], 1e-5)
+    assert_close(actual[0], actual[1], 1e-5)
 
 
 def test_which_kernels_take_groups():
@@ -389,10 +389,10 @@ def test_gradient_norm(device):
     expected = host.double().square().sum()
     grads = host.to(device).split(sizes)
     with CountCalls() as calls:
-        found = sum_of_squares(grads, torch.device(device))
+        actual = sum_of_squares(grads, torch.device(device))
 
-    assert found.dtype == torch.float64
-    assert_close([found.cpu()], [expected], 2e-6)
+    assert actual.dtype == torch.float64
+    assert_close([actual.cpu()], [expected], 2e-6)
     if device == "cuda":
         assert calls.count["_foreach_norm"] == 1
         assert calls.count.total() < 6
@@ -425,10 +425,10 @@ def test_loss(dtype, device):
         16,
         2,
     )
-    found = loss(dtype, device, hidden, weight, labels)
+    actual = loss(dtype, device, hidden, weight, labels)
 
-    assert_close(found[:1], [plain.float()], TOLERANCES[dtype])
-    assert_close(found, loss(torch.float32, CPU, hidden, weight, labels), TOLERANCES[dtype])
+    assert_close(actual[:1], [plain.float()], TOLERANCES[dtype])
+    assert_close(actual, loss(torch.float32, CPU, hidden, weight, labels), TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)

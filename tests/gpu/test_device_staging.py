@@ -73,8 +73,8 @@ def test_save_uses_less_memory_if_it_cannot_be_pinned(limit, pinned, monkeypatch
     value = torch.randn(24 * SLOT_SIZE // 4, device="cuda")
     state = {"t": ShardedTensor.replicated("t", value)}
     with AsyncSaver(workers=2) as saver:
-        for number in range(2):
-            report = saver.save(state, tmp_path / str(number), common={}).wait()
+        for index in range(2):
+            report = saver.save(state, tmp_path / str(index), common={}).wait()
             assert report.error is None, report.error
 
     assert caplog.text.count("asynchronous saves use 128 MiB") == 1

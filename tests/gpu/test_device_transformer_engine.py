@@ -113,12 +113,12 @@ def test_fp8_resumes_bitwise_and_goes_on_in_bf16(tmp_path, more):
     for key in uninterrupted.metadata.tensors:
         value = uninterrupted.view(key).read_all()
         assert torch.equal(resumed.view(key).read_all(), value), key
-    found = extra_states(elsewhere / "iter_0000010")
-    assert found.keys() == expected.keys()
+    actual = extra_states(elsewhere / "iter_0000010")
+    assert actual.keys() == expected.keys()
 
     for key, state in expected.items():
         assert all(
-            torch.equal(found[key][name], value)
+            torch.equal(actual[key][name], value)
             for name, value in state.items()
             if name != "recipe"
         ), key

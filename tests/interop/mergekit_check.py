@@ -25,10 +25,10 @@ def check_weights(python: str, work: Path, weights: tuple[float, ...]) -> None:
     """Merge models with both programs, and compare every tensor."""
     lines = ["merge_method: linear", "dtype: float32", "models:"]
     inputs = []
-    for number, weight in enumerate(weights):
-        model = work / f"model{number}"
+    for index, weight in enumerate(weights):
+        model = work / f"model{index}"
         if not model.exists():
-            source = random_source(LLAMA_ARGS, optimizer=False, seed=number)
+            source = random_source(LLAMA_ARGS, optimizer=False, seed=index)
             write_huggingface(source, model)
         lines.append(f"  - model: {model}")
         lines.append(f"    parameters: {{weight: {weight}}}")

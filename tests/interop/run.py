@@ -122,7 +122,7 @@ def check_megatron_lm(python: Path, work: Path, source: Path) -> None:
         )
         save = ("--vocab-size", 257, "--save", directory, "--save-interval", 5)
         run(OURS, *torchrun(2), "pretrain_gpt.py", *common, *ours.split(), *save, quiet=True)
-        wanted = logged_losses(directory)
+        expected = logged_losses(directory)
         (directory / "latest_checkpointed_iteration.txt").write_text("5")
         for layout in layouts:
             program = (*torchrun(2 if layout else 1), HERE / "megatron_lm_train.py", source, losses)
@@ -142,9 +142,9 @@ def check_megatron_lm(python: Path, work: Path, source: Path) -> None:
             }
             losses.unlink()
             assert found.keys() == set(range(6, 11)), found
-            error = max(abs(loss - wanted[iteration]) for iteration, loss in found.items())
+            error = max(abs(loss - expected[iteration]) for iteration, loss in found.items())
             assert error <= tolerance, (
-                f"{name}, {layout}: losses differ by {error}: {found}, {wanted} expected"
+                f"{name}, {layout}: losses differ by {error}: {found}, {expected} expected"
             )
             print(
                 f"{name}, {layout or 'one process'}: losses of iterations 6 to 10 within "

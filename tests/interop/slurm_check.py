@@ -83,10 +83,10 @@ class Cluster:
     def running(self) -> Iterator[None]:
         """Run the daemons inside the block."""
         lines = []
-        for number, name in enumerate(NODES):
+        for index, name in enumerate(NODES):
             lines.append(
                 f"NodeName={name} NodeHostname={name} NodeAddr=127.0.0.1 "
-                f"Port={26820 + number} CPUs=2 RealMemory=4000 Gres=gpu:1 State=UNKNOWN"
+                f"Port={26820 + index} CPUs=2 RealMemory=4000 Gres=gpu:1 State=UNKNOWN"
             )
         config = CONFIG.format(host=socket.gethostname(), work=self.work, nodes="\n".join(lines))
         (self.work / "slurm.conf").write_text(config)

@@ -30,24 +30,22 @@ def check_adam(device: str, tolerance: float) -> None:
             rule.state[param] = zeros | {"step": torch.zeros((), device=device)}
         rules.append((rule, params))
 
-    for number in range(5):
+    for index in range(5):
         gradients = [3.0 * torch.randn(len(value)) for value in values]
         for rule, params in rules:
-            rule.param_groups[0]["lr"] = 1e-2 / (number + 1)
-            rule.param_groups[1]["weight_decay"] = 0.05 * number
-            rule.grad_scale = torch.tensor(2.0 + number, device=device)
-            rule.found_inf = torch.tensor(float(number == 2), device=device)
+            rule.param_groups[0]["lr"] = 1e-2 / (index + 1)
+            rule.param_groups[1]["weight_decay"] = 0.05 * index
+            rule.grad_scale = torch.tensor(2.0 + index, device=device)
+            rule.found_inf = torch.tensor(float(index == 2), device=device)
             for param, gradient in zip(params, gradients, strict=True):
                 param.grad = gradient.to(device, copy=True)
-                param.grad[7] = torch.nan if number == 2 else param.grad[7]
+                param.grad[7] = torch.nan if index == 2 else param.grad[7]
             rule.step()
 
         (ours, mine), (theirs, expected) = rules
         for param, wanted in zip(mine, expected, strict=True):
             torch.testing.assert_close(param, wanted, rtol=tolerance, atol=tolerance)
-            assert (
-                ours.state[param]["step"] == theirs.state[wanted]["step"] == number + (number < 2)
-            )
+            assert ours.state[param]["step"] == theirs.state[wanted]["step"] == index + (index < 2)
             for name in ("exp_avg", "exp_avg_sq"):
                 torch.testing.assert_close(
                     ours.state[param][name],
@@ -59,10 +57,10 @@ def check_adam(device: str, tolerance: float) -> None:
 
 def check_sum_of_squares(device: str) -> None:
     grads = [torch.randn(size, device=device) for size in (5, 100_000)]
-    wanted = sum_of_squares(grads, torch.device(device))
+    expected = sum_of_squares(grads, torch.device(device))
     torch.testing.assert_close(
         apex_sum_of_squares(grads, torch.device(device)),
-        wanted,
+        expected,
         rtol=1e-5,
         atol=0.0,
     )
@@ -78,9 +76,9 @@ def check_norms(device: str, tolerance: float) -> None:
                     _normed(impl, normalization, from_one, bf16, device)
                     for impl in ("apex", "torch")
                 ]
-                for mine, wanted in zip(*found, strict=True):
-                    tolerated = (2e-2 if bf16 else tolerance) * float(wanted.abs().max())
-                    torch.testing.assert_close(mine, wanted, rtol=0.0, atol=tolerated)
+                for mine, expected in zip(*found, strict=True):
+                    tolerated = (2e-2 if bf16 else tolerance) * float(expected.abs().max())
+                    torch.testing.assert_close(mine, expected, rtol=0.0, atol=tolerated)
 
 
 def _normed(

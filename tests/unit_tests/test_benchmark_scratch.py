@@ -58,9 +58,9 @@ def test_next_start_removes_only_directories_of_killed_benchmarks(tmp_path):
     wait_until(lambda: not is_running(child))
     try:
         with create_scratch_directory("example", tmp_path) as directory:
-            found = {str(path) for path in tmp_path.iterdir()}
-            assert found == {str(foreign), other, str(directory)}
-        assert killed not in found
+            names = {str(path) for path in tmp_path.iterdir()}
+            assert names == {str(foreign), other, str(directory)}
+        assert killed not in names
     finally:
         other_benchmark.terminate()
         other_benchmark.wait(60)

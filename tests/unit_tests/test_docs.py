@@ -80,7 +80,7 @@ def test_every_message_of_the_troubleshooting_page_is_in_the_code():
     for message in quoted:
         fragments = [fragment.strip() for fragment in message.split("...")]
         pattern = re.compile(".*".join(re.escape(fragment) for fragment in fragments), re.DOTALL)
-        assert any(pattern.search(found) for found in messages), message
+        assert any(pattern.search(actual) for actual in messages), message
 
 
 def test_every_benchmark_has_a_block():

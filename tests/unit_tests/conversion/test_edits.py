@@ -177,12 +177,12 @@ def test_new_rows_are_the_mean_and_old_rows_are_kept(tmp_path, saver):
     )
     for key in (WORD_EMBEDDINGS, OUTPUT):
         main = source.values[optimizer_key("param", key)].double().numpy()
-        found = read_whole(result, optimizer_key("param", key))
-        assert found.shape == (80, 32)
-        assert torch.equal(found[:ROWS], source.values[optimizer_key("param", key)])
+        actual = read_whole(result, optimizer_key("param", key))
+        assert actual.shape == (80, 32)
+        assert torch.equal(actual[:ROWS], source.values[optimizer_key("param", key)])
         mean = np.broadcast_to(main.mean(axis=0), (80 - ROWS, 32))
-        np.testing.assert_allclose(found[ROWS:].double().numpy(), mean, rtol=1e-6, atol=1e-8)
-        assert torch.equal(read_whole(result, key)[ROWS:], found[ROWS:].bfloat16())
+        np.testing.assert_allclose(actual[ROWS:].double().numpy(), mean, rtol=1e-6, atol=1e-8)
+        assert torch.equal(read_whole(result, key)[ROWS:], actual[ROWS:].bfloat16())
         for state in ADAM[1:]:
             moment = read_whole(result, optimizer_key(state, key))
             assert torch.equal(moment[:ROWS], source.values[optimizer_key(state, key)])
@@ -203,9 +203,9 @@ def test_logits_of_old_tokens_are_equal(tmp_path, args, new_rows):
     assert run_convert(*words, *flags).returncode == 0
 
     expected = logits_of(load_in_transformers(tmp_path / "original"))
-    found = logits_of(load_in_transformers(tmp_path / "grown"))
-    assert found.shape[-1] == 96
-    torch.testing.assert_close(found[..., :ROWS], expected, rtol=0, atol=1e-5)
+    actual = logits_of(load_in_transformers(tmp_path / "grown"))
+    assert actual.shape[-1] == 96
+    torch.testing.assert_close(actual[..., :ROWS], expected, rtol=0, atol=1e-5)
 
 
 def test_mean_rows_equal_numpy_on_the_same_files(tmp_path):
@@ -325,9 +325,9 @@ def test_merges_can_be_edited(tmp_path):
     name = "mlp.linear_fc2.weight"
     main = optimizer_key("param", f"decoder.layers.0.{name}")
     expected = (sources[0].values[main].double() + sources[1].values[main].double()) / 2
-    found = read_whole(result, f"decoder.layers.1.{name}").double()
+    actual = read_whole(result, f"decoder.layers.1.{name}").double()
 
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-8)
     assert result.tensors[OUTPUT].shape == (70, 32)
     assert result.args["num_layers"] == 3
 
@@ -399,14 +399,14 @@ def test_experts_are_scaled_without_normalization(args, factors):
     result = edit(source, experts=8, topk=2)
     for name in ("linear_fc1.weight", "linear_fc2.weight"):
         dense = source.values[f"decoder.layers.1.mlp.{name}"].double().numpy()
-        found = read_whole(result, f"decoder.layers.1.mlp.experts.experts.{name}").double().numpy()
-        expected = np.broadcast_to(dense * 4 ** (1 / factors), found.shape)
-        np.testing.assert_allclose(found, expected, rtol=1e-6)
+        actual = read_whole(result, f"decoder.layers.1.mlp.experts.experts.{name}").double().numpy()
+        expected = np.broadcast_to(dense * 4 ** (1 / factors), actual.shape)
+        np.testing.assert_allclose(actual, expected, rtol=1e-6)
 
     bias = "decoder.layers.1.mlp.linear_fc2.bias"
     if bias in source.values:
-        found = read_whole(result, bias.replace(".mlp.", ".mlp.experts.experts."))
-        assert torch.equal(found, source.values[bias].expand(8, -1))
+        actual = read_whole(result, bias.replace(".mlp.", ".mlp.experts.experts."))
+        assert torch.equal(actual, source.values[bias].expand(8, -1))
 
 
 def test_boxes_of_experts_fit_together():

@@ -188,9 +188,9 @@ def assert_same_files(found: Path, wanted: Path) -> None:
 
 
 def follow_chain(source: Path, folder: Path, *formats: str, **layout: int) -> Path:
-    for number, saver in enumerate(formats):
+    for index, saver in enumerate(formats):
         options = WriteOptions(**layout) if saver == "legacy" else WriteOptions()
-        target = folder / f"{number}-{saver}"
+        target = folder / f"{index}-{saver}"
         report = convert(source, target, saver, read_options=KEEP, options=options, verify=True)
         assert not [line for line in report.not_carried if "unused" in line]
         source = target
@@ -293,9 +293,9 @@ def test_weights_of_mixers_are_cast_unless_their_dtype_differs(tmp_path: Path) -
     assert "foreign, copied as it is: model.layers.0.linear_attn.A_log" in done.stdout
 
     for name, tensor in load_file(tmp_path / "cast" / "model.safetensors").items():
-        wanted = tensors[name] if name.endswith("A_log") else tensors[name].half()
-        assert torch.equal(tensor, wanted), name
-        assert tensor.dtype == wanted.dtype, name
+        expected = tensors[name] if name.endswith("A_log") else tensors[name].half()
+        assert torch.equal(tensor, expected), name
+        assert tensor.dtype == expected.dtype, name
 
 
 def test_quantized_export_lists_the_mixers_as_unquantized(tmp_path: Path) -> None:
@@ -331,8 +331,8 @@ def test_merged_mixers_are_weighted_sums(tmp_path: Path) -> None:
 
     merged = load_file(tmp_path / "out" / "model.safetensors")
     for name, tensor in load_file(inputs[0] / "model.safetensors").items():
-        wanted = 0.25 * tensor.double() + 0.75 * changed[name].double()
-        torch.testing.assert_close(merged[name].double(), wanted, rtol=1e-6, atol=1e-6)
+        expected = 0.25 * tensor.double() + 0.75 * changed[name].double()
+        torch.testing.assert_close(merged[name].double(), expected, rtol=1e-6, atol=1e-6)
     assert read_config(tmp_path / "out") == read_config(inputs[0])
 
     without = run_merge(*words, "--saver", "hf", "--overwrite")
@@ -365,9 +365,9 @@ def test_base_model_alone_gets_the_names_of_the_whole_model(tmp_path: Path) -> N
     assert "layers.0.conv.in_proj.weight" in load_file(tmp_path / "base" / "model.safetensors")
 
     result = follow_chain(tmp_path / "base", tmp_path / "kept", "torch_dist", "hf")
-    found = load_file(result / "model.safetensors")
-    assert found.keys() == whole.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in whole.items())
+    actual = load_file(result / "model.safetensors")
+    assert actual.keys() == whole.keys()
+    assert all(torch.equal(actual[name], tensor) for name, tensor in whole.items())
 
 
 def test_unchecked_arguments_are_described() -> None:

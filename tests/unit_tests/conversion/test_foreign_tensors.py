@@ -311,12 +311,12 @@ def test_foreign_tensors_of_ranks_are_joined(plain_model: Path, tmp_path: Path) 
         "vision.columns": columns,
         "vision.rows": rows,
     }
-    found = read_foreign(tmp_path / "dist")
+    actual = read_foreign(tmp_path / "dist")
 
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     for name, value in expected.items():
-        assert found[name].dtype == value.dtype
-        assert torch.equal(found[name].view(torch.uint8), value.view(torch.uint8)), name
+        assert actual[name].dtype == value.dtype
+        assert torch.equal(actual[name].view(torch.uint8), value.view(torch.uint8)), name
 
 
 A = torch.arange(6.0).view(2, 3)
@@ -368,9 +368,9 @@ def test_tensors_that_expert_parallel_ranks_split_are_refused(tmp_path: Path) ->
     folders = sorted(require_checkpoint(legacy).directory.glob("mp_rank_*"))
     assert len(folders) == 2
 
-    for number, folder in enumerate(folders):
+    for index, folder in enumerate(folders):
         content = torch.load(folder / "model_optim_rng.pt", weights_only=False)
-        content["model"]["decoder.layers.1.mlp.experts.scales"] = A + number
+        content["model"]["decoder.layers.1.mlp.experts.scales"] = A + index
         torch.save(content, folder / "model_optim_rng.pt")
 
     target = ("--saver", "torch_dist", "--save-dir", tmp_path / "out")

@@ -88,12 +88,12 @@ def mixed_inputs(request, tmp_path_factory):
     dtypes = ({"bf16": True}, {"fp16": True}, {}, {"bf16": True})
     sources = [random_source(request.param | dtype, seed=seed) for seed, dtype in enumerate(dtypes)]
     words = []
-    for number, form in enumerate(FORMATS):
-        write_torch_dist(sources[number], directory / f"run{number}/iter_0000007")
+    for index, form in enumerate(FORMATS):
+        write_torch_dist(sources[index], directory / f"run{index}/iter_0000007")
         options = WriteOptions(optim_sidecar=True, tensor_parallel=2, pipeline_parallel=2)
         path = directory / form
-        convert(directory / f"run{number}/iter_0000007", path, form, options=options)
-        words.append(f"{path}:{WEIGHTS[number]}")
+        convert(directory / f"run{index}/iter_0000007", path, form, options=options)
+        words.append(f"{path}:{WEIGHTS[index]}")
     return sources, words
 
 
@@ -208,8 +208,8 @@ def test_optimizer_of_one_input_is_kept(tmp_path, which, base):
     assert_merged(result, sources, [1 / 3] * 3)
 
     main = sum_in_float64(sources, [1 / 3] * 3, QKV)
-    found = read_whole(result, optimizer_key("param", QKV))
-    np.testing.assert_allclose(found.double().numpy(), main, rtol=4e-7, atol=1e-7)
+    actual = read_whole(result, optimizer_key("param", QKV))
+    np.testing.assert_allclose(actual.double().numpy(), main, rtol=4e-7, atol=1e-7)
 
     for state in ("exp_avg", "exp_avg_sq"):
         key = optimizer_key(state, QKV)
@@ -286,9 +286,9 @@ def test_copies_under_other_names_are_not_merged(pool, tmp_path):
     pool.run(train, 1, f"{flags} --save-interval 4 --ckpt-step 6 --exit-interval 8")
     for copy in (7, 99):
         shutil.copytree(run / "iter_0000003", run / f"iter_{copy:07d}")
-    wanted = ["iter_0000003", "iter_0000006", "iter_0000008"]
+    expected = ["iter_0000003", "iter_0000006", "iter_0000008"]
 
-    assert names(find_last_checkpoints(run, 3)) == wanted
+    assert names(find_last_checkpoints(run, 3)) == expected
     with pytest.raises(NoCheckpointError, match="has 3 complete checkpoints"):
         find_last_checkpoints(run, 4)
 
@@ -361,13 +361,13 @@ def test_averages_are_merged_in_fp32_and_rounded_once(tmp_path):
 def test_foreign_tensors_are_merged_and_codes_must_be_equal(tmp_path):
     foreign = {"foreign.a": torch.randn(3, 2), "foreign.codes": torch.arange(4, dtype=torch.int8)}
     inputs = []
-    for number in range(3):
+    for index in range(3):
         source = random_source(LLAMA_ARGS, optimizer=False)
-        source.values |= foreign | {"foreign.a": foreign["foreign.a"] * (number + 1)}
-        if number == 2:
+        source.values |= foreign | {"foreign.a": foreign["foreign.a"] * (index + 1)}
+        if index == 2:
             source.values["foreign.codes"] = foreign["foreign.codes"] + 1
-        write_torch_dist(source, tmp_path / f"{number}")
-        inputs.append(f"{tmp_path / str(number)}:0.5")
+        write_torch_dist(source, tmp_path / f"{index}")
+        inputs.append(f"{tmp_path / str(index)}:0.5")
 
     flags = ["--saver", "hf", "--keep-foreign"]
     done = run_merge("--input", *inputs[:2], "--output", tmp_path / "out", *flags)

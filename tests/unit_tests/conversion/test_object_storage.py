@@ -47,18 +47,18 @@ def test_round_trip_through_object_storage(converted, tmp_path, capsys):
 
 def test_newest_commit_overrides_the_tracker(converted):
     store = converted.store
-    found = find_checkpoint(str(converted))
+    actual = find_checkpoint(str(converted))
     tracker = f"{converted.key}/latest_checkpointed_iteration.txt"
     named = store.read(tracker).content
     store.put(tracker, b"12345")
 
-    assert find_checkpoint(str(converted)) == found
-    assert found.note is None
+    assert find_checkpoint(str(converted)) == actual
+    assert actual.note is None
 
     store.put(tracker, named)
     unfinished = f"{converted.key}/iter_9999999/.claim"
     store.put(unfinished, b"{}")
-    assert find_checkpoint(str(converted)) == found
+    assert find_checkpoint(str(converted)) == actual
 
     store.delete([unfinished])
     assert find_checkpoint("s3://bucket/nothing") is None
@@ -126,9 +126,9 @@ def test_foreign_tensors_are_taken_from_object_storage(converted, tmp_path):
     done = run_convert("--saver", "hf", *flags)
     assert done.returncode == 0, done.stderr
 
-    found = load_file(tmp_path / "whole/model.safetensors")
-    assert torch.equal(found.pop("visual.weight"), tower)
-    assert found.keys() == weights.keys()
+    actual = load_file(tmp_path / "whole/model.safetensors")
+    assert torch.equal(actual.pop("visual.weight"), tower)
+    assert actual.keys() == weights.keys()
 
 
 @pytest.mark.parametrize("max_shard_size", [10**9, 20_000], ids=["one_file", "shards"])

@@ -39,8 +39,8 @@ def find_directory(root: Path) -> Path:
 
 def test_every_conversion_carries_the_tokenizer(model: Path, tmp_path: Path) -> None:
     source = model
-    for number, saver in enumerate(["torch_dist", "legacy", "universal", "legacy", "torch_dist"]):
-        target = tmp_path / f"{number}_{saver}"
+    for index, saver in enumerate(["torch_dist", "legacy", "universal", "legacy", "torch_dist"]):
+        target = tmp_path / f"{index}_{saver}"
         convert(source, target, saver)
         shutil.rmtree(source)  # nothing is found at the path of the source
         source = target

@@ -78,10 +78,10 @@ def test_packages_without_a_hash_are_listed():
     text = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
     installs = re.findall(r"pip install ([^&\n]*)", text)
     unhashed = [install for install in installs if "--require-hashes" not in install]
-    wanted = ("torch==${TORCH_VERSION}", "transformer_engine[", "apex@${APEX_COMMIT}")
+    expected = ("torch==${TORCH_VERSION}", "transformer_engine[", "apex@${APEX_COMMIT}")
 
-    assert len(unhashed) == len(wanted)
-    for name, install in zip(wanted, unhashed, strict=True):
+    assert len(unhashed) == len(expected)
+    for name, install in zip(expected, unhashed, strict=True):
         assert name in install
 
     page = (ROOT / "SECURITY.md").read_text()

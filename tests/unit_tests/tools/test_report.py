@@ -651,14 +651,14 @@ def write_long_run(root, num_launches=50, iterations=2000):
     """A run of launches with long layouts and long error messages."""
     layout = "TP 2 x PP 4 (2 chunks) x DP 16, experts ETP 1 x EP 8 x DP 4, sequence parallel, "
     error = "DistBackendError: NCCL error in: /opt/pytorch/torch/csrc/ProcessGroupNCCL.cpp:3690, "
-    for number in range(num_launches):
-        first = iterations * number
+    for index in range(num_launches):
+        first = iterations * index
         clock = Clock(1.8e9 + first)
         record = RunRecord(root, clock)
         record.write(
             "start", began=clock.now, iteration=first, loaded=None, command=[], summary={},
             train_iters=num_launches * iterations, layout=layout + "distributed optimizer",
-            host="node-0017.cluster.example.com", arguments={"lr": str(number)},
+            host="node-0017.cluster.example.com", arguments={"lr": str(index)},
         )  # fmt: skip
         for iteration in range(first + 10, first + iterations + 1, 10):
             clock.now += 1

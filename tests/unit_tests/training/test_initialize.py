@@ -120,9 +120,9 @@ def test_device_of_a_local_rank(monkeypatch, devices, local_rank, backend, index
 
 def test_tf32_follows_the_flag():
     ranks = ParallelConfig()
-    for wanted in (True, False):
-        initialize(DistributedConfig(tf32=wanted, device="cpu"), ranks)
-        assert torch.backends.cuda.matmul.allow_tf32 is wanted
+    for expected in (True, False):
+        initialize(DistributedConfig(tf32=expected, device="cpu"), ranks)
+        assert torch.backends.cuda.matmul.allow_tf32 is expected
     dist.destroy_process_group()
 
 

@@ -80,8 +80,8 @@ def test_golden_logits_on_two_tensor_parallel_ranks(golden: Path, pool: Distribu
     for name in ("gpt_blockqkv_fp32_tp2", "gpt_fp32_tp2_pp2"):
         tokens = array(golden / name / "input_ids.npy")
         expected = array(golden / name / "logits.npy")
-        for found in pool.run(tensor_parallel_logits, 2, opened(golden / name), tokens):
-            assert_close(found, expected, atol=1e-6, rtol=0)
+        for actual in pool.run(tensor_parallel_logits, 2, opened(golden / name), tokens):
+            assert_close(actual, expected, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -179,11 +179,11 @@ def test_written_files_equal_the_original_files(name: str, golden: Path, tmp_pat
 
     for folder in folders:
         for state in ("fp32", "exp_avg", "exp_avg_sq"):
-            found = safe_load(ours / "zero" / folder / f"{state}.pt")
-            wanted = safe_load(theirs / "zero" / folder / f"{state}.pt")
-            assert torch.equal(found.pop("param"), wanted.pop("param")), (folder, state)
+            actual = safe_load(ours / "zero" / folder / f"{state}.pt")
+            expected = safe_load(theirs / "zero" / folder / f"{state}.pt")
+            assert torch.equal(actual.pop("param"), expected.pop("param")), (folder, state)
             if "gpt" in name and "nopipe" not in name:  # written by the current converter from TP2
-                assert found == wanted
+                assert actual == expected
         if (theirs / "zero" / folder / "step.pt").exists():
             assert torch.equal(safe_load(ours / "zero" / folder / "step.pt"), torch.tensor(6.0))
 
@@ -192,8 +192,8 @@ def test_written_files_equal_the_original_files(name: str, golden: Path, tmp_pat
 
 
 def assert_same_run(ours: Path, theirs: Path) -> None:
-    found, wanted = (safe_load(path / "zero" / "optimizer_state.pt") for path in (ours, theirs))
-    for mine, original in zip(found["param_groups"], wanted["param_groups"], strict=True):
+    found, expected = (safe_load(path / "zero" / "optimizer_state.pt") for path in (ours, theirs))
+    for mine, original in zip(found["param_groups"], expected["param_groups"], strict=True):
         assert mine.items() <= original.items()
 
     state, original = (safe_load(path / "mp_rank_00_model_states.pt") for path in (ours, theirs))

@@ -197,9 +197,9 @@ def test_missing_fields_have_the_defaults_of_transformers(name: str) -> None:
     stated = sizes | NECESSARY.get(name, {}) | {"model_type": name}
     spelled_out = config_class(name)(**stated).to_dict()
     spelled_out = {k: v for k, v in spelled_out.items() if v is not None}
-    found = family.read_config(stated, {})
-    wanted = family.read_config(spelled_out, {})
-    assert model_config(found, 67, name) == model_config(wanted | {"bf16": False}, 67, name)
+    actual = family.read_config(stated, {})
+    expected = family.read_config(spelled_out, {})
+    assert model_config(actual, 67, name) == model_config(expected | {"bf16": False}, 67, name)
 
 
 _YARN_WITHOUT_BASE = {
@@ -424,14 +424,14 @@ def test_dropouts_of_gpt2_are_repeated(tmp_path: Path) -> None:
     (tmp_path / "in" / "config.json").write_text(json.dumps(hf))
     convert(tmp_path / "in", tmp_path / "run", "torch_dist")
     convert(tmp_path / "run", tmp_path / "out", "hf")
-    found = read_config(tmp_path / "out")
-    assert (found["embd_pdrop"], found["resid_pdrop"]) == (0.3, 0.2)
+    actual = read_config(tmp_path / "out")
+    assert (actual["embd_pdrop"], actual["resid_pdrop"]) == (0.3, 0.2)
 
     source = open_checkpoint(tmp_path / "run")
     source.args["hidden_dropout"] = 0.0  # a later run: the fields no longer describe it
     write_huggingface(source, tmp_path / "later")
-    found = read_config(tmp_path / "later")
-    assert (found["embd_pdrop"], found["resid_pdrop"]) == (0.0, 0.0)
+    actual = read_config(tmp_path / "later")
+    assert (actual["embd_pdrop"], actual["resid_pdrop"]) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize(("attention", "mlp"), [(True, False), (False, True), (True, True)])

@@ -127,9 +127,9 @@ def test_main_parameters_are_cast_once(tmp_path: Path) -> None:
     assert len(lost) == 1
     assert "--save-optim-sidecar" in lost[0]
 
-    found = load_file(tmp_path / "hf" / "model.safetensors")["model.norm.weight"]
+    actual = load_file(tmp_path / "hf" / "model.safetensors")["model.norm.weight"]
     assert torch.equal(
-        found,
+        actual,
         source.values[optimizer_key("param", "decoder.final_layernorm.weight")],
     )
 

@@ -59,8 +59,8 @@ def test_golden_logits_on_two_tensor_parallel_ranks(pool: DistributedPool) -> No
     for name in MODELS:
         tokens = torch.from_numpy(np.load(GOLDEN / name / "input_ids.npy"))
         expected = torch.from_numpy(np.load(GOLDEN / name / "logits.npy"))
-        for found in pool.run(tensor_parallel_logits, 2, HuggingFaceSource(GOLDEN / name), tokens):
-            assert_close(found, expected, atol=1e-4, rtol=0)
+        for actual in pool.run(tensor_parallel_logits, 2, HuggingFaceSource(GOLDEN / name), tokens):
+            assert_close(actual, expected, atol=1e-4, rtol=0)
 
 
 def test_golden_logits_with_sinks() -> None:
@@ -83,8 +83,8 @@ def test_golden_round_trip(name: str, tmp_path: Path) -> None:
     assert source.training is None
     assert write_huggingface(source, tmp_path / "out", WriteOptions(trusted=(GOLDEN / name,))) == []
     assert_same(stored_tensors(tmp_path / "out"), stored_tensors(GOLDEN / name))
-    found = logits(tmp_path / "out", torch.from_numpy(np.load(GOLDEN / name / "input_ids.npy")))
-    assert_close(found, torch.from_numpy(np.load(GOLDEN / name / "logits.npy")), atol=1e-5, rtol=0)
+    actual = logits(tmp_path / "out", torch.from_numpy(np.load(GOLDEN / name / "input_ids.npy")))
+    assert_close(actual, torch.from_numpy(np.load(GOLDEN / name / "logits.npy")), atol=1e-5, rtol=0)
     if READS_NEW_CONFIGS:
         assert meaning(tmp_path / "out") == meaning(GOLDEN / name)
 
@@ -198,8 +198,8 @@ MATRIX = {
 def matrix(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Save a model with random parameters, norms and biases included, for every row of MATRIX."""
     root = tmp_path_factory.mktemp("matrix")
-    for number, (name, (family, fields)) in enumerate(MATRIX.items()):
-        torch.manual_seed(number)
+    for index, (name, (family, fields)) in enumerate(MATRIX.items()):
+        torch.manual_seed(index)
         config = getattr(transformers, f"{family}Config")(**fields)
         model = AutoModelForCausalLM.from_config(config)
         for parameter in model.parameters():

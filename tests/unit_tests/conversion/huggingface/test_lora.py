@@ -139,11 +139,11 @@ def test_base_model_may_be_in_any_format(through: str, tmp_path: Path) -> None:
     adapter = GOLDEN / "peft/gpt2_dora"
     expected = merge(base, tmp_path / "expected", adapter)
     convert(base, tmp_path / "base", through)
-    found = merge(tmp_path / "base", tmp_path / "merged", adapter)
+    actual = merge(tmp_path / "base", tmp_path / "merged", adapter)
 
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     for key, value in expected.items():
-        assert torch.equal(found[key], value), key
+        assert torch.equal(actual[key], value), key
 
 
 # ---- Compared with torch ----
@@ -157,14 +157,14 @@ def test_scaled_product_is_added(llama: Path, tmp_path: Path) -> None:
         48,
     )
     adapter = write_adapter(tmp_path / "adapter", tensors, alpha_pattern={"1.mlp.*": 7})
-    found = merge(llama, tmp_path / "merged", adapter, max_shard_size=10**6)
+    actual = merge(llama, tmp_path / "merged", adapter, max_shard_size=10**6)
     expected = load_tensors(llama)
     for module, scaling in ((f"{ATTENTION}.v_proj", 2.0), ("model.layers.1.mlp.down_proj", 7 / 3)):
         product = tensors[f"{module}.lora_B.weight"] @ tensors[f"{module}.lora_A.weight"]
         expected[f"{module}.weight"] += product * scaling
 
     for key, value in expected.items():
-        assert torch.equal(found[key], value), key
+        assert torch.equal(actual[key], value), key
 
     source = apply_edits(
         open_checkpoint(llama),
@@ -192,11 +192,11 @@ def test_large_matrices_are_computed_in_parts(tmp_path: Path) -> None:
     expected = load_tensors(tmp_path / "base")[f"{module}.weight"] + product * 2.0
     # Rows of gate and up are one tensor.
     for first in (0, 1, 500, 935, 936, 999):
-        found = source.tensors["decoder.layers.0.mlp.linear_fc1.weight"].read(
+        actual = source.tensors["decoder.layers.0.mlp.linear_fc1.weight"].read(
             (1000 + first, 0),
             (1, 128),
         )
-        assert torch.equal(found[0], expected[first])
+        assert torch.equal(actual[0], expected[first])
 
 
 @pytest.mark.parametrize("use_dora", [False, True])
@@ -236,9 +236,9 @@ def test_weights_are_cast_before_the_merge(tmp_path: Path) -> None:
     main = run.values[f"optimizer.state.param.{key}"]
     for dtype in (torch.float32, torch.bfloat16):
         name = DTYPE_NAMES[dtype]
-        found = merge(tmp_path / "run", tmp_path / name, adapter, dtype=name)
+        actual = merge(tmp_path / "run", tmp_path / name, adapter, dtype=name)
         expected = (main.to(dtype) + product).to(dtype)
-        assert torch.equal(found[f"{ATTENTION}.o_proj.weight"], expected)
+        assert torch.equal(actual[f"{ATTENTION}.o_proj.weight"], expected)
 
 
 def test_product_of_an_embedding_is_rounded_first(llama: Path, tmp_path: Path) -> None:
@@ -249,12 +249,12 @@ def test_product_of_an_embedding_is_rounded_first(llama: Path, tmp_path: Path) -
         f"{name}.lora_embedding_B": draw(HIDDEN, RANK),
     }
     adapter = write_adapter(tmp_path / "adapter", pair)
-    found = merge(llama, tmp_path / "merged", adapter, dtype="bf16")[f"{name}.weight"]
+    actual = merge(llama, tmp_path / "merged", adapter, dtype="bf16")[f"{name}.weight"]
     weight = load_tensors(llama)[f"{name}.weight"].bfloat16()
     product = (pair[f"{name}.lora_embedding_B"] @ pair[f"{name}.lora_embedding_A"]).T * 2.0
 
-    assert torch.equal(found, weight + product.bfloat16())
-    assert not torch.equal(found, (weight + product).bfloat16())
+    assert torch.equal(actual, weight + product.bfloat16())
+    assert not torch.equal(actual, (weight + product).bfloat16())
 
 
 def test_optimizer_state_is_dropped(tmp_path: Path) -> None:
@@ -285,12 +285,12 @@ def test_adapters_are_merged_one_after_the_other(llama: Path, tmp_path: Path) ->
     )
     merge(llama, tmp_path / "one", first)
     expected = merge(tmp_path / "one", tmp_path / "two", second)
-    found = merge(llama, tmp_path / "merged", first, second)
+    actual = merge(llama, tmp_path / "merged", first, second)
 
     for key, value in expected.items():
-        assert torch.equal(found[key], value), key
+        assert torch.equal(actual[key], value), key
 
-    lengths = found[f"{module}.weight"].norm(dim=1)
+    lengths = actual[f"{module}.weight"].norm(dim=1)
     assert_close(lengths, magnitude[f"{module}.lora_magnitude_vector"])
 
 
@@ -310,8 +310,8 @@ def test_layers_are_selected_after_the_merge(llama: Path, tmp_path: Path) -> Non
     merged = merge(llama, tmp_path / "merged", adapter)
     edits = EditOptions(adapters=(adapter,), layers=(1, 0))
     convert(llama, tmp_path / "swapped", "hf", options=WriteOptions(edits=edits))
-    found = load_tensors(tmp_path / "swapped")[f"{ATTENTION}.q_proj.weight"]
-    assert torch.equal(found, merged[f"{module}.weight"])
+    actual = load_tensors(tmp_path / "swapped")[f"{ATTENTION}.q_proj.weight"]
+    assert torch.equal(actual, merged[f"{module}.weight"])
 
 
 def test_tokens_added_before_training(llama: Path, tmp_path: Path) -> None:
@@ -328,10 +328,10 @@ def test_tokens_added_before_training(llama: Path, tmp_path: Path) -> None:
 
     edits = EditOptions(adapters=(adapter,), target_vocab_size=ROWS + 2)
     convert(llama, tmp_path / "grown", "hf", options=WriteOptions(edits=edits))
-    found = load_tensors(tmp_path / "grown")
+    actual = load_tensors(tmp_path / "grown")
 
     for key, value in tensors.items():
-        assert torch.equal(found[key], value)
+        assert torch.equal(actual[key], value)
 
 
 @pytest.mark.parametrize(
@@ -345,8 +345,8 @@ def test_names_of_other_classes(prefix: str, llama: Path, tmp_path: Path) -> Non
     adapter = write_adapter(tmp_path / "adapter", tensors)
     expected = merge(llama, tmp_path / "expected", adapter)
     renamed = {prefix + name.removeprefix("model."): value for name, value in tensors.items()}
-    found = merge(llama, tmp_path / "merged", write_adapter(tmp_path / "renamed", renamed))
-    assert torch.equal(found[f"{module}.weight"], expected[f"{module}.weight"])
+    actual = merge(llama, tmp_path / "merged", write_adapter(tmp_path / "renamed", renamed))
+    assert torch.equal(actual[f"{module}.weight"], expected[f"{module}.weight"])
 
 
 # ---- Tied embeddings ----
@@ -362,11 +362,11 @@ def test_change_of_one_tied_module_separates_them(
         tensors,
         modules_to_save=[module.removeprefix("model.")],
     )
-    found = merge(tied_llama, tmp_path / "merged", adapter)
+    actual = merge(tied_llama, tmp_path / "merged", adapter)
     embedding = load_tensors(tied_llama)["model.embed_tokens.weight"]
 
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        assert torch.equal(found[name], tensors.get(name, embedding))
+        assert torch.equal(actual[name], tensors.get(name, embedding))
     assert not json.loads((tmp_path / "merged/config.json").read_text())["tie_word_embeddings"]
 
 
@@ -380,11 +380,11 @@ def test_equal_changes_keep_modules_tied(tied_llama: Path, tmp_path: Path) -> No
     alone = write_adapter(tmp_path / "alone", embedding)
     both = write_adapter(tmp_path / "both", embedding | pair, ensure_weight_tying=True)
     expected = merge(tied_llama, tmp_path / "separated", alone)
-    found = merge(tied_llama, tmp_path / "merged", both)
-    assert "lm_head.weight" not in found
+    actual = merge(tied_llama, tmp_path / "merged", both)
+    assert "lm_head.weight" not in actual
 
     name = "model.embed_tokens.weight"
-    assert torch.equal(found[name], expected[name])
+    assert torch.equal(actual[name], expected[name])
     assert torch.equal(expected["lm_head.weight"], load_tensors(tied_llama)[name])
 
 
@@ -392,13 +392,13 @@ def test_trained_tokens_keep_modules_tied(tied_llama: Path, tmp_path: Path) -> N
     name = "model.embed_tokens"
     rows = {f"{name}.token_adapter.trainable_tokens_delta": draw(2, HIDDEN)}
     adapter = write_adapter(tmp_path / "adapter", rows, trainable_token_indices=[66, 4])
-    found = merge(tied_llama, tmp_path / "merged", adapter)
+    actual = merge(tied_llama, tmp_path / "merged", adapter)
     expected = load_tensors(tied_llama)
     (values,) = rows.values()
     expected[f"{name}.weight"][[66, 4]] = values
 
-    assert found.keys() == expected.keys()
-    assert torch.equal(found[f"{name}.weight"], expected[f"{name}.weight"])
+    assert actual.keys() == expected.keys()
+    assert torch.equal(actual[f"{name}.weight"], expected[f"{name}.weight"])
 
 
 # ---- Experts ----
@@ -443,11 +443,11 @@ def test_separate_and_packed_experts_are_equal(mixtral: Path, tmp_path: Path) ->
         rank_pattern={pattern: 2 * RANK},
         alpha_pattern={pattern: 4 * RANK},
     )
-    found = merge(mixtral, tmp_path / "merged", adapter)
+    actual = merge(mixtral, tmp_path / "merged", adapter)
     before = load_tensors(mixtral)
 
     for key, value in expected.items():
-        assert torch.equal(found[key], value), key
+        assert torch.equal(actual[key], value), key
         assert torch.equal(value, before[key]) == (f"{layer}.block_sparse_moe.experts" not in key)
 
 
@@ -460,10 +460,10 @@ def test_router_under_both_names(mixtral: Path, tmp_path: Path) -> None:
         make_pair("model.layers.1.mlp.gate", 4, HIDDEN),
         target_parameters=["gate.weight"],
     )
-    found = merge(mixtral, tmp_path / "merged", new)[f"{module}.weight"]
+    actual = merge(mixtral, tmp_path / "merged", new)[f"{module}.weight"]
 
-    assert torch.equal(found, expected)
-    assert not torch.equal(found, load_tensors(mixtral)[f"{module}.weight"])
+    assert torch.equal(actual, expected)
+    assert not torch.equal(actual, load_tensors(mixtral)[f"{module}.weight"])
 
 
 SIZES = {
@@ -501,8 +501,8 @@ def test_names_of_modules_in_memory(config: Any, tmp_path: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_config(config)
     model.save_pretrained(tmp_path / "base")
     tensors = {}
-    for number, (name, parameter) in enumerate(model.named_parameters()):
-        tensors[name] = draw(*parameter.shape, seed=number)
+    for index, (name, parameter) in enumerate(model.named_parameters()):
+        tensors[name] = draw(*parameter.shape, seed=index)
     adapter = write_adapter(tmp_path / "adapter", tensors)
     merge(tmp_path / "base", tmp_path / "merged", adapter)
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
@@ -536,9 +536,9 @@ def test_foreign_tensors_are_changed(prefix: str, llama: Path, tmp_path: Path) -
         verify=True,
     )
     product = pair[f"{module}.lora_B.weight"] @ pair[f"{module}.lora_A.weight"]
-    found = load_tensors(tmp_path / "merged")["vision.proj.weight"]
+    actual = load_tensors(tmp_path / "merged")["vision.proj.weight"]
 
-    assert torch.equal(found, tensors["vision.proj.weight"] + product * 2.0)
+    assert torch.equal(actual, tensors["vision.proj.weight"] + product * 2.0)
     assert report.foreign == {"vision.proj.weight": "copied, unless an adapter changes it"}
 
 

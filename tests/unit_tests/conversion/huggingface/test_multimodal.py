@@ -343,8 +343,8 @@ def test_other_language_models_are_read(tmp_path: Path) -> None:
         directory = tmp_path / model_type
         model = save_model("llava", directory, model_type=model_type, **fields)
         expected = compute_logits(model, input_ids=TOKENS)
-        found = logits_of(open_checkpoint(directory), TOKENS)
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5, msg=model_type)
+        actual = logits_of(open_checkpoint(directory), TOKENS)
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=2e-5, msg=model_type)
         convert(directory, tmp_path / f"{model_type}-hf", "hf", read_options=KEEP)
         assert_same_tensors(tmp_path / f"{model_type}-hf", directory)
 
@@ -576,8 +576,8 @@ def test_other_language_models_of_a_family_are_read(
 ) -> None:
     model = save_model(model_type, tmp_path / "model", **changed)
     expected = compute_logits(model, input_ids=TOKENS)
-    found = logits_of(open_checkpoint(tmp_path / "model"), TOKENS)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
+    actual = logits_of(open_checkpoint(tmp_path / "model"), TOKENS)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=2e-5)
     convert(tmp_path / "model", tmp_path / "hf", "hf", read_options=KEEP)
     assert torch.equal(compute_logits(load_model(tmp_path / "hf"), input_ids=TOKENS), expected)
 
@@ -616,15 +616,15 @@ def test_quantized_weights_are_dequantized(saved: Callable[[str], Saved], tmp_pa
     save_file(weights, tmp_path / "model/model.safetensors", metadata={"format": "pt"})
     quantization = read_config(tmp_path / "text")["quantization_config"]
     write_config(tmp_path / "model", read_config(directory) | {"quantization_config": quantization})
-    found = logits_of(open_checkpoint(tmp_path / "model"), TOKENS)
-    assert torch.equal(found, logits_of(open_checkpoint(tmp_path / "text"), TOKENS))
-    assert not torch.equal(found, logits_of(open_checkpoint(directory), TOKENS))
+    actual = logits_of(open_checkpoint(tmp_path / "model"), TOKENS)
+    assert torch.equal(actual, logits_of(open_checkpoint(tmp_path / "text"), TOKENS))
+    assert not torch.equal(actual, logits_of(open_checkpoint(directory), TOKENS))
 
     convert(tmp_path / "model", tmp_path / "hf", "hf", read_options=KEEP)
     assert read_config(tmp_path / "hf") == read_config(directory)
     model = load_model(tmp_path / "hf")
     logits = compute_logits(model, input_ids=TOKENS)
-    torch.testing.assert_close(logits, found, rtol=1e-4, atol=2e-5)
+    torch.testing.assert_close(logits, actual, rtol=1e-4, atol=2e-5)
 
 
 def test_processor_returns_from_other_formats(
@@ -1051,11 +1051,11 @@ def test_published_configs_are_read(name: str) -> None:
     found = wrapper.find_language_model(hf, weights)
     args = found.family.read_config(found.text, {})
     config = transformers.AutoConfig.for_model(**copy.deepcopy(hf))
-    wanted = config.get_text_config()
+    expected = config.get_text_config()
     for field, argument in COMPARED.items():
-        if hasattr(wanted, field):
-            assert args[argument] == getattr(wanted, field), field
-    bases = [wanted.rope_parameters.get("full_attention", wanted.rope_parameters)["rope_theta"]]
+        if hasattr(expected, field):
+            assert args[argument] == getattr(expected, field), field
+    bases = [expected.rope_parameters.get("full_attention", expected.rope_parameters)["rope_theta"]]
     assert [args["rotary_base"]] == bases
     is_tied = config.tie_word_embeddings
     assert args["untie_embeddings_and_output_weights"] == (not is_tied)

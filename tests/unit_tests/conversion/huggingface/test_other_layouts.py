@@ -185,11 +185,11 @@ def test_experts_of_torchtitan(tmp_path, version):
     for directory in (theirs, titan, biased):
         (directory / "config.json").write_text(json.dumps(QWEN3_MOE))
     expected = open_checkpoint(theirs)
-    found = open_checkpoint(titan)
+    actual = open_checkpoint(titan)
 
-    assert found.tensors.keys() == expected.tensors.keys()
-    assert compare(expected, found) == len(expected.tensors)
-    assert found.unused == []
+    assert actual.tensors.keys() == expected.tensors.keys()
+    assert compare(expected, actual) == len(expected.tensors)
+    assert actual.unused == []
     with pytest.raises(CheckpointError, match=f"{bias} is not zero: .*load_balance_coeff"):
         open_checkpoint(biased)
 
@@ -210,17 +210,17 @@ def test_consolidated_files_of_meta(tmp_path, files, vocabulary_axis):
         weights[name] = weights[name][:258]
         expected[key] = expected[key][:258]
     weights["rope.freqs"] = torch.ones(4)
-    for number in range(files):
+    for index in range(files):
         part = {}
         for name, value in weights.items():
             if re.search(r"\.w[qkv13]\.|output", name):
-                value = value.chunk(files, 0)[number].clone()
+                value = value.chunk(files, 0)[index].clone()
             elif re.search(r"\.w[o2]\.", name):
-                value = value.chunk(files, 1)[number].clone()
+                value = value.chunk(files, 1)[index].clone()
             elif "tok_embeddings" in name:
-                value = value.chunk(files, vocabulary_axis)[number].clone()
+                value = value.chunk(files, vocabulary_axis)[index].clone()
             part[name] = value
-        torch.save(part, tmp_path / f"consolidated.{number:02d}.pth")
+        torch.save(part, tmp_path / f"consolidated.{index:02d}.pth")
 
     params = {
         "dim": config["hidden_size"],
@@ -232,14 +232,14 @@ def test_consolidated_files_of_meta(tmp_path, files, vocabulary_axis):
         "vocab_size": -1,
     }
     (tmp_path / "params.json").write_text(json.dumps(params))
-    found = open_checkpoint(tmp_path)
+    actual = open_checkpoint(tmp_path)
 
-    assert_same(read_all(found), expected)
-    assert found.unused == []
+    assert_same(read_all(actual), expected)
+    assert actual.unused == []
 
     golden = open_checkpoint(GOLDEN / "hf/llama")
     for name in ("rotary_base", "norm_epsilon", "num_query_groups", "ffn_hidden_size", "swiglu"):
-        assert found.args[name] == golden.args[name], name
+        assert actual.args[name] == golden.args[name], name
 
     params["use_scaled_rope"] = True
     (tmp_path / "params.json").write_text(json.dumps(params))

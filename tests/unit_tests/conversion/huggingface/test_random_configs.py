@@ -181,11 +181,11 @@ def test_every_declared_field_is_drawn(name: str) -> None:
 def test_random_models_compute_the_same(name: str, draws: int, tmp_path: Path) -> None:
     rng = random.Random(f"{name} {draws}")
     accepted = 0
-    for number in range(30 + 10 * draws):
+    for index in range(30 + 10 * draws):
         if accepted == draws:
             break
         drawn, model, expected = draw_model(BY_NAME[name], rng)
-        directory = tmp_path / str(number)
+        directory = tmp_path / str(index)
         model.save_pretrained(directory)
         if rng.random() < 0.7:  # as drawn, not as transformers spells it out
             (directory / "config.json").write_text(json.dumps(drawn))
@@ -202,16 +202,16 @@ def test_random_models_compute_the_same(name: str, draws: int, tmp_path: Path) -
         if is_runnable:
             assert_logits_equal(compute_logits(source), expected, drawn)
 
-        write_huggingface(source, tmp_path / f"{number}-back")
-        assert_logits_equal(run_transformers(tmp_path / f"{number}-back"), expected, drawn)
+        write_huggingface(source, tmp_path / f"{index}-back")
+        assert_logits_equal(run_transformers(tmp_path / f"{index}-back"), expected, drawn)
 
         before = load_tensors(directory)
-        after = load_tensors(tmp_path / f"{number}-back")
+        after = load_tensors(tmp_path / f"{index}-back")
         assert before.keys() == after.keys(), (before.keys() ^ after.keys(), drawn)
         assert all(torch.equal(before[key], after[key]) for key in before), drawn
 
         if is_runnable:
-            check_mutated_export(source, rng, tmp_path / f"{number}-changed")
+            check_mutated_export(source, rng, tmp_path / f"{index}-changed")
 
     assert accepted == draws
 

@@ -81,9 +81,9 @@ def test_stacked_layers_equal_those_of_megatron_core(tmp_path: Path) -> None:
         for metadata in (ours, golden)
     ]
     assert shapes[0] == shapes[1]
-    wanted = {key for key in golden.objects if "_extra_state" in key}
-    assert wanted
-    assert wanted <= ours.objects.keys()
+    expected = {key for key in golden.objects if "_extra_state" in key}
+    assert expected
+    assert expected <= ours.objects.keys()
     assert not any(re.search(r"layers\.\d", key) for key in [*ours.tensors, *ours.objects])
     common = load_common(tmp_path / "out/iter_0000005")
     assert "non_homogeneous_layers" not in common["content_metadata"]

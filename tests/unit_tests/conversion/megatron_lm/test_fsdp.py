@@ -112,11 +112,11 @@ def test_layers_for_prediction_have_the_name_of_their_module(tmp_path):
     state["common_state/shard_0_1"] = {"args": state["args"]}  # copied from torch_dist files
     dcp.save(state, checkpoint_id=tmp_path / "run/iter_0000007")
     write_tracker(tmp_path / "run", 7)
-    found = open_checkpoint(tmp_path / "run")
+    actual = open_checkpoint(tmp_path / "run")
 
-    assert found.tensors.keys() == source.tensors.keys()
-    assert compare(source, found) == len(source.tensors)
-    assert found.unused == []
+    assert actual.tensors.keys() == source.tensors.keys()
+    assert compare(source, actual) == len(source.tensors)
+    assert actual.unused == []
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -124,13 +124,13 @@ def test_version_1_is_read_with_its_optimizer(tmp_path, case):
     source = random_source(CASES[case])
     dcp.save(build_version_1(source), checkpoint_id=tmp_path / "run/iter_0000007")
     write_tracker(tmp_path / "run", 7)
-    found = open_checkpoint(tmp_path / "run")
+    actual = open_checkpoint(tmp_path / "run")
 
-    assert compare(source, found) == len(source.tensors)
-    assert found.unused == []
-    assert found.training.param_groups == source.training.param_groups
-    assert found.training.scheduler == source.training.scheduler
-    assert (found.training.iteration, found.training.consumed_train_samples) == (7, 28)
+    assert compare(source, actual) == len(source.tensors)
+    assert actual.unused == []
+    assert actual.training.param_groups == source.training.param_groups
+    assert actual.training.scheduler == source.training.scheduler
+    assert (actual.training.iteration, actual.training.consumed_train_samples) == (7, 28)
 
     # Weights alone, and as a checkpoint of this program.
     weights = open_checkpoint(tmp_path / "run", read_options=ReadOptions(no_optim=True))
@@ -181,9 +181,9 @@ def test_version_2_takes_the_model_from_flags(tmp_path, case):
             states.setdefault(parameter, {})[kind] = value
 
     groups = []
-    for number, group in enumerate(source.training.param_groups):
+    for index, group in enumerate(source.training.param_groups):
         group = {name: value for name, value in group.items() if name != "step"}
-        members = [name for name in model if (model[name].dim() == 1) == bool(number)]
+        members = [name for name in model if (model[name].dim() == 1) == bool(index)]
         groups.append(group | {"params": members})
 
     for state in states.values():
@@ -194,10 +194,10 @@ def test_version_2_takes_the_model_from_flags(tmp_path, case):
     with pytest.raises(CheckpointError, match="no arguments are stored.*--num-layers"):
         open_checkpoint(tmp_path / "run")
 
-    found = open_checkpoint(tmp_path / "run", read_options=ReadOptions(args=source.args))
-    assert compare(source, found) == len(source.tensors)
-    assert found.unused == []
-    assert found.training.param_groups == source.training.param_groups
+    actual = open_checkpoint(tmp_path / "run", read_options=ReadOptions(args=source.args))
+    assert compare(source, actual) == len(source.tensors)
+    assert actual.unused == []
+    assert actual.training.param_groups == source.training.param_groups
 
 
 def test_damage_is_reported(tmp_path):

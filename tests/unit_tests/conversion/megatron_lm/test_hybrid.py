@@ -47,11 +47,11 @@ PATTERNS = {
 
 
 def test_golden_file_equals_its_source(tmp_path_factory):
-    found = open_checkpoint(unpacked(tmp_path_factory, "megatron_hybrid/llama"))
+    actual = open_checkpoint(unpacked(tmp_path_factory, "megatron_hybrid/llama"))
     source = read_all(random_source(LLAMA_ARGS))
     weights = {key: value for key, value in source.items() if not key.startswith("optimizer.")}
-    assert_same(read_all(found), weights)
-    assert found.args["num_layers"] == 2
+    assert_same(read_all(actual), weights)
+    assert actual.args["num_layers"] == 2
 
 
 @pytest.mark.parametrize("name", PATTERNS)
@@ -169,10 +169,10 @@ def test_written_checkpoint_is_that_of_hybrid_model(tmp_path, tmp_path_factory, 
 
     # And back, as convert.py and as a run read it.
     checkpoint = find_checkpoint(tmp_path / "hybrid")
-    for found in (open_checkpoint(tmp_path / "hybrid"), open_found(checkpoint)):
-        assert compare(source, found) == len(source.tensors)
-        assert found.training.param_groups == source.training.param_groups
-        assert found.args["num_layers"] == 2
+    for actual in (open_checkpoint(tmp_path / "hybrid"), open_found(checkpoint)):
+        assert compare(source, actual) == len(source.tensors)
+        assert actual.training.param_groups == source.training.param_groups
+        assert actual.args["num_layers"] == 2
 
 
 def test_other_layers_are_rejected(tmp_path):

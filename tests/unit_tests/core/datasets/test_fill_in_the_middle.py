@@ -157,9 +157,9 @@ def test_documents_with_the_excluded_prefix_are_kept(tokenizer):
 def test_sample_depends_only_on_its_number(tokenizer, tmp_path):
     """A resumed run reads the same samples in any order, process and layout."""
     with IndexedDatasetBuilder(tmp_path / "corpus", np.uint16) as builder:
-        for number in range(60):
+        for index in range(60):
             builder.add(
-                np.array([*tokenizer.tokenize(TEXTS[number % 4] * (1 + number % 3)), tokenizer.eod])
+                np.array([*tokenizer.tokenize(TEXTS[index % 4] * (1 + index % 3)), tokenizer.eod])
             )
 
     config = config_for(

@@ -106,9 +106,9 @@ def test_suspended_process_changes_nothing_after_a_takeover(tmp_path):
     """Suspend a process during its third save, and continue it after a successor has saved."""
     result = run_program(STOPPED, tmp_path, json.dumps(list(MOMENTS.values())))
     assert result.returncode == 0, result.stderr
-    for number, (old, new) in enumerate(json.loads(result.stdout)):
-        root = tmp_path / str(number)
-        moment = list(MOMENTS)[number]
+    for index, (old, new) in enumerate(json.loads(result.stdout)):
+        root = tmp_path / str(index)
+        moment = list(MOMENTS)[index]
         assert new == [[None, False]] * 2, moment
         (error, superseded) = next(report for report in old if report[0] is not None)
         assert superseded, moment

@@ -178,7 +178,7 @@ def test_every_flipped_bit_is_found(checkpoint, positions):
         for path in files
         for _ in range(-(-positions // len(files)))
     ]
-    found = 0
+    actual = 0
     for path, position in places:
         bit = rng.randrange(8)
         flip(path, position, bit)
@@ -192,7 +192,7 @@ def test_every_flipped_bit_is_found(checkpoint, positions):
 
         problem = load_and_compare(checkpoint)
         if problem is not None:
-            found += 1
+            actual += 1
             assert path.name in problem, (path.name, position, problem)
         else:
             assert path.name == "metadata.json", "a load does not read this file only"
@@ -200,7 +200,7 @@ def test_every_flipped_bit_is_found(checkpoint, positions):
         flip(path, position, bit)
 
     assert len(places) >= positions
-    assert found > 0.75 * positions
+    assert actual > 0.75 * positions
     assert verify(checkpoint).ok
 
 
@@ -396,11 +396,11 @@ def test_only_regular_files_are_read(checkpoint, name, monkeypatch):
     (checkpoint / name).unlink()
     (checkpoint / name).symlink_to("/dev/null")
     monkeypatch.setenv("MEGATRON_FOLLOW_LINKS", "1")
-    wanted = f"{checkpoint / name} is not a regular file"
+    expected = f"{checkpoint / name} is not a regular file"
 
-    assert wanted in verify(checkpoint).problems
+    assert expected in verify(checkpoint).problems
 
-    with pytest.raises(CheckpointError, match=wanted):
+    with pytest.raises(CheckpointError, match=expected):
         load_common(checkpoint)
         reader = Reader(checkpoint)
         for key, stored in reader.metadata.tensors.items():
@@ -477,9 +477,9 @@ def test_verified_file_returns_the_bytes_of_any_range(tmp_path, position):
 def test_a_load_reads_only_its_own_part_of_the_metadata(tmp_path, monkeypatch):
     """`.metadata` grows with the number of ranks; the part that one rank reads does not."""
     state = {}
-    for number in range(24):
-        key = f"tensor_{number:02d}"
-        values = torch.full((2000, 1), float(number))
+    for index in range(24):
+        key = f"tensor_{index:02d}"
+        values = torch.full((2000, 1), float(index))
         boxes = tuple(Box((row, 0), values[row : row + 1]) for row in range(len(values)))
         state[key] = ShardedTensor(key, (2000, 1), torch.float32, boxes)
 
@@ -494,9 +494,9 @@ def test_a_load_reads_only_its_own_part_of_the_metadata(tmp_path, monkeypatch):
         "find",
         lambda path: verifiers.append(find(path)) or verifiers[-1],
     )
-    wanted = torch.zeros(2000, 1)
+    expected = torch.zeros(2000, 1)
     reader = Reader(tmp_path / "c")
-    reader.read_into([("tensor_05", Box((0, 0), wanted))])
+    reader.read_into([("tensor_05", Box((0, 0), expected))])
 
-    assert bool((wanted == 5).all())
+    assert bool((expected == 5).all())
     assert sum(verifiers[0]._verified[".metadata"]) < num_blocks

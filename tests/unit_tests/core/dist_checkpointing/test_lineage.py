@@ -93,9 +93,9 @@ def test_invalid_parent_is_unknown(tmp_path, parent):
 
 
 def test_pipe_and_device_are_not_read(tmp_path):
-    for number, make in enumerate((os.mkfifo, lambda path: path.symlink_to("/dev/zero"))):
-        directory = tmp_path / f"iter_{number:07d}"
+    for index, make in enumerate((os.mkfifo, lambda path: path.symlink_to("/dev/zero"))):
+        directory = tmp_path / f"iter_{index:07d}"
         directory.mkdir()
         make(directory / "lineage.json")
-        assert read_lineage(directory) == Lineage((Segment(0, number),))
+        assert read_lineage(directory) == Lineage((Segment(0, index),))
         assert read_parent(directory) is None

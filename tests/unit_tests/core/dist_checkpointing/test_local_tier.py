@@ -183,9 +183,9 @@ def test_a_stray_file_among_the_local_checkpoints_is_left_out(tmp_path, caplog):
     with AsyncSaver() as saver:
         assert saver.save(state, tmp_path, common={}, pending=pending).wait().error is None
     (tmp_path / "iter_0000000-0000001.stray").write_bytes(b"")
-    (found,) = find_local_checkpoints(tier).usable
+    (actual,) = find_local_checkpoints(tier).usable
 
-    assert found.lineage.order == (1, 1)
+    assert actual.lineage.order == (1, 1)
     assert "iter_0000000-0000001.stray cannot be read" in caplog.text
 
 
@@ -397,8 +397,8 @@ def superseded(rank, size, root):
 
 
 def test_a_superseded_start_does_not_touch_what_its_successor_saves(pool, tmp_path):
-    found, _ = pool.run(superseded, 2, str(tmp_path))
-    assert found == [
+    actual, _ = pool.run(superseded, 2, str(tmp_path))
+    assert actual == [
         [(1, 5)],
         [(2, 4)],
         [(2, 4), (1, 6)],

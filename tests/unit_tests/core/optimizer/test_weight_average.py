@@ -44,8 +44,8 @@ def get_main_parameters(chunk, optimizer):
 def make_module(parameters):
     """Return a module with these parameters, for torch's averaging."""
     module = torch.nn.Module()
-    for number, value in enumerate(parameters.values()):
-        module.register_parameter(str(number), torch.nn.Parameter(value.clone()))
+    for index, value in enumerate(parameters.values()):
+        module.register_parameter(str(index), torch.nn.Parameter(value.clone()))
     return module
 
 

@@ -103,13 +103,13 @@ def test_unusable_tracker_falls_back_to_the_newest(run, tracker):
         else:
             (root / name).unlink(missing_ok=True)
 
-    found = find_checkpoint(root)
-    assert found[:2] == (new, form)
-    assert "the newest complete checkpoint" in found.note
+    checkpoint = find_checkpoint(root)
+    assert checkpoint[:2] == (new, form)
+    assert "the newest complete checkpoint" in checkpoint.note
     assert (
-        "there is no tracker file" in found.note
-        or "latest_" in found.note
-        or "tracker names 20" in found.note
+        "there is no tracker file" in checkpoint.note
+        or "latest_" in checkpoint.note
+        or "tracker names 20" in checkpoint.note
     )
 
 
@@ -123,17 +123,19 @@ def test_missing_or_truncated_files_are_detected(run, stride):
     if form == "universal":
         files = files[::stride]
 
-    for number, path in enumerate(files):
+    for index, path in enumerate(files):
         content = path.read_bytes()
         damages = (None, content[: len(content) // 2], content[:-1])
         # Each file of a universal checkpoint is damaged in one way, its neighbours in the others.
-        for damaged in damages[number % 3 :][:1] if form == "universal" else damages:
+        for damaged in damages[index % 3 :][:1] if form == "universal" else damages:
             path.unlink()
             if damaged is not None:
                 path.write_bytes(damaged)
-            found = find_checkpoint(root)
-            if found.directory == old:
-                assert path.name in found.note or "not complete" in found.note, found.note
+            checkpoint = find_checkpoint(root)
+            if checkpoint.directory == old:
+                assert path.name in checkpoint.note or "not complete" in checkpoint.note, (
+                    checkpoint.note
+                )
                 with pytest.raises(
                     ValueError,
                     match=f"--ckpt-step 10: .*cannot be loaded.*complete are: {old.name}",
@@ -141,7 +143,7 @@ def test_missing_or_truncated_files_are_detected(run, stride):
                     find_checkpoint(root, 10)
                 found_out += 1
             else:
-                source = open_found(found)
+                source = open_found(checkpoint)
                 assert all(read_whole(source, key).numel() for key in source.tensors), path
 
             path.write_bytes(content)
@@ -182,10 +184,10 @@ def test_fallback_from_a_checkpoint_without_its_lineage(runs, tmp_path, saved, e
         checkpoints.path(iteration).mkdir()
         shutil.copy(intact / ".metadata", checkpoints.path(iteration))
     write_tracker(tmp_path, 10)
-    found = find_checkpoint(tmp_path)
+    checkpoint = find_checkpoint(tmp_path)
 
-    assert found.directory == checkpoints.path(expected)
-    assert "the tracker names 10, but it is damaged: metadata.json is missing" in found.note
+    assert checkpoint.directory == checkpoints.path(expected)
+    assert "the tracker names 10, but it is damaged: metadata.json is missing" in checkpoint.note
 
 
 def test_only_damaged_checkpoints_are_an_error(run):
@@ -256,11 +258,11 @@ def test_run_in_the_directory_of_its_first_model_is_continued(runs, tmp_path, ca
     if lost == "tracker":
         (root / TRACKERS[0]).unlink()
 
-    found = find_checkpoint(root)
-    assert found[:2] == (root / "iter_0000010", "torch_dist")
+    checkpoint = find_checkpoint(root)
+    assert checkpoint[:2] == (root / "iter_0000010", "torch_dist")
 
-    wanted = "no tracker file" if lost else f"{root} is also a checkpoint itself (hf)"
-    assert wanted in found.note
+    expected = "no tracker file" if lost else f"{root} is also a checkpoint itself (hf)"
+    assert expected in checkpoint.note
     assert find_checkpoint(root, 5).directory == root / "iter_0000005"
     assert find_checkpoint(root, loader="hf") == CheckpointRef(root, "hf")
 
@@ -280,10 +282,10 @@ def test_run_in_the_directory_of_its_first_deepspeed_checkpoint_is_continued(run
     shutil.copytree(runs["torch_dist"] / "iter_0000010", root / "iter_0000012")
     if lost is None:
         write_tracker(root, 12)
-    found = find_checkpoint(root)
+    checkpoint = find_checkpoint(root)
 
-    assert found[:2] == (root / "iter_0000012", "torch_dist")
-    assert ("no tracker file" if lost else f"{TRACKERS[1]} names {old}") in found.note
+    assert checkpoint[:2] == (root / "iter_0000012", "torch_dist")
+    assert ("no tracker file" if lost else f"{TRACKERS[1]} names {old}") in checkpoint.note
 
     write_tracker(root, 20)
     assert find_checkpoint(root)[:2] == (root / "iter_0000012", "torch_dist")

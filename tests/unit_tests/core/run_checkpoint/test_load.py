@@ -27,13 +27,13 @@ def test_every_strictness(caplog):
     source = random_source(GPT_ARGS)
     others = [key for key in source.tensors if not weights_only(key) and key != PRESENT]
     for strictness in ("raise_unexpected", "assume_ok_unexpected", "raise_all"):
-        wanted = state(PRESENT, ABSENT)
+        expected = state(PRESENT, ABSENT)
         message = rf"(?s)in memory: keys requested but not.*{ABSENT} \(there is {PRESENT}"
         with pytest.raises(ValueError, match=message) as error:
-            load_from_source(wanted, source, strictness=strictness, skip=weights_only)
+            load_from_source(expected, source, strictness=strictness, skip=weights_only)
         names_rest = REST in str(error.value)
         assert names_rest == (strictness == "raise_all")
-        assert not wanted[PRESENT].local.any(), "nothing is changed before"
+        assert not expected[PRESENT].local.any(), "nothing is changed before"
     for strictness in (
         "log_unexpected",
         "log_all",
@@ -42,10 +42,10 @@ def test_every_strictness(caplog):
         "ignore_all",
     ):
         caplog.clear()
-        wanted = state(PRESENT, ABSENT)
-        report = load_from_source(wanted, source, strictness=strictness, skip=weights_only)
-        assert torch.equal(wanted[PRESENT].local, source.values[PRESENT])
-        assert not wanted[ABSENT].local.any()
+        expected = state(PRESENT, ABSENT)
+        report = load_from_source(expected, source, strictness=strictness, skip=weights_only)
+        assert torch.equal(expected[PRESENT].local, source.values[PRESENT])
+        assert not expected[ABSENT].local.any()
         unexpected = [ABSENT] if strictness.startswith("return") else []
         assert report.unexpected == unexpected
         missing = sorted(others) if strictness == "return_all" else []
@@ -58,15 +58,15 @@ def test_every_strictness(caplog):
 
 def test_other_shape_is_an_error_for_every_strictness():
     tensor = torch.zeros(31)
-    wanted = {PRESENT: ShardedTensor.replicated(PRESENT, tensor)}
+    expected = {PRESENT: ShardedTensor.replicated(PRESENT, tensor)}
     with pytest.raises(ValueError, match=rf"{PRESENT}: \(32,\) in the checkpoint, \(31,\) here"):
-        load_from_source(wanted, random_source(GPT_ARGS), strictness="ignore_all")
+        load_from_source(expected, random_source(GPT_ARGS), strictness="ignore_all")
 
 
 def test_shared_memory_requires_one_key():
     """Two keys for one tensor of an fp32 run would be read in arbitrary order."""
     tensor = torch.zeros(32)
     other = "optimizer.state.param." + PRESENT
-    wanted = {key: ShardedTensor.replicated(key, tensor) for key in (PRESENT, other)}
+    expected = {key: ShardedTensor.replicated(key, tensor) for key in (PRESENT, other)}
     with pytest.raises(AssertionError, match="are the same memory"):
-        load_from_source(wanted, random_source(GPT_ARGS), strictness="ignore_all")
+        load_from_source(expected, random_source(GPT_ARGS), strictness="ignore_all")

@@ -110,9 +110,9 @@ def test_named_directory_may_be_a_link(checkpoints: Path, tmp_path: Path) -> Non
     assert convert(tmp_path / "latest", tmp_path / "out", "hf").num_tensors > 0
     (iteration,) = (checkpoints / "torch_dist").glob("iter_*")
     (tmp_path / "step").symlink_to(iteration)
-    found = find_checkpoint(tmp_path / "step")
-    assert found is not None
-    assert found.directory == tmp_path / "step"
+    actual = find_checkpoint(tmp_path / "step")
+    assert actual is not None
+    assert actual.directory == tmp_path / "step"
 
 
 def test_named_directory_may_move_and_leave_a_link(checkpoints: Path, tmp_path: Path) -> None:
@@ -130,9 +130,9 @@ def test_cache_of_hugging_face_keeps_working(checkpoints: Path, tmp_path: Path) 
     snapshot = tmp_path / "models--a--b/snapshots/0123"
     blobs.mkdir(parents=True)
     snapshot.mkdir(parents=True)
-    for number, path in enumerate(sorted((checkpoints / "hf").glob("*.*"))):
-        shutil.copy(path, blobs / str(number))
-        (snapshot / path.name).symlink_to(f"../../blobs/{number}")
+    for index, path in enumerate(sorted((checkpoints / "hf").glob("*.*"))):
+        shutil.copy(path, blobs / str(index))
+        (snapshot / path.name).symlink_to(f"../../blobs/{index}")
     assert convert(snapshot, tmp_path / "out", "torch_dist").num_tensors > 0
     (tmp_path / "models--other/blobs").mkdir(parents=True)
     shutil.copy(checkpoints / "hf/config.json", tmp_path / "models--other/blobs/0")

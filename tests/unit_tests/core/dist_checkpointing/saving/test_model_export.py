@@ -124,10 +124,10 @@ def test_large_runs_begin_at_any_position(tmp_path, position, dtype):
     sizes = (1, 70_001, 900_000, 3, 1_500_000)  # elements, with direct writes for all but two
     tensors = {}
     tables = {}
-    for number, size in enumerate(sizes):
-        key = f"tensor {number}"
+    for index, size in enumerate(sizes):
+        key = f"tensor {index}"
         tensors[key] = torch.randn(size)
-        start = position + sum(sizes[:number]) * dtype.itemsize
+        start = position + sum(sizes[:index]) * dtype.itemsize
         tables[key] = locate_boxes([((0,), (size,))], [(0, start)], [(dtype.itemsize,)], "a")
 
     header = bytes(range(1, 251)) * 17
@@ -223,10 +223,10 @@ def test_kill_leaves_complete_exports_or_none(tmp_path):
         os.kill(child, signal.SIGKILL)
         assert os.waitpid(child, 0)[1] == signal.SIGKILL, "the child ended by itself"
 
-        found = sorted(exports.glob("iter_*"))
-        assert found
+        actual = sorted(exports.glob("iter_*"))
+        assert actual
 
-        for directory in found:
+        for directory in actual:
             assert sorted(path.name for path in directory.iterdir()) == ["a", "b"]
             for name, file in plan.files.items():
                 assert (directory / name).stat().st_size == file.size
@@ -235,6 +235,6 @@ def test_kill_leaves_complete_exports_or_none(tmp_path):
             row = len(HEADER) + (ROWS - 1) * len(last_row)
             assert content[row : row + len(last_row)] == last_row
 
-        number = int(found[-1].name.removeprefix("iter_")) + 1
+        number = int(actual[-1].name.removeprefix("iter_")) + 1
         clean_up(exports)
-        assert sorted(exports.iterdir()) == found
+        assert sorted(exports.iterdir()) == actual

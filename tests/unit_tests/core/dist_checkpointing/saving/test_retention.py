@@ -51,14 +51,14 @@ def test_newest_is_kept_although_a_copy_has_a_higher_number(tmp_path):
     ]
     assert CheckpointDirectory(tmp_path).list_iterations() == [8, 9999]
 
-    found = find_checkpoint(tmp_path)
-    assert found is not None
-    assert found.directory.name == "iter_0000008"
+    actual = find_checkpoint(tmp_path)
+    assert actual is not None
+    assert actual.directory.name == "iter_0000008"
 
     (tmp_path / "latest_checkpointed_iteration.txt").unlink()
-    found = find_checkpoint(tmp_path)
-    assert found is not None
-    assert found.directory.name == "iter_0000008"
+    actual = find_checkpoint(tmp_path)
+    assert actual is not None
+    assert actual.directory.name == "iter_0000008"
 
 
 def test_higher_numbers_do_not_supersede_the_newest():

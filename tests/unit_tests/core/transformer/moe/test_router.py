@@ -52,10 +52,10 @@ def test_bias_of_a_softmax_affects_the_selection_only():
         config = make_config(moe_router_enable_expert_bias=True, moe_router_pre_softmax=before)
         experts, probs = choose(logits, config, bias)
         assert experts[0].tolist() == [0, 3]  # without the bias 0 and 1
-        wanted = logits.softmax(1)[0, experts[0]]
+        expected = logits.softmax(1)[0, experts[0]]
         if not before:
-            wanted = wanted / wanted.sum()
-        torch.testing.assert_close(probs[0], wanted)
+            expected = expected / expected.sum()
+        torch.testing.assert_close(probs[0], expected)
 
 
 def test_run_sinkhorn_scales_rows_and_columns_to_equal_sums():
