@@ -27,15 +27,20 @@ def test_first_step_differs_by_the_decay_of_the_initial_norms(pool, layout):
     plain = whole(pool.run(train, ranks, f"{FLAGS} {flags}"))
     decayed = whole(pool.run(train, ranks, f"{FLAGS} {flags} --apply-wd-to-qk-layernorm"))
     assert plain.keys() == decayed.keys()
-    names = set()
+
+    decayed_keys = set()
     for key, tensor in plain.items():
         is_state = key.startswith("optimizer.state.") and ".param." not in key
-        if not is_state and ("q_layernorm" in key or "k_layernorm" in key):
-            names.add(key)
-            torch.testing.assert_close(tensor - decayed[key], torch.full_like(tensor, 0.005))
+        is_norm = "q_layernorm" in key or "k_layernorm" in key
+        if is_norm and not is_state:
+            decayed_keys.add(key)
+            decay = torch.full_like(tensor, 0.005)
+            torch.testing.assert_close(tensor - decayed[key], decay)
         else:
             assert torch.equal(tensor, decayed[key]), key
-    assert len(names) == 2 * 2 * 2  # query and key of two layers: weights and main parameters
+
+    # Query and key of two layers: weights and main parameters.
+    assert len(decayed_keys) == 2 * 2 * 2
 
 
 def test_decayed_norms_resume_at_another_layout(pool, tmp_path):

@@ -45,7 +45,10 @@ def run(pool, base, size, flags):
 
 @pytest.fixture(scope="module")
 def single(pool, base):
-    return {dora: run(pool, base, 1, dora) for dora in ("", "--lora-dora")}
+    outcomes = {}
+    for flags in ("", "--lora-dora"):
+        outcomes[flags] = run(pool, base, 1, flags)
+    return outcomes
 
 
 def assert_same(outcomes, expected):
@@ -83,6 +86,7 @@ def test_files_of_peft_start_another_run(pool, tmp_path):
     expected = pool.run(train, 1, f"{flags} --save-hf {adapter}", "")
     outcomes = pool.run(train, 2, f"{flags} {TP2} --lora-load {adapter} --train-iters 1 --lr 0", "")
     tensors = whole(outcomes)
+
     for key, tensor in whole(expected).items():
         assert key.startswith("optimizer.") or torch.equal(tensors[key], tensor), key
 

@@ -20,26 +20,31 @@ def test_ctrl_c_names_the_newest_checkpoint(launcher, tmp_path, layout, mode):
     for rank in range(world_size):
         job.signal(rank, signal.SIGINT)
     codes = job.wait()
-    assert codes[0] == 130, job.output()
-    last = job.output().strip().splitlines()[-1]
+    output = job.output()
+    assert codes[0] == 130, output
+
+    last_line = output.strip().splitlines()[-1]
     saved = max(int(path.name[5:]) for path in tmp_path.glob("iter_*"))
-    assert re.fullmatch(
-        rf"interrupted after iteration \d+; start the same command again to continue from "
-        rf"{tmp_path}/iter_{saved:07d}",
-        last,
-    ), job.output()
-    assert "Traceback" not in job.output()
+    message = (
+        r"interrupted after iteration \d+; start the same command again to continue from "
+        rf"{tmp_path}/iter_{saved:07d}"
+    )
+
+    assert re.fullmatch(message, last_line), output
+    assert "Traceback" not in output
+
     again = launcher.start(world_size, flags)
     again.until(again.iterations, "an iteration")
     assert again.resumed_at() == saved
 
 
-def test_ctrl_c_without_save_says_so(launcher):
+def test_ctrl_c_without_save_is_explained(launcher):
     job = launcher.start(1, FLAGS)
     job.until(job.iterations, "an iteration")
     job.signal(0, signal.SIGINT)
     assert job.wait() == [130]
-    assert job.output().strip().endswith("without --save no checkpoint is saved")
+    last_words = "without --save no checkpoint is saved"
+    assert job.output().strip().endswith(last_words)
 
 
 def test_model_that_does_not_fit_into_memory_is_one_message(launcher):

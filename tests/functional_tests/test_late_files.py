@@ -33,7 +33,8 @@ def run(pool, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "name", ["iter_0000002", ".metadata", "common.pt", "checksums.bin", "__1_0.distcp"]
+    "name",
+    ["iter_0000002", ".metadata", "common.pt", "checksums.bin", "__1_0.distcp"],
 )
 def test_rank_waits_for_files_that_rank_0_sees(pool, run, name):
     flags, losses, _ = run
@@ -45,15 +46,16 @@ def test_late_checksums_are_verified(pool, run, tmp_path):
     """Rank 1 reads the second half of the optimizer state."""
     flags, _, directory = run
     path = directory / "__1_0.distcp"
-    intact = path.read_bytes()
-    damaged = bytearray(intact)
-    damaged[len(damaged) // 2] ^= 1
-    path.write_bytes(damaged)
+    intact_content = path.read_bytes()
+    damaged_content = bytearray(intact_content)
+    damaged_content[len(damaged_content) // 2] ^= 1
+    path.write_bytes(damaged_content)
+
     try:
         with pytest.raises(Exception, match="wrong checksum"):
             pool.run(resume_late, 2, flags, ["checksums.bin"])
     finally:
-        path.write_bytes(intact)
+        path.write_bytes(intact_content)
 
 
 def resume_blind(rank, world_size, flags, names):
@@ -72,14 +74,15 @@ def test_file_that_stays_invisible_is_an_error_of_all_ranks(pool, run, name):
 
 
 def load_late(rank, world_size, root, names):
-    """Save a model and load it into another one."""
+    """Save a model and load it into another one, for which rank 1 sees the files late."""
     torch.manual_seed(0)  # the same on all ranks
     model = torch.nn.Linear(4, 4)
     saver = Checkpointer(root, model)
     saver.save(1)
     saver.close()
     other = torch.nn.Linear(4, 4)
-    with late_files(names if rank == 1 else [], looks=3):
+    hidden = names if rank == 1 else []
+    with late_files(hidden, looks=3):
         loader = Checkpointer(root, other)
         step = loader.load()
     loader.close()
@@ -105,11 +108,13 @@ def test_save_takeover_and_resume_on_a_network_file_system(pool, run, tmp_path, 
     flags = f"{FLAGS} --save {tmp_path} --load {tmp_path} --save-interval 1 --keep-last-n 2 {mode}"
     resumed_losses = []
     for launch_flags in (f"{flags} --exit-interval 2", flags):
-        outcomes, stale_counts = zip(
-            *pool.run(train_on_nfs, 2, launch_flags, tmp_path), strict=True
-        )
+        results = pool.run(train_on_nfs, 2, launch_flags, tmp_path)
+        outcomes = [outcome for outcome, _ in results]
+        stale_counts = [num_stale_files for _, num_stale_files in results]
         resumed_losses += get_losses(outcomes)
         assert max(stale_counts) > 0
+
     assert resumed_losses == losses
+
     checkpoints = sorted(path.name for path in tmp_path.glob("iter_*"))
     assert checkpoints == ["iter_0000003", "iter_0000004"]

@@ -21,9 +21,10 @@ KEY = "common_state/shard_0_1"
 
 def read_common_state(directory: Path) -> Any:
     """Read the object as Megatron-LM 0.19 does."""
-    wanted: dict[str, Any] = {KEY: io.BytesIO()}
-    dcp.load(wanted, storage_reader=dcp.FileSystemReader(directory), no_dist=True)
-    loaded = wanted[KEY]
+    state: dict[str, Any] = {KEY: io.BytesIO()}
+    reader = dcp.FileSystemReader(directory)
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    loaded = state[KEY]
     if isinstance(loaded, io.BytesIO):
         loaded.seek(0)
         loaded = torch.load(loaded, weights_only=False)
@@ -34,12 +35,14 @@ def read_common_state(directory: Path) -> Any:
 def test_trained_checkpoints_contain_the_common_state(pool, tmp_path):
     flags = f"{COMMON} {LLAMA} --mock-data --train-iters 4 --save {tmp_path} --save-interval 2"
     pool.run(train, 2, f"{flags} --async-save --tensor-model-parallel-size 2")
+
     for iteration in (2, 4):
         directory = tmp_path / f"iter_{iteration:07d}"
         common = read_common_state(directory)
         assert common == torch.load(directory / "common.pt", weights_only=False)
         assert common["iteration"] == common["args"].iteration == iteration
-        assert common["optimizer"]["optimizer"]["param_groups"][0]["step"] == iteration
+        param_groups = common["optimizer"]["optimizer"]["param_groups"]
+        assert param_groups[0]["step"] == iteration
 
 
 def test_converted_checkpoints_contain_the_common_state(tmp_path):
@@ -51,30 +54,39 @@ def test_converted_checkpoints_contain_the_common_state(tmp_path):
     expected = open_checkpoint(directory)
     (directory / "common.pt").unlink()
     (directory / "checksums.bin").unlink()
-    found = open_checkpoint(directory)
-    assert found.args == expected.args
-    assert found.training == expected.training
-    assert compare(expected, found) == len(expected.tensors)
+    actual = open_checkpoint(directory)
+
+    assert actual.args == expected.args
+    assert actual.training == expected.training
+    assert compare(expected, actual) == len(expected.tensors)
+
+
+def write_tokenizer(directory: Path) -> None:
+    """Write a tokenizer of 60 words in the format of Hugging Face, and another file."""
+    directory.mkdir()
+    vocabulary = {str(token): token for token in range(60)}
+    model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "0"}
+    tokenizer = {"version": "1.0", "added_tokens": [], "model": model}
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "1"}))
+    (directory / "notes.txt").write_text("not a part of the tokenizer")
 
 
 def test_trained_checkpoints_contain_the_tokenizer(pool, tmp_path):
-    words = {"type": "WordLevel", "vocab": {str(n): n for n in range(60)}, "unk_token": "0"}
-    content = {"version": "1.0", "added_tokens": [], "model": words}
-    vocabulary = tmp_path / "words"
-    vocabulary.mkdir()
-    (vocabulary / "tokenizer.json").write_text(json.dumps(content))
-    (vocabulary / "tokenizer_config.json").write_text(json.dumps({"eos_token": "1"}))
-    (vocabulary / "notes.txt").write_text("not a part of the tokenizer")
+    original = tmp_path / "words"
+    write_tokenizer(original)
     model = COMMON.replace("--tokenizer-type NullTokenizer --vocab-size 60", "")
-    tokenizer = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {vocabulary}"
+    tokenizer = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {original}"
     flags = f"{model} {LLAMA} {tokenizer} --mock-data --train-iters 3 --save {tmp_path / 'run'}"
     pool.run(train, 1, flags)
-    stored = tmp_path / "run" / "iter_0000003" / "tokenizer"
+    checkpoint = tmp_path / "run" / "iter_0000003"
+    copied = checkpoint / "tokenizer"
     names = ["tokenizer.json", "tokenizer_config.json"]
-    assert sorted(path.name for path in stored.iterdir()) == names
+
+    assert sorted(path.name for path in copied.iterdir()) == names
     for name in names:
-        assert (stored / name).read_bytes() == (vocabulary / name).read_bytes()
-    assert open_checkpoint(stored.parent).args["tokenizer_model"] == str(stored)
+        assert (copied / name).read_bytes() == (original / name).read_bytes()
+    assert open_checkpoint(checkpoint).args["tokenizer_model"] == str(copied)
 
     pool.run(train, 1, f"{flags}-without --no-save-tokenizer-assets")
     assert not (tmp_path / "run-without" / "iter_0000003" / "tokenizer").exists()

@@ -9,8 +9,7 @@ import time
 import pytest
 
 from tests.support.cluster import Cluster
-from tests.support.compare import assert_same
-from tests.support.crash_harness import stored_tensors
+from tests.support.crash_harness import assert_same_checkpoint
 from tests.support.training_harness import COMMON, LAYOUTS, LLAMA
 
 ITERATIONS = 60
@@ -35,73 +34,89 @@ def cluster(tmp_path):
         made.close()
 
 
-def resumed(output):
-    return [
-        (match[1], int(match[2]))
-        for match in re.finditer(r"> loaded .* of (\S+) at iteration (\d+)", output)
-    ]
+def read_resumes(output):
+    """Return (directory, iteration) of every checkpoint that was loaded."""
+    resumes = []
+    for match in re.finditer(r"> loaded .* of (\S+) at iteration (\d+)", output):
+        directory, iteration = match.groups()
+        resumes.append((directory, int(iteration)))
+    return resumes
 
 
-def moment(cluster, node, kind, rng):
+def count_iterations(cluster):
+    return len(re.findall(r"iteration +\d+/", cluster.output()))
+
+
+def wait_for_phase(cluster, node, phase, rng):
     """Wait for a random moment in a phase of a save, observed on the disk of the node."""
-    seen = len(re.findall(r"iteration +\d+/", cluster.output()))
-    cluster.until(
-        lambda: len(re.findall(r"iteration +\d+/", cluster.output())) > seen + rng.randrange(4, 12)
-    )
-    saves = lambda: set(cluster.disk(node).glob("*/iter_*"))  # noqa: E731
-    before = saves()
-    if kind == "writing":
-        cluster.until(lambda: saves() - before)
-    elif kind == "replicating":
-        cluster.until(
-            lambda: any(len(list(path.glob("*.distcp"))) > 3 for path in saves() - before)
-        )
-    elif kind == "committing":
-        cluster.until(lambda: any(list(path.glob(".done-*")) for path in saves() - before))
-    elif kind == "draining":
-        cluster.until(lambda: list((cluster.root / "run").glob(".generation-*/saving-*")))
-    elif kind == "removing":
-        cluster.until(lambda: before - saves())
+    start = count_iterations(cluster)
+    cluster.until(lambda: count_iterations(cluster) > start + rng.randrange(4, 12))
+
+    def list_saves():
+        return set(cluster.disk(node).glob("*/iter_*"))
+
+    before = list_saves()
+
+    def has_begun():
+        new = list_saves() - before
+        if phase == "writing":
+            return bool(new)
+        if phase == "replicating":
+            return any(len(list(path.glob("*.distcp"))) > 3 for path in new)
+        if phase == "committing":
+            return any(list(path.glob(".done-*")) for path in new)
+        if phase == "draining":
+            return any((cluster.root / "run").glob(".generation-*/saving-*"))
+        if phase == "removing":
+            return bool(before - list_saves())
+        assert phase == "staging"
+        return True
+
+    cluster.until(has_begun)
     time.sleep(rng.uniform(0, 0.005))
+
+
+def train_undisturbed(launcher, tmp_path):
+    """Train without local checkpoints and return the directory."""
+    world_size, layout_flags = LAYOUTS["dp2_distributed_optimizer"]
+    persistent_flags = FLAGS.partition("--non-")[0]
+    directory = tmp_path / "straight"
+    launcher.run(world_size, f"{persistent_flags} {layout_flags} --save {directory}")
+    return directory
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind", ["staging", "writing", "replicating", "committing", "draining", "removing"]
+    "phase",
+    ["staging", "writing", "replicating", "committing", "draining", "removing"],
 )
 @pytest.mark.parametrize("victim", ["a", "b"])
-def test_run_continues_after_a_node_is_replaced(cluster, launcher, tmp_path, kind, victim):
+def test_run_continues_after_a_node_is_replaced(cluster, launcher, tmp_path, phase, victim):
     """The run resumes from a local checkpoint that is newer than the persistent one, and ends
     bitwise like an undisturbed run.
     """
-    world_size, layout_flags = LAYOUTS["dp2_distributed_optimizer"]
-    launcher.run(
-        world_size, f"{FLAGS.partition('--non-')[0]} {layout_flags} --save {tmp_path}/straight"
-    )
+    undisturbed = train_undisturbed(launcher, tmp_path)
     nodes = cluster(2, "dp2_distributed_optimizer", 1)
     nodes.start("a")
     nodes.start("b")
     nodes.until(lambda: re.search(r"iteration +4/", nodes.output()))
-    moment(nodes, victim, kind, random.Random(f"{kind}{victim}"))
+    wait_for_phase(nodes, victim, phase, random.Random(f"{phase}{victim}"))
     nodes.lose(victim)
     nodes.start("c")
     assert nodes.wait() == [0, 0], nodes.output()
-    loaded = resumed(nodes.output())
-    assert loaded, nodes.output()
-    assert "/disks/" in loaded[-1][0], nodes.output()
-    final = f"iter_{ITERATIONS:07d}"
-    assert_same(
-        stored_tensors(tmp_path / "run" / final), stored_tensors(tmp_path / "straight" / final)
-    )
+
+    resumes = read_resumes(nodes.output())
+    assert resumes, nodes.output()
+
+    directory, _ = resumes[-1]
+    assert "/disks/" in directory, nodes.output()
+    assert_same_checkpoint(tmp_path / "run", undisturbed, ITERATIONS)
 
 
 @pytest.mark.slow
 def test_waiting_node_replaces_a_lost_one(cluster, launcher, tmp_path):
     """torchrun lets a node beyond the maximum of --nnodes wait; it takes the place of a lost one."""
-    world_size, layout_flags = LAYOUTS["dp2_distributed_optimizer"]
-    launcher.run(
-        world_size, f"{FLAGS.partition('--non-')[0]} {layout_flags} --save {tmp_path}/straight"
-    )
+    undisturbed = train_undisturbed(launcher, tmp_path)
     nodes = cluster("2:2", "dp2_distributed_optimizer", 1)
     for node in "abc":
         nodes.start(node)
@@ -110,14 +125,14 @@ def test_waiting_node_replaces_a_lost_one(cluster, launcher, tmp_path):
     lost = "b" if spare == "a" else "a"
     nodes.lose(lost)
     assert nodes.wait() == [0, 0], nodes.output()
-    loaded = resumed(nodes.output())
-    assert loaded
-    assert loaded[-1][1] >= 10
-    assert "/disks/" in loaded[-1][0]
-    final = f"iter_{ITERATIONS:07d}"
-    assert_same(
-        stored_tensors(tmp_path / "run" / final), stored_tensors(tmp_path / "straight" / final)
-    )
+
+    resumes = read_resumes(nodes.output())
+    assert resumes
+
+    directory, iteration = resumes[-1]
+    assert iteration >= 10
+    assert "/disks/" in directory
+    assert_same_checkpoint(tmp_path / "run", undisturbed, ITERATIONS)
 
 
 @pytest.mark.slow
@@ -130,11 +145,13 @@ def test_run_continues_with_fewer_nodes(cluster, tmp_path):
     nodes.start("b")
     nodes.until(lambda: re.search(r"saved local checkpoint from iteration +10 ", nodes.output()))
     nodes.lose("b")
+
     assert nodes.wait() == [0], nodes.output()
     assert "there are not more nodes" in nodes.output()
-    assert [
-        iteration >= 10 and "/disks/a/" in path for path, iteration in resumed(nodes.output())
-    ] == [True]
+
+    ((directory, iteration),) = read_resumes(nodes.output())
+    assert iteration >= 10
+    assert "/disks/a/" in directory
 
 
 @pytest.mark.slow
@@ -148,6 +165,8 @@ def test_run_continues_after_losing_a_replication_group(cluster, tmp_path):
     nodes.start("c")
     nodes.start("d")
     assert nodes.wait() == [0, 0], nodes.output()
-    assert resumed(nodes.output())[-1][1] in (20, 40)
+
+    _, iteration = read_resumes(nodes.output())[-1]
+    assert iteration in (20, 40)
     assert "goodput" in nodes.output()
     assert "done again later" in nodes.output()

@@ -44,25 +44,31 @@ def launches(pool, tmp_path_factory):
 def test_text_log(launches):
     directory, (rank_0, rank_1), _ = launches
     assert rank_1 == ""
+
     lines = rank_0.splitlines()
     assert lines.count(f" > {directory} holds no checkpoint yet: starting from scratch") == 1
     assert any(line.startswith("   layout      TP 1 x PP 1 x DP 2 on 2 ranks") for line in lines)
     assert "  train_iters ..................................... 6" in lines
     assert f"  successfully saved checkpoint from iteration       2 to {directory}" in lines
-    assert lines.index("-------------------- end of arguments ---------------------") < next(
+
+    first_iteration = next(
         index for index, line in enumerate(lines) if "] iteration        1/" in line
     )
-    assert (
-        lines[-1] == " > exiting after iteration 4: iteration 4 is a multiple of --exit-interval 4"
-    )
+    end_of_arguments = lines.index("-------------------- end of arguments ---------------------")
+    assert end_of_arguments < first_iteration
+
+    reason = "iteration 4 is a multiple of --exit-interval 4"
+    assert lines[-1] == f" > exiting after iteration 4: {reason}"
 
 
 def test_unwritable_record_and_other_mathematics_are_warnings(pool, tmp_path):
     (tmp_path / "runs").write_text("a file in the way")
     flags = f"{FLAGS.format(tmp_path)} --goodput --lr-warmup-iters 0 --train-iters 2 --eval-iters 0"
     first = pool.run(capture_output, 1, f"{flags} --exit-interval 1")[0]
+
     assert " > WARNING: --goodput: the record in " in first
     assert "iteration        1/" in first
+
     second = pool.run(capture_output, 1, f"{flags} --norm-epsilon 1e-3")[0]
     assert "WARNING: " in second
     assert "other mathematics: norm_epsilon: 1e-05 in the checkpoint, 0.001 now" in second
@@ -82,6 +88,7 @@ def test_json_log(launches):
     directory, _, (rank_0, _) = launches
     lines = [json.loads(line) for line in rank_0.splitlines()]
     intervals = [line for line in lines if line.get("event") == "interval"]
+
     assert [line["iteration"] for line in intervals] == [5, 6]
     assert intervals[0].keys() >= {
         "lm_loss",
@@ -90,14 +97,16 @@ def test_json_log(launches):
         "eta_seconds",
         "consumed_samples",
     }
+
     (start,) = (line for line in lines if line.get("event") == "start")
     assert start["layout"].startswith("TP 2 x PP 1 x DP 1")
     assert "iter_0000004" in start["start"]
-    assert [line["iteration"] for line in lines if line.get("event") == "save"] == [6]
-    assert {line["split"] for line in lines if line.get("event") == "evaluation"} == {
-        "validation",
-        "test",
-    }
+
+    saves = [line for line in lines if line.get("event") == "save"]
+    assert [line["iteration"] for line in saves] == [6]
+
+    evaluations = [line for line in lines if line.get("event") == "evaluation"]
+    assert {line["split"] for line in evaluations} == {"validation", "test"}
 
 
 def test_run_record(launches):
@@ -109,14 +118,16 @@ def test_run_record(launches):
     assert two.end["reason"] == "complete"
     assert two.start["loaded"].endswith("iter_0000004")
     assert [row["iteration"] for row in one.intervals] == [1, 2, 4]
-    saves = [
-        row["iteration"]
-        for launch in (one, two)
-        for row in launch.points
-        if "save-total-time" in row["values"]
-    ]
+
+    saves = []
+    for launch in (one, two):
+        for row in launch.points:
+            if "save-total-time" in row["values"]:
+                saves.append(row["iteration"])
+
     assert saves == [2, 4, 6]
     assert one.began <= one.start["time"] <= one.ended <= two.began
+
     run = json.loads((directory / RUN_FILE).read_text())
     assert run["arguments"]["tensor_model_parallel_size"] == 2
     assert run["layout"] == two.start["layout"]
@@ -128,12 +139,11 @@ def test_tensorboard_curves_over_samples(launches):
     sample_events = EventAccumulator(str(directory / "tensorboard/samples")).Reload()
     over_iterations = events.Scalars("lm loss")
     over_samples = sample_events.Scalars("lm loss vs samples")
-    assert (
-        [event.step for event in over_samples]
-        == [8 * event.step for event in over_iterations]
-        == [8, 16, 24, 32]
-    )
+
+    assert [event.step for event in over_iterations] == [1, 2, 3, 4]
+    assert [event.step for event in over_samples] == [8, 16, 24, 32]
     assert [event.value for event in over_samples] == [event.value for event in over_iterations]
+
     names = {*events.Tags()["scalars"], *sample_events.Tags()["scalars"]}
     assert {
         "world-size",

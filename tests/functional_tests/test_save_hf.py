@@ -10,25 +10,28 @@ from tests.support.training_harness import LAYOUTS, LLAMA, train
 RUN = f"--mock-data {LLAMA} --train-iters 4 --global-batch-size 4 --bf16 "
 
 
-def leftovers(root):
+def list_hidden_files(root):
     return [path.name for path in root.iterdir() if path.name.startswith(".")]
 
 
-def assert_same_model(a, b):
-    a, b = (load_file(directory / "model.safetensors") for directory in (a, b))
-    assert a.keys() == b.keys()
-    assert all(torch.equal(a[key], b[key]) for key in a)
+def assert_same_model(directory, expected_directory):
+    tensors = load_file(directory / "model.safetensors")
+    expected = load_file(expected_directory / "model.safetensors")
+    assert tensors.keys() == expected.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor, expected[name]), name
 
 
 def test_export_is_identical_from_every_layout(pool, tmp_path):
+    run = tmp_path / "run"
     for name in ("single", "tp2_pp2"):
-        world_size, flags = LAYOUTS.get(name, (1, ""))
-        pool.run(
-            train, 1, f"{RUN} --save {tmp_path / 'run'} --load {tmp_path / 'run'}"
-        )  # to share the weights
-        flags += f" --load {tmp_path / 'run'} --save-hf {tmp_path / name}"
-        pool.run(train, world_size, f"{RUN} {flags}")
-        assert leftovers(tmp_path) == []
+        world_size, layout = LAYOUTS.get(name, (1, ""))
+        # The first call trains; both exports have its weights.
+        pool.run(train, 1, f"{RUN} --save {run} --load {run}")
+        export = f"--load {run} --save-hf {tmp_path / name}"
+        pool.run(train, world_size, f"{RUN} {layout} {export}")
+        assert list_hidden_files(tmp_path) == []
+
     assert_same_model(tmp_path / "single", tmp_path / "tp2_pp2")
 
 
@@ -37,17 +40,19 @@ def test_export_equals_conversion_of_the_last_checkpoint(pool, tmp_path):
     its export.
     """
     world_size, layout = LAYOUTS["pp2_dp2"]
-    (tmp_path / ".saving-hf-0123-1/rewritten").mkdir(parents=True)
-    (tmp_path / ".saving-hf-0123-1/.metadata").write_text("half of it")
-    run = (
-        f"{RUN} {layout} --save {tmp_path / 'run'} --load {tmp_path / 'run'} --save-hf "
-        f"{tmp_path / 'hf'}"
-    )
+    unfinished = tmp_path / ".saving-hf-0123-1"
+    (unfinished / "rewritten").mkdir(parents=True)
+    (unfinished / ".metadata").write_text("half of it")
+    run = tmp_path / "run"
+    export = tmp_path / "hf"
+    flags = f"{RUN} {layout} --save {run} --load {run} --save-hf {export} --lr-decay-iters 8"
     for iterations in (4, 6):
-        pool.run(train, world_size, f"{run} --train-iters {iterations} --lr-decay-iters 8")
-        convert(tmp_path / "run", tmp_path / f"converted{iterations}", "hf")
-        assert_same_model(tmp_path / "hf", tmp_path / f"converted{iterations}")
-    assert leftovers(tmp_path) == []
+        pool.run(train, world_size, f"{flags} --train-iters {iterations}")
+        converted = tmp_path / f"converted{iterations}"
+        convert(run, converted, "hf")
+        assert_same_model(export, converted)
+
+    assert list_hidden_files(tmp_path) == []
 
 
 def test_full_disk_is_reported(pool, disk):
@@ -58,10 +63,11 @@ def test_full_disk_is_reported(pool, disk):
     flags = f"{RUN} --train-iters 3 --vocab-size 4000 --tensor-model-parallel-size 2"
     for size in ("256k", "800k"):
         disk.mount(f"size={size}")
-        with pytest.raises(ValueError, match="No space left") as failed:
+        with pytest.raises(ValueError, match="No space left") as error:
             pool.run(train, 2, f"{flags} --save-hf {disk.path / 'hf'}")
-        said = str(failed.value.__cause__)  # by both ranks
-        assert said.count(f"ValueError: --save-hf: {disk.path / 'hf'}: not saved: ") == 2, said
+        report = str(error.value.__cause__)  # of both ranks
+        message = f"ValueError: --save-hf: {disk.path / 'hf'}: not saved: "
+        assert report.count(message) == 2, report
         assert list(disk.path.iterdir()) == []
         disk.unmount()
 

@@ -10,35 +10,34 @@ import pytest
 
 from tests import ROOT
 
-SCRIPTS = re.findall(
-    r'"(megatron-\w+) = ([\w.]+):(\w+)"', (ROOT / "setup.py").read_text(encoding="utf-8")
-)
+SETUP = (ROOT / "setup.py").read_text(encoding="utf-8")
+SCRIPTS = re.findall(r'"(megatron-\w+) = ([\w.]+):(\w+)"', SETUP)
 
 
 @pytest.mark.parametrize(("name", "module", "function"), SCRIPTS)
 def test_console_script_names_a_function_without_required_arguments(name, module, function):
     path = ROOT / (module.removeprefix("megatron.").replace(".", "/") + ".py")
-    functions = {
-        node.name: node
-        for node in ast.parse(path.read_text(encoding="utf-8")).body
-        if isinstance(node, ast.FunctionDef)
-    }
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    functions = {}
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            functions[node.name] = node
     arguments = functions[function].args
     assert len(arguments.args) == len(arguments.defaults)
 
 
 def test_every_tool_has_a_console_script():
-    tools = {path.stem for path in (ROOT / "tools").rglob("*.py")} - {"__init__"}
-    assert tools == {module.split(".")[-1] for _, module, _ in SCRIPTS} - {"pretrain_gpt"}
+    tools = {path.stem for path in (ROOT / "tools").rglob("*.py")}
+    scripts = {module.split(".")[-1] for _, module, _ in SCRIPTS}
+    assert tools - {"__init__"} == scripts - {"pretrain_gpt"}
 
 
 def test_extra_all_contains_the_optional_features():
-    text = (ROOT / "setup.py").read_text(encoding="utf-8")
-    listed = re.findall(r'^ {8}"([\w-]+)": (\[.*\]),$', text, re.MULTILINE)
-    extras = {name: ast.literal_eval(packages) for name, packages in listed}
+    entries = re.findall(r'^ {8}"([\w-]+)": (\[.*\]),$', SETUP, re.MULTILINE)
+    extras = {name: ast.literal_eval(packages) for name, packages in entries}
     # Transformer Engine is compiled for a GPU; the site is built by developers.
-    parts = extras["tiktoken"] + extras["plots"] + extras["object-storage"]
-    assert sorted(extras["all"]) == sorted(parts)
+    optional = extras["tiktoken"] + extras["plots"] + extras["object-storage"]
+    assert sorted(extras["all"]) == sorted(optional)
 
 
 def test_files_of_megatron_core_in_the_package_are_refused(tmp_path):
@@ -51,6 +50,7 @@ def test_files_of_megatron_core_in_the_package_are_refused(tmp_path):
     subprocess.run(program, cwd=tmp_path, check=True)
     (package / "core/package_info.py").touch()
     result = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True)
+
     assert result.returncode == 1
     assert f"{package} contains files of megatron-core" in result.stderr
     assert "pip uninstall megatron-core megatron-compact" in result.stderr
@@ -107,21 +107,23 @@ def test_console_scripts_run_from_an_installed_wheel(name, installed, tmp_path):
 def test_a_run_from_an_installed_wheel(installed, tmp_path):
     """Plan, train alone and with torchrun, verify, convert and report, without the source tree."""
     flags = TRAINING.split()
-    assert "GB per rank" in run_installed(
-        installed, tmp_path, "megatron-plan", *flags, "--hidden-size", "4096"
-    )
+    plan = run_installed(installed, tmp_path, "megatron-plan", *flags, "--hidden-size", "4096")
+    assert "GB per rank" in plan
+
     run_installed(installed, tmp_path, "megatron-pretrain", *flags)
     launcher = ["python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     more = [*flags, "--load", "run", "--train-iters", "4"]
     output = run_installed(installed, tmp_path, *launcher, "-m", "pretrain_gpt", *more)
     assert "iteration        4/" in output
+
     run_installed(installed, tmp_path, "megatron-inspect", "verify", "run")
     convert = ["--saver", "hf", "--load-dir", "run", "--save-dir", "hf"]
     run_installed(installed, tmp_path, "megatron-convert", *convert)
     run_installed(installed, tmp_path, "megatron-report", "run")
+
     assert (tmp_path / "run/report.html").exists()
     assert (tmp_path / "hf/config.json").exists()
-    place = run_installed(
-        installed, tmp_path, "python", "-c", "print(__import__('megatron').__file__)"
-    )
-    assert place.startswith(str(installed.parent))
+
+    print_path = "print(__import__('megatron').__file__)"
+    path = run_installed(installed, tmp_path, "python", "-c", print_path)
+    assert path.startswith(str(installed.parent))

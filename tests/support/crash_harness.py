@@ -20,6 +20,7 @@ import torch
 
 from megatron.core.dist_checkpointing import Reader
 from tests import ROOT
+from tests.support.compare import assert_same
 from tests.support.processes import children_of, is_leader, is_running
 
 ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
@@ -227,6 +228,12 @@ def stored_tensors(directory: Path) -> dict[str, torch.Tensor]:
         key: reader.read(key, (0,) * len(t.shape), t.shape)
         for key, t in reader.metadata.tensors.items()
     }
+
+
+def assert_same_checkpoint(root: Path, expected_root: Path, iteration: int) -> None:
+    """Assert that two runs saved bitwise equal tensors at an iteration."""
+    name = f"iter_{iteration:07d}"
+    assert_same(stored_tensors(root / name), stored_tensors(expected_root / name))
 
 
 def free_port() -> int:
