@@ -132,7 +132,7 @@ def kill_and_train_on(launcher, root, layout, kills, seed, observation=""):
     `observation` are flags of the run that ranks are killed in.
     """
     world_size, layout_flags = LAYOUTS[layout]
-    iterations = 8 + 8 * kills
+    iterations = 6 + 5 * kills
     flags = f"{TRAINING} {layout_flags} --train-iters {iterations} "
     disks = f"--non-persistent-local-ckpt-dir {root}/disks/$RANK"
     straight = launcher.run(world_size, f"{flags} {disks}-straight --save {root}/straight")
@@ -144,7 +144,7 @@ def kill_and_train_on(launcher, root, layout, kills, seed, observation=""):
     job = launcher.start(world_size, restarting)
     for index in range(kills):
         count = len(read_losses(job))
-        job.until(lambda count=count: len(read_losses(job)) >= count + rng.randrange(3, 8))
+        job.until(lambda count=count: len(read_losses(job)) >= count + rng.randrange(2, 5))
         time.sleep(rng.uniform(0, 0.02))
         rank = index % world_size  # each of them, rank 0 first
         kill_rank(job, rank)
