@@ -26,7 +26,6 @@ from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS
 from megatron.core.run_checkpoint.source import Source
 from megatron.core.wings import resolve
 from megatron.transfer.deltas import (
-    DeltaReport,
     Patch,
     apply_delta,
     read_patches,
@@ -34,8 +33,10 @@ from megatron.transfer.deltas import (
 )
 from megatron.transfer.engine_shards import view_engine_shards
 from megatron.transfer.engine_tensors import list_engine_tensors, view_engine_tensors
+from megatron.transfer.models import DeltaReport
 from megatron.transfer.routing import plan_transfer
 from megatron.transfer.schedule import Transfer, TransferSchedule
+from megatron.transfer.slime_deltas import write_slime_delta
 
 if TYPE_CHECKING:
     from megatron.planning.run_plan import RunPlan
@@ -61,6 +62,7 @@ __all__ = [
     "view_engine_shards",
     "view_engine_tensors",
     "write_delta",
+    "write_slime_delta",
 ]
 
 # Imported for `plan`: converters start faster without them

@@ -9,8 +9,7 @@ or an element. Positions of elements are those of vLLM's `CheckpointWeightPatch`
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -24,28 +23,34 @@ from megatron.conversion.model_space.lazy_tensors import cut_blocks, view_tensor
 from megatron.conversion.options import WriteOptions
 from megatron.conversion.output_directory import new_directory
 from megatron.core.dist_checkpointing import CheckpointError
-from megatron.core.dist_checkpointing.files import METADATA
-from megatron.core.dist_checkpointing.mapping import Extent, LazyTensor, Shape
+from megatron.core.dist_checkpointing.mapping import LazyTensor, Shape
 from megatron.core.dist_checkpointing.saving.commit import no_progress
 from megatron.core.durable_files import write_json
-from megatron.core.object_path import ObjectPath, path_of
 from megatron.core.safe_files import schema
-from megatron.core.safe_files.reading import read_json, read_regular
+from megatron.core.safe_files.reading import read_json
 from megatron.core.safe_files.torch_zip import view_bytes
+from megatron.transfer.models import (
+    BLOCK_ELEMENTS,
+    DeltaReport,
+    Tensors,
+    Weights,
+    check_same_model,
+    compute_digest,
+    copy_small_files,
+    format_tensor,
+    open_model,
+    read_flat,
+    to_local,
+)
+from megatron.transfer.slime_deltas import is_slime_delta, open_slime_delta
 
 DELTA = "delta.json"
 GRANULARITIES = ("tensor", "row", "element", "smallest")
 _INDEX_SUFFIX = ".delta_index"
 _VALUES_SUFFIX = ".delta_values"
 _STEM = "model"
-# Files of weights, which a model with other weights must not have: those that `open_weights` reads,
-# and those of other programs
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pth", ".pt", ".gguf", ".distcp", ".index.json")
-_BLOCK_ELEMENTS = 4 << 20
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by itemsize
 
-Weights = Mapping[str, torch.Tensor] | str | PathLike[str]
-_Tensors = dict[str, LazyTensor]
 
 _ENTRY = schema.record(
     {
@@ -62,17 +67,6 @@ _METADATA = schema.record(
         "tensors": schema.mapping(_ENTRY, keys=schema.key),
     }
 )
-
-
-@dataclass(frozen=True)
-class DeltaReport:
-    """Size of a delta in comparison with the whole model."""
-
-    changed_tensors: int
-    changed_elements: int
-    delta_bytes: int
-    """Bytes of the tensors in the files of the delta."""
-    model_bytes: int
 
 
 class Patch(NamedTuple):
@@ -107,13 +101,13 @@ def write_delta(
     """
     if granularity not in GRANULARITIES:
         raise ValueError(f"granularity {granularity!r} is none of {', '.join(GRANULARITIES)}")
-    base_tensors = _open(base)
-    new_tensors = _open(new)
-    _check_same_model(base_tensors, new_tensors)
+    base_tensors = open_model(base)
+    new_tensors = open_model(new)
+    check_same_model(base_tensors, new_tensors)
 
-    with new_directory(_to_local(directory)) as pending:
+    with new_directory(to_local(directory)) as pending:
         # Phase 1: compare, one tensor at a time.
-        stored: _Tensors = {}
+        stored: Tensors = {}
         entries: dict[str, Any] = {}
         base_digest = xxhash.xxh3_128()
         new_digest = xxhash.xxh3_128()
@@ -147,44 +141,6 @@ def write_delta(
     )
 
 
-def _open(weights: Weights) -> _Tensors:
-    """Return the tensors of a model by name."""
-    if isinstance(weights, str | PathLike):
-        return open_weights(_to_local(weights))
-    return {name: view_tensor(tensor.detach()) for name, tensor in weights.items()}
-
-
-def _to_local(name: str | PathLike[str]) -> Path:
-    """Return a path. Raises ValueError for a URL."""
-    path = path_of(name)
-    if isinstance(path, ObjectPath):
-        raise ValueError(f"{path}: deltas and their models are directories, not in object storage")
-    return path
-
-
-def _check_same_model(base: _Tensors, new: _Tensors) -> None:
-    """Raise ValueError if names, shapes or dtypes differ."""
-    faults = []
-    for name in sorted(base.keys() | new.keys()):
-        if base.get(name) == new.get(name):
-            continue
-        in_base = _format(base.get(name))
-        in_new = _format(new.get(name))
-        faults.append(f"{name}: {in_base} in the base, {in_new} in the new model")
-    if faults:
-        raise ValueError(
-            "a delta is between two states of the same model, export both with the same options:\n"
-            "  " + schema.abbreviate(faults)
-        )
-
-
-def _format(tensor: LazyTensor | None) -> str:
-    """Return shape and dtype for a message."""
-    if tensor is None:
-        return "absent"
-    return f"{tensor.shape} {tensor.dtype_name}"
-
-
 class _Changes(NamedTuple):
     """Differences of a tensor from its base."""
 
@@ -208,9 +164,9 @@ def _compare(base: LazyTensor, new: LazyTensor, granularity: str) -> _Changes:
     max_elements = _count_storable_elements(new, granularity)
     row = _count_row_elements(new)
     start = 0
-    for box in cut_blocks(new, _BLOCK_ELEMENTS):
-        base_block = _read_flat(base, box)
-        block = _read_flat(new, box)
+    for box in cut_blocks(new, BLOCK_ELEMENTS):
+        base_block = read_flat(base, box)
+        block = read_flat(new, box)
 
         # Digests of both, and the positions that differ
         base_digest.update(view_bytes(base_block))
@@ -241,11 +197,6 @@ def _count_storable_elements(tensor: LazyTensor, granularity: str) -> int:
     if granularity == "smallest":
         return tensor.nbytes // (_choose_index_dtype(tensor).itemsize + tensor.dtype.itemsize)
     return 0
-
-
-def _read_flat(tensor: LazyTensor, box: Extent) -> torch.Tensor:
-    """Return the elements of a box as one axis."""
-    return tensor.read(*box).contiguous().view(-1)
 
 
 def _describe(name: str, tensor: LazyTensor, digest: str) -> bytes:
@@ -280,7 +231,7 @@ def _choose_index_dtype(tensor: LazyTensor) -> torch.dtype:
     return torch.int32 if math.prod(tensor.shape) < 1 << 31 else torch.int64
 
 
-def _store(name: str, tensor: LazyTensor, changes: _Changes, unit: int | None) -> _Tensors:
+def _store(name: str, tensor: LazyTensor, changes: _Changes, unit: int | None) -> Tensors:
     """Return the tensors of the delta for a changed tensor."""
     if unit is None:
         return {name: tensor}
@@ -298,7 +249,7 @@ def _read_units(
     result = torch.empty(shape, dtype=tensor.dtype)
     # Read blocks of whole rows that contain changed units.
     first_element = 0
-    for block_offset, block_shape in cut_blocks(tensor, _BLOCK_ELEMENTS):
+    for block_offset, block_shape in cut_blocks(tensor, BLOCK_ELEMENTS):
         num_elements = math.prod(block_shape)
         first, last = _find_units(selected, unit, first_element, num_elements)
         if first < last:
@@ -333,7 +284,7 @@ class _Delta(NamedTuple):
 
     directory: Path
     metadata: dict[str, Any]
-    stored: _Tensors
+    stored: Tensors
 
     def open_changes(self, name: str, tensor: LazyTensor) -> _Units | LazyTensor:
         """Return the changed units of a tensor, or the whole new tensor.
@@ -372,14 +323,14 @@ class _Delta(NamedTuple):
 
     def _refuse(self, name: str, tensor: LazyTensor) -> NoReturn:
         raise CheckpointError(
-            f"{self.directory}: the values of {name} do not fit its shape {_format(tensor)}: the "
-            "delta is damaged, copy it again"
+            f"{self.directory}: the values of {name} do not fit its shape "
+            f"{format_tensor(tensor)}: the delta is damaged, copy it again"
         )
 
 
 def _open_delta(delta: str | PathLike[str]) -> _Delta:
     """Open a delta. Raises ValueError if there is none."""
-    directory = _to_local(delta)
+    directory = to_local(delta)
     path = directory / DELTA
     if not path.is_file():
         raise ValueError(f"{directory} has no {DELTA}: it is not a complete delta")
@@ -393,7 +344,7 @@ def read_patches(base: Weights, delta: str | PathLike[str]) -> Iterator[Patch]:
     ValueError for a delta that does not fit them; values are not verified.
     """
     opened = _open_delta(delta)
-    tensors = _open(base)
+    tensors = open_model(base)
     for name in opened.metadata["tensors"]:
         if name not in tensors:
             raise ValueError(f"{opened.directory} changes {name}, which the base does not have")
@@ -418,27 +369,31 @@ def apply_delta(
 ) -> None:
     """Write the model that a delta makes of `base` to a new directory.
 
-    The files are those of a full export. The directory appears complete or not at all. Raises
+    The files are those of a full export. `delta` was written by `write_delta`, `write_slime_delta`
+    or slime. The directory appears complete or not at all. Raises
     ValueError if `base` is not the model that the delta was made from, if the delta is damaged, or
     if the directory is not empty.
     """
-    opened = _open_delta(delta)
-    base = _to_local(base)
-    tensors = _open(base)
-    with new_directory(_to_local(directory)) as pending:
-        patched = _patch_all(tensors, opened, str(base))
+    base = to_local(base)
+    tensors = open_model(base)
+    delta = to_local(delta)
+    if is_slime_delta(delta):
+        patched = open_slime_delta(tensors, delta)
+    else:
+        patched = _patch_all(tensors, _open_delta(delta), str(base))
+    with new_directory(to_local(directory)) as pending:
         write_weight_files(pending, _STEM, patched, max_shard_size, 1, no_progress)
-        _copy_small_files(base, pending)
+        copy_small_files(base, pending)
 
 
-def _patch_all(tensors: _Tensors, delta: _Delta, location: str) -> _Tensors:
+def _patch_all(tensors: Tensors, delta: _Delta, location: str) -> Tensors:
     """Return the tensors of the new model. Raises ValueError for a wrong base or damaged delta."""
     entries = delta.metadata["tensors"]
     # Phase 1: verify the base, and that the delta has all changes.
     base_digest = xxhash.xxh3_128()
     new_digest = xxhash.xxh3_128()
     for name, tensor in sorted(tensors.items()):
-        digest = _compute_digest(tensor)
+        digest = compute_digest(tensor)
         base_digest.update(_describe(name, tensor, digest))
         if name in entries:
             digest = entries[name]["digest"]
@@ -461,22 +416,13 @@ def _patch_all(tensors: _Tensors, delta: _Delta, location: str) -> _Tensors:
         changes = delta.open_changes(name, tensors[name])
         if isinstance(changes, _Units):
             changes = _patch(tensors[name], changes)
-        if _compute_digest(changes) != entries[name]["digest"]:
+        if compute_digest(changes) != entries[name]["digest"]:
             raise CheckpointError(
                 f"{delta.directory}: {name} has another digest after the delta than "
                 f"{entries[name]['digest']}: the delta is damaged, copy it again"
             )
         patched[name] = changes
     return patched
-
-
-def _compute_digest(tensor: LazyTensor) -> str:
-    """Return the digest of a tensor's bytes."""
-    digest = xxhash.xxh3_128()
-    for box in cut_blocks(tensor, _BLOCK_ELEMENTS):
-        elements = _read_flat(tensor, box)
-        digest.update(view_bytes(elements))
-    return digest.hexdigest()
 
 
 def _patch(tensor: LazyTensor, changes: _Units) -> LazyTensor:
@@ -494,11 +440,3 @@ def _read_patched(tensor: LazyTensor, changes: _Units, offset: Shape, shape: Sha
         positions = changes.positions[first:last].long() - start // unit
         units[positions] = changes.values.read((first, 0), (last - first, unit))
     return units.view(shape)
-
-
-def _copy_small_files(base: Path, directory: Path) -> None:
-    """Copy all files but weights, e.g. configuration and tokenizer."""
-    for path in sorted(base.iterdir()):
-        is_weights = path.name.endswith(_WEIGHT_SUFFIXES) or path.name == METADATA
-        if path.is_file() and not is_weights:
-            (directory / path.name).write_bytes(read_regular(path))

@@ -245,6 +245,8 @@ def check_lm_eval(python: Path, work: Path) -> None:
 
 
 def check_slime(python: Path, work: Path, source: Path) -> None:
+    (work / "deltas").mkdir()
+    run(python, HERE / "slime_deltas.py", work / "deltas", source)
     run(OURS, "-m", "tests.interop.slime_check", python, work, source)
 
 
@@ -599,7 +601,17 @@ PEERS = {
         check_lm_eval,
     ),
     "slime": Peer(
-        ("torch==2.13.0", "numpy", "transformers==5.23.0"), check_slime, source="THUDM/slime@v0.3.1"
+        (
+            "torch==2.13.0",
+            "numpy",
+            "transformers==5.23.0",
+            # Of this project, and of slime's deltas
+            "tqdm",
+            "xxhash",
+            "zstandard",
+        ),
+        check_slime,
+        source="THUDM/slime@v0.3.1",
     ),
     "training-folders": Peer(
         (

@@ -163,13 +163,16 @@ class SafetensorsLayout(NamedTuple):
     size: int  # of the file, in bytes
 
 
-def lay_out_safetensors(tensors: Mapping[str, TensorInfo]) -> SafetensorsLayout:
+def lay_out_safetensors(
+    tensors: Mapping[str, TensorInfo], texts: Mapping[str, str] | None = None
+) -> SafetensorsLayout:
     """Return the layout of a file with these tensors, in this order.
 
-    Data begins at a multiple of eight bytes, and tensors are contiguous.
+    `texts` are stored as metadata. Data begins at a multiple of eight bytes, and tensors are
+    contiguous.
     """
     # Older releases of transformers require the metadata "format".
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, Any] = {_METADATA: {"format": "pt", **(texts or {})}}
     offsets: dict[str, int] = {}
     end = 0
     for name, info in tensors.items():
@@ -199,10 +202,15 @@ class SafetensorsWriter:
     early are kept in memory until it is their turn.
     """
 
-    def __init__(self, path: Path, tensors: Mapping[str, TensorInfo]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        tensors: Mapping[str, TensorInfo],
+        texts: Mapping[str, str] | None = None,
+    ) -> None:
         self._path = path
         self._tensors = dict(tensors)
-        layout = lay_out_safetensors(tensors)
+        layout = lay_out_safetensors(tensors, texts)
         self._starts = layout.starts
         self._upload: OrderedUpload | None = None
         if isinstance(path, ObjectPath):
