@@ -64,6 +64,8 @@ UNNEEDED = {
     "start_max_reduce.wait_for_work: work.wait()": "only for gloo",
     "StageFromDevice.before_change: computed.synchronize()": "gives copies time",
     "StageFromDevice.before_change: current.record_event(torch.cuda.Event(blocking=True))": "as above",
+    "StageFromDevice.warm_up: self._stream.wait_stream(torch.cuda.current_stream())": "no save uses the values",
+    "StageFromDevice.warm_up: self._start_copies(copy.batch).synchronize()": "as above",
     "_copy_from_host: copied.synchronize()": "bounds pinned memory; torch keeps it until the copy ends",
     "_copy_from_host: copied.record(torch.cuda.current_stream(target.device))": "as above",
     "AsyncSaver.wait_staged: events[0].record()": "measures time",

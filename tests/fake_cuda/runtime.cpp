@@ -9,6 +9,8 @@
 // zero. Settings are environment variables, see README.md.
 #include <cuda_runtime_api.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <chrono>
@@ -74,6 +76,15 @@ struct Counters {
   }
 };
 Counters counters;
+
+// With FAKE_CUDA_TRACE, append a line to this file: the thread, the call, and the kernel if any.
+void trace(const char* call, const void* kernel = nullptr) {
+  static FILE* const file =
+      getenv("FAKE_CUDA_TRACE") ? fopen(getenv("FAKE_CUDA_TRACE"), "a") : nullptr;
+  if (!file) return;
+  fprintf(file, "%ld %s %p\n", syscall(SYS_gettid), call, kernel);
+  fflush(file);
+}
 
 // ---------------------------------------------------------------------------------------------
 // Streams and events
@@ -480,6 +491,7 @@ cudaError_t cudaDeviceSynchronize() {
 // ---------------------------------------------------------------------------------------------
 
 cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
+  trace(__func__);
   std::lock_guard<std::mutex> lock(memory_mutex);
   *total = kTotalMemory;
   *free = kTotalMemory - used_bytes[current_device];
@@ -487,10 +499,12 @@ cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
 }
 
 cudaError_t cudaMalloc(void** pointer, size_t size) {
+  trace(__func__);
   return allocate(pointer, size, Kind::kDevice);
 }
 
 cudaError_t cudaFree(void* pointer) {
+  trace(__func__);
   if (pointer) cudaDeviceSynchronize();
   return release(pointer);
 }
@@ -505,6 +519,7 @@ cudaError_t cudaFreeAsync(void* pointer, cudaStream_t stream) {
 }
 
 cudaError_t cudaHostAlloc(void** pointer, size_t size, unsigned) {
+  trace(__func__);
   return allocate(pointer, size, Kind::kPinned);
 }
 
@@ -515,6 +530,7 @@ cudaError_t cudaMallocHost(void** pointer, size_t size) {
 cudaError_t cudaFreeHost(void* pointer) { return release(pointer); }
 
 cudaError_t cudaHostRegister(void* pointer, size_t size, unsigned) {
+  trace(__func__);
   sleep_us(get_settings().register_delay);
   std::lock_guard<std::mutex> lock(memory_mutex);
   allocations[reinterpret_cast<uintptr_t>(pointer)] = {
@@ -571,6 +587,7 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const vo
 
 cudaError_t cudaMemcpyAsync(
     void* target, const void* source, size_t size, cudaMemcpyKind kind, cudaStream_t stream) {
+  trace(__func__);
   push_copy(target, source, size, stream);
   // A copy into pageable memory is complete when the call returns.
   if (kind == cudaMemcpyDeviceToHost && is_pageable(target)) find_stream(stream)->wait();
@@ -621,12 +638,14 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t* handle, unsigned) {
 }
 
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* handle, unsigned, int) {
+  trace(__func__);
   return cudaStreamCreate(handle);
 }
 
 cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
 
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  trace(__func__);
   find_stream(stream)->wait();
   return cudaSuccess;
 }
@@ -654,6 +673,7 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* stat
 }
 
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t handle, unsigned) {
+  trace(__func__);
   Event* event = find_event(handle);
   const long number = event->get_recorded();
   find_stream(stream)->push([=] { event->wait(number); });
@@ -672,6 +692,7 @@ cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void*
 }
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* handle, unsigned) {
+  trace(__func__);
   *handle = reinterpret_cast<cudaEvent_t>(new Event);
   return cudaSuccess;
 }
@@ -682,6 +703,7 @@ cudaError_t cudaEventCreate(cudaEvent_t* handle) { return cudaEventCreateWithFla
 cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }
 
 cudaError_t cudaEventRecord(cudaEvent_t handle, cudaStream_t stream) {
+  trace(__func__);
   Event* event = find_event(handle);
   long number = 0;
   {
@@ -703,6 +725,7 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t handle, cudaStream_t stream, un
 }
 
 cudaError_t cudaEventQuery(cudaEvent_t handle) {
+  trace(__func__);
   Event* event = find_event(handle);
   std::lock_guard<std::mutex> lock(event->mutex);
   const bool is_reached = event->not_reached.count(event->recorded) == 0;
@@ -710,6 +733,7 @@ cudaError_t cudaEventQuery(cudaEvent_t handle) {
 }
 
 cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
+  trace(__func__);
   Event* event = find_event(handle);
   event->wait(event->get_recorded());
   return cudaSuccess;
@@ -725,15 +749,20 @@ cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEve
 // Kernels
 // ---------------------------------------------------------------------------------------------
 
-cudaError_t cudaLaunchKernel(const void*, dim3, dim3, void**, size_t, cudaStream_t stream) {
+cudaError_t cudaLaunchKernel(
+    const void* kernel, dim3, dim3, void**, size_t, cudaStream_t stream) {
+  trace("cudaLaunchKernel", kernel);
   return push_kernel(stream);
 }
 
-cudaError_t __cudaLaunchKernel(cudaKernel_t, dim3, dim3, void**, size_t, cudaStream_t stream) {
+cudaError_t __cudaLaunchKernel(
+    cudaKernel_t kernel, dim3, dim3, void**, size_t, cudaStream_t stream) {
+  trace("cudaLaunchKernel", kernel);
   return push_kernel(stream);
 }
 
-cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void*, void**) {
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel, void**) {
+  trace("cudaLaunchKernel", kernel);
   return push_kernel(config->stream);
 }
 

@@ -181,17 +181,6 @@ class StagingBuffer:
         tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
         view = memoryview(self._memory)
         address = tensor.data_ptr()
-        self._registered = None
-        if pinned:
-            status = torch.cuda.cudart().cudaHostRegister(
-                address, len(self._memory), _HOST_REGISTER_PORTABLE
-            )
-            if int(status) != 0:
-                raise MemoryError(
-                    f"cannot pin {len(self._memory) >> 20} MiB of host memory (CUDA error "
-                    f"{int(status)})"
-                )
-            self._registered = address
         self.slots = [
             Slot(
                 address + at,
@@ -201,14 +190,36 @@ class StagingBuffer:
             )
             for at in range(PAGE, num_slots * stride, stride)
         ]
+        self._registered: int | None = None
+        if pinned:
+            # Registering maps the pages, too, but one after another.
+            self.touch()
+            self._register(address)
 
     def touch(self) -> None:
-        """Map the pages now: the first write to a page costs more than many later ones."""
-        for slot in self.slots:
-            ctypes.memset(slot.address, 0, SLOT_SIZE)
+        """Map the pages now, in several threads: the first write to a page costs more than many
+        later ones.
+        """
+        with ThreadPoolExecutor(default_workers(), "checkpoint-pages") as pool:
+            pool.map(_clear, self.slots)
+
+    def _register(self, address: int) -> None:
+        status = torch.cuda.cudart().cudaHostRegister(
+            address, len(self._memory), _HOST_REGISTER_PORTABLE
+        )
+        if int(status) != 0:
+            raise MemoryError(
+                f"cannot pin {len(self._memory) >> 20} MiB of host memory (CUDA error "
+                f"{int(status)})"
+            )
+        self._registered = address
 
     def close(self) -> None:
         if self._registered is not None:
             torch.cuda.cudart().cudaHostUnregister(self._registered)
             self._registered = None
         self.slots = []
+
+
+def _clear(slot: Slot) -> None:
+    ctypes.memset(slot.address, 0, SLOT_SIZE)

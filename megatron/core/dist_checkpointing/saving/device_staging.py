@@ -11,6 +11,7 @@ one call that does not need it, and a file has one task at a time.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import defaultdict, deque
@@ -34,7 +35,9 @@ _COPIED_AT_ONCE = 16
 launch from the training thread waits that long. The first write begins after 128 MiB.
 """
 _IN_FLIGHT = 3
-"""Calls whose copies may be queued on the device: enough to keep it busy for 7 ms."""
+"""Calls whose copies may be queued on the device: enough to keep it busy for 7 ms. One while
+training waits to change the tensors, because it waits for their end.
+"""
 _WRITTEN_AT_ONCE = 16
 """Chunks of a file that one task writes: each needs the interpreter, for which training waits."""
 _MEMORY_MARGIN = 1 << 30  # bytes of the device that a snapshot leaves free
@@ -53,13 +56,23 @@ class _DeviceBatch(NamedTuple):
     contents: list[torch.Tensor]
     scales: list[torch.Tensor | None]
 
-    def clone(self) -> _DeviceBatch:
-        """Copy the contents and scales on the device, in the current stream."""
+    def allocate_copy(self) -> _DeviceCopy:
+        """Allocate memory for the contents and scales on the device, in the current stream."""
         contents = [torch.empty_like(content) for content in self.contents]
-        if contents:
-            copy_tensors(contents, self.contents)
-        scales = [None if scale is None else scale.clone() for scale in self.scales]
-        return self._replace(contents=contents, scales=scales)
+        scales = [None if scale is None else torch.empty_like(scale) for scale in self.scales]
+        sources = []
+        targets = []
+        for source, target in zip(
+            [*self.contents, *self.scales], [*contents, *scales], strict=True
+        ):
+            if source is None or target is None:
+                continue
+            if _consists_of_words(source):
+                source = source.view(torch.int64)
+                target = target.view(torch.int64)
+            sources.append(source)
+            targets.append(target)
+        return _DeviceCopy(self._replace(contents=contents, scales=scales), sources, targets)
 
     def start(self) -> None:
         """Queue the copies in the current stream.
@@ -79,6 +92,39 @@ class _DeviceBatch(NamedTuple):
                 target.copy_(content.to(target.dtype).mul_(scale), non_blocking=True)
         if targets:
             copy_tensors(targets, contents)
+
+
+class _DeviceCopy(NamedTuple):
+    """Copy of a batch on the device, which `fill_copies` fills."""
+
+    batch: _DeviceBatch
+    sources: list[torch.Tensor]
+    targets: list[torch.Tensor]
+
+
+def fill_copies(copies: Sequence[_DeviceCopy]) -> None:
+    """Fill copies on the device, in the current stream.
+
+    One call per dtype: training waits for the interpreter after each of them.
+    """
+    by_dtype: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for copy in copies:
+        for source, target in zip(copy.sources, copy.targets, strict=True):
+            sources, targets = by_dtype.setdefault(source.dtype, ([], []))
+            sources.append(source)
+            targets.append(target)
+    for sources, targets in by_dtype.values():
+        copy_tensors(targets, sources)
+
+
+def _consists_of_words(content: torch.Tensor) -> bool:
+    """Return whether `content` is bytes that can be viewed as int64.
+
+    torch's kernel for lists copies four elements per access, whatever their size.
+    """
+    size = torch.int64.itemsize
+    is_aligned = content.storage_offset() % size == 0 and content.numel() % size == 0
+    return content.dtype == torch.uint8 and is_aligned
 
 
 class StageFromDevice(StageAndWrite):
@@ -103,6 +149,7 @@ class StageFromDevice(StageAndWrite):
         super().__init__(plan, items, make_objects, pool, make_slots)
         self._stream = stream
         self._stager = stager
+        self._is_awaited = False  # training waits in `before_change`
         self._may_change = False  # training has called `before_change`
         self._error: CheckpointError | None = None  # a tensor was changed too early
         self._queueing = threading.Lock()  # guards the following
@@ -124,17 +171,35 @@ class StageFromDevice(StageAndWrite):
             # Copying continues while the device is computing: less is left at the end.
             current = torch.cuda.current_stream()
             computed = current.record_event(torch.cuda.Event(blocking=True))
-            with self._queueing:
-                unqueued = [*self._unqueued]
+            self._is_awaited = True
             # While the device is busy: it waits for the host afterwards.
-            selected = {batch.start: self._select_copies(batch) for batch in unqueued}
+            free = _find_free_memory()
+            allocated = self._allocate_copies(free, computed)
             computed.synchronize()
             with self._queueing:
-                self._may_change = self._take_snapshot(selected)
+                self._may_change = self._take_snapshot(allocated, free)
+            self._is_awaited = False
         if not self._may_change:
             self.staged.wait()
             self._may_change = True
         torch.cuda.current_stream().wait_stream(self._stream)
+
+    def warm_up(self) -> None:
+        """Do before training what the first save would do once: allocate the slots, select all
+        copies, and load kernels.
+
+        CUDA loads a kernel when it is first launched, for which it may wait for the device. Slots
+        are filled, with values that no save uses.
+        """
+        self._slots = self._make_slots()
+        indices = range(min(len(self._chunks), len(self._slots)))
+        for start in indices[::_COPIED_AT_ONCE]:
+            self._select_copies(indices[start : start + _COPIED_AT_ONCE])
+        copy = self._select_copies(indices[:1]).allocate_copy()
+        fill_copies([copy])
+        self._stream.wait_stream(torch.cuda.current_stream())
+        self._start_copies(copy.batch).synchronize()
+        self._slots = []
 
     def abort(self) -> None:
         """Wait for the running tasks, close all files, and free the memory on the device."""
@@ -179,7 +244,7 @@ class StageFromDevice(StageAndWrite):
         in_flight: deque[tuple[range, torch.cuda.Event]] = deque()
         try:
             for _ in starts:
-                if len(in_flight) == _IN_FLIGHT:
+                while len(in_flight) >= (1 if self._is_awaited else _IN_FLIGHT):
                     self._submit_writes(*in_flight.popleft())
                 if self._failed:
                     break
@@ -230,28 +295,51 @@ class StageFromDevice(StageAndWrite):
                 self._writing.remove(file)
             return indices
 
-    def _take_snapshot(self, selected: dict[int, _DeviceBatch]) -> bool:
+    def _allocate_copies(self, free: int, computed: torch.cuda.Event) -> dict[int, _DeviceCopy]:
+        """Allocate copies of the last batches, by their first chunk, until the event is reached.
+
+        They are as large as the memory that torch has reserved and does not use, so that the peak
+        does not depend on how far the host is ahead of the device.
+        """
+        unused = min(free, torch.cuda.memory_reserved() - torch.cuda.memory_allocated())
+        with self._queueing:
+            unqueued = [*self._unqueued]
+        copies: dict[int, _DeviceCopy] = {}
+        with contextlib.suppress(torch.OutOfMemoryError):  # unused, but fragmented
+            for batch in reversed(unqueued):
+                unused -= self._count_bytes(batch)
+                if unused < 0 or computed.query():
+                    break
+                copies[batch.start] = self._select_copies(batch).allocate_copy()
+        return copies
+
+    def _take_snapshot(self, allocated: dict[int, _DeviceCopy], free: int) -> bool:
         """Copy the chunks that are not queued yet on the device, in the current stream.
 
-        `selected` has copies of batches by their first chunk. Returns False if all are queued, or
-        if there is too little memory.
+        `allocated` has copies of batches by their first chunk. Returns False if all are queued, or
+        if there is too little `free` memory.
         """
-        nbytes = sum(self._chunks[index].length for batch in self._unqueued for index in batch)
-        if nbytes == 0 or nbytes > _find_free_memory():
+        nbytes = sum(self._count_bytes(batch) for batch in self._unqueued)
+        if nbytes == 0 or nbytes > free:
             return False
+        copies: dict[int, _DeviceCopy] = {}
         try:
             self._check_unmodified()
             for batch in self._unqueued:
-                copies = selected.get(batch.start) or self._select_copies(batch)
-                self._snapshots[batch.start] = copies.clone()
+                copy = allocated.get(batch.start)
+                copies[batch.start] = copy or self._select_copies(batch).allocate_copy()
         except CheckpointError as error:
             self._error = error  # `write` raises it
             self.cancel()
         except torch.OutOfMemoryError:  # free, but fragmented
-            self._snapshots = {}
             return False
+        fill_copies([*copies.values()])
+        self._snapshots = {start: copy.batch for start, copy in copies.items()}
         self._stream.wait_stream(torch.cuda.current_stream())
         return True
+
+    def _count_bytes(self, batch: range) -> int:
+        return sum(self._chunks[index].length for index in batch)
 
     def _fill_from_host(self, chunk: FileChunk, slot: Slot) -> None:
         """Copy the items of a chunk that are in host memory."""

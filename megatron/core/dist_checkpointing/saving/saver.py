@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
@@ -41,8 +41,9 @@ from megatron.core.dist_checkpointing.saving.commit import (
     Rewrite,
     pending_checkpoint,
 )
-from megatron.core.dist_checkpointing.saving.live_items import bind_items
+from megatron.core.dist_checkpointing.saving.live_items import LiveItem, bind_items
 from megatron.core.dist_checkpointing.saving.objects import (
+    ObjectFile,
     encode_common,
     encode_objects,
     snapshot_common,
@@ -60,6 +61,7 @@ from megatron.core.safe_files.errors import CheckpointError
 from megatron.core.wings import resolve
 
 if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.saving.device_staging import StageFromDevice
     from megatron.core.dist_checkpointing.saving.pending_export import PendingExport
 
 logger = logging.getLogger(__name__)
@@ -122,8 +124,11 @@ class AsyncSaver(SaveThread):
         # The buffers need the plan for their size, and the tensors for the kind of memory.
         plan = self._planner.plan_for(state)
         tensors = [entry for entry in state.values() if not isinstance(entry, ShardedObject)]
-        pinned = any(box.tensor.is_cuda for entry in tensors for box in entry.boxes)
-        return self._thread.submit(lambda: self._slots(plan, pinned, touch=True))
+        if any(box.tensor.is_cuda for entry in tensors for box in entry.boxes):
+            items = bind_items(plan.items, state)
+            transfer = self._transfer_from_device(plan, items, lambda: ObjectFile("", b"", {}))
+            return self._thread.submit(transfer.warm_up)
+        return self._thread.submit(lambda: self._slots(plan, pinned=False, touch=True))
 
     def save(
         self,
@@ -250,17 +255,22 @@ class AsyncSaver(SaveThread):
         make_objects = cache(partial(encode_objects, objects, name))
         # They keep the live tensors alive until they are copied.
         items = bind_items(plan.items, state)
-        is_on_device = any(live.is_on_device for live in items)
-        slots = partial(self._slots, plan, is_on_device)
-        arguments = (plan, items, make_objects, self._pool, slots)
-        if not is_on_device:
-            return make_archive, StageAndWrite(*arguments)
+        if any(live.is_on_device for live in items):
+            return make_archive, self._transfer_from_device(plan, items, make_objects)
+        slots = partial(self._slots, plan, pinned=False)
+        return make_archive, StageAndWrite(plan, items, make_objects, self._pool, slots)
+
+    def _transfer_from_device(
+        self, plan: RankPlan, items: Sequence[LiveItem], make_objects: Callable[[], ObjectFile]
+    ) -> StageFromDevice:
         self._stream = self._stream or torch.cuda.Stream()
         self._stager = self._stager or Workers(1, "checkpoint-stager")
         # The copies must see the last update.
         self._stream.wait_stream(torch.cuda.current_stream())
-        transfer = resolve(_STAGE_FROM_DEVICE)(*arguments, self._stream, self._stager)
-        return make_archive, transfer
+        slots = partial(self._slots, plan, pinned=True)
+        arguments = (plan, items, make_objects, self._pool, slots, self._stream, self._stager)
+        transfer: StageFromDevice = resolve(_STAGE_FROM_DEVICE)(*arguments)
+        return transfer
 
     def _snapshot_common(self, common: Common) -> Callable[[], bytes]:
         if not self._coordination.is_coordinator:
@@ -296,7 +306,7 @@ class AsyncSaver(SaveThread):
             try:
                 buffer = StagingBuffer(attempt, pinned=True)
             except MemoryError as error:
-                failure = error
+                failure = str(error)  # the error refers to the memory that was not pinned
                 continue
             if attempt < count:
                 self._max_slots = attempt
