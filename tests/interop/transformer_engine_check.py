@@ -7,7 +7,7 @@ machine without a GPU.
 modules can be constructed but not run. What is held against the real package: a whole model at TP
 1, 2 and 4 has the parameters, boxes and initial values of local's; the modules mean the same by
 them; every call that the forward pass makes (recorded over tests/te_stand_in) binds to the real
-signatures; every recipe can be made.
+signatures; every recipe can be made; casts of weights in fp8 leave no outdated transposes.
 """
 
 from __future__ import annotations
@@ -199,7 +199,8 @@ def check_engine(owner: nn.Module, tp: int) -> None:
     """
     engine: Any = owner.engine.module  # type: ignore[union-attr]
     parameters = dict(engine.named_parameters())
-    if hasattr(owner, "axes"):  # experts: one for each, bound in the forward pass
+    is_grouped = owner.engine.has_own_weights  # type: ignore[union-attr]
+    if is_grouped:  # one per expert, bound in the forward pass
         assert [tuple(p.shape) for p in parameters.values()] == [
             tuple(owner.weight.shape[1:])
         ] * len(owner.weight)  # type: ignore
@@ -404,6 +405,100 @@ def check_fp8_weights(te: types.ModuleType) -> int:
     return count
 
 
+def quantize_on_cpu(
+    source: torch.Tensor, quantizer: Any, target: Any = None, noop: Any = None
+) -> Any:
+    """Do what the compiled function does with delayed scaling on Hopper, which transposes bytes
+    if the quantizer is used column-wise.
+    """
+    scaled = (source.float() * quantizer.scale).clamp(-448, 448)
+    content = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
+    quantizer.amax.copy_(torch.maximum(quantizer.amax, source.abs().amax().float()))
+    if target is None:
+        target = quantizer.create_tensor_from_data(content.clone(), source.dtype)
+    else:
+        assert not quantizer.columnwise_usage, "a part of a weight is transposed as one row"
+    target._data.copy_(content)
+    target._transpose = content.t().contiguous() if quantizer.columnwise_usage else None
+    target._transpose_invalid = target._transpose is None
+    return target
+
+
+def scale_on_cpu(chunk: int, overflow: Any, lists: list[list[torch.Tensor]], scale: float) -> None:
+    for source, target in zip(*lists, strict=True):
+        target.copy_(source * scale)
+
+
+@contextmanager
+def kernels_of_casts() -> Any:
+    """Replace the compiled functions that casts of fp8 weights call."""
+    compiled = sys.modules["transformer_engine_torch"]
+    replaced = {
+        "quantize": quantize_on_cpu,
+        "multi_tensor_scale": scale_on_cpu,
+        "fp8_transpose": lambda content, dtype, out=None: content.t().contiguous(),
+        "is_non_tn_fp8_gemm_supported": lambda: False,  # as on Hopper
+    }
+    for name, function in replaced.items():
+        setattr(compiled, name, function)
+    for name, module in [*sys.modules.items()]:
+        if name.startswith("transformer_engine.pytorch"):
+            for function in replaced.keys() & vars(module).keys():
+                setattr(module, function, replaced[function])
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def check_casts_of_weights() -> int:
+    """Cast weights of --fp8-param-gather in two parts, twice; the products of the next forward and
+    backward pass use the bytes of the last cast.
+    """
+    base = importlib.import_module("transformer_engine.pytorch.module.base")
+    if not hasattr(base, "quantize_weight"):
+        return 0  # tensors of older releases require a GPU
+    count = 0
+    for name in ("llama", "mixtral"):
+        with OnTheCPU(), kernels_of_casts():
+            model = build(
+                "transformer_engine", 1, 0, **MODELS[name], **RECIPES[0], fp8_param_gather=True
+            )
+            model.initialize(7)
+            for owner in model.modules():
+                weight: Any = getattr(owner, "weight", None)
+                fp8 = None if weight is None else param_info(weight).fp8
+                if fp8 is None:
+                    continue
+                weight.main_grad = torch.zeros(weight.shape)
+                fp8.quantize(torch.zeros(weight.numel(), dtype=torch.uint8))
+                for _ in range(2):
+                    check_cast_of_weight(fp8, base)
+                count += len(fp8.tensors)
+    return count
+
+
+def check_cast_of_weight(fp8: Any, base: Any) -> None:
+    group = torch.distributed.group.WORLD
+    main = [torch.randn(tensor.numel()) for tensor in fp8.tensors]
+    half = len(main[0]) // 2
+    tensors = fp8.tensors
+    fp8.cast(tensors, [values[:half] for values in main], [0] * len(main), group, True)
+    fp8.cast(tensors, [values[half:] for values in main], [half] * len(main), group, False)
+    for tensor, values in zip(tensors, main, strict=True):
+        assert tensor._transpose is None or tensor._transpose_invalid
+        # As linear layers do in the forward and in the backward pass
+        base.quantize_weight(tensor=tensor, quantizer=tensor._get_quantizer())
+        tensor.update_usage(columnwise_usage=True)
+        assert torch.equal(tensor._transpose, tensor._data.t())
+        scaled = (values.bfloat16().float() * tensor._get_quantizer().scale).clamp(-448, 448)
+        expected = scaled.to(torch.float8_e4m3fn).view(torch.uint8).view(tensor.shape)
+        assert torch.equal(tensor._data, expected)
+        assert torch.equal(tensor._scale_inv.view(()), 1 / tensor._get_quantizer().scale)
+
+
 def check_overlap(te: types.ModuleType) -> int:
     """--tp-comm-overlap: every module takes its options, and its buffers are set up."""
     bound: list[Any] = []
@@ -477,12 +572,13 @@ def main() -> None:
     check_functions(te)
     check_context_parallel(te)
     weights = check_fp8_weights(te)
+    casts = check_casts_of_weights()
     overlaps = check_overlap(te)
     print(
         f"transformer_engine {version('transformer_engine')}: {sum(found.values())} parameters of "
         f"{len(found)} models "
         f"as in local, {calls} kinds of calls bind, {len(RECIPES)} recipes, "
-        f"{weights} weights can be in fp8, {overlaps} modules overlap"
+        f"{weights} weights can be in fp8, {casts} are cast, {overlaps} modules overlap"
     )
 
 
