@@ -60,12 +60,24 @@ def enable() -> None:
         sys.setswitchinterval(0.0005)
         atexit.register(_finish_tasks)
         _HostOperators().__enter__()
+        _dispatch_shared_operators()
         threading.Thread.run = _run_with_operators
         for name in ("send", "recv", "isend", "irecv", "all_reduce"):
             function = _without_operators(getattr(torch.distributed, name))
             # `P2POp` compares its operation with that of the inner module.
             for module in (torch.distributed, torch.distributed.distributed_c10d):
                 setattr(module, name, function)
+
+
+def _dispatch_shared_operators() -> None:
+    """Call the operators that writers of a save may be the first to call, in two threads at once.
+
+    torch's cache of an operator's Python object (`PyHandleCache.h`) is not safe against that.
+    """
+    content = torch.zeros(8).detach().reshape(-1).view(torch.uint8)
+    copied = torch.empty_like(content)
+    torch._foreach_copy_([copied[:8]], [content[:8]], non_blocking=True)
+    copied.copy_(content)
 
 
 def _without_operators(function: Callable[..., Any]) -> Callable[..., Any]:
