@@ -39,7 +39,7 @@ from megatron.core.transformer.transformer_config import (
 from megatron.core.wings import resolve
 from megatron.training.config.run_config import Config, ModelProvider
 
-_COUNT_ENCODED_BYTES = "megatron.training.adapters.encoded_layers:count_frozen_bytes"
+_PLAN_FROZEN_BYTES = "megatron.training.adapters.stored_weights:plan_frozen_bytes"
 _LINEAR = (ColumnParallelLinear, RowParallelLinear, GroupedLinear)
 FP32 = 4  # bytes
 FP8_BLOCK = 128  # rows and columns that share a scale with --fp8-recipe blockwise
@@ -157,7 +157,7 @@ def build_meta_chunks(
 def _count_frozen_bytes(config: Config, module: MegatronModule) -> int:
     """Return the bytes of the base model of adapters, and of other parameters that are fixed."""
     if config.lora.lora_base_encoding is not None:
-        return int(resolve(_COUNT_ENCODED_BYTES)(module))
+        return int(resolve(_PLAN_FROZEN_BYTES)(module, config))
     total = 0
     for parameter in module.parameters():
         if not param_info(parameter).trained:

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron.conversion.checkpoint_conversion import convert
 from megatron.conversion.options import WriteOptions
-from megatron.training.adapters.base_encodings import ENCODINGS, decode
+from megatron.training.adapters.base_encodings import ENCODINGS
 from tests.support.lora_runs import LORA, TRAINING, WIDE_SHAPE, write_wide_model
 from tests.support.training_harness import DISTRIBUTED_OPTIMIZER, get_losses, train, whole
 
@@ -37,8 +37,7 @@ def models(tmp_path_factory):
 
 
 def decode_copy(values):
-    packed, scales = ENCODINGS["nf4"].encode(values)
-    return decode(packed, scales, ENCODINGS["nf4"].make_table(), torch.float32)
+    return ENCODINGS["nf4"].encode(values).decode(torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -106,14 +105,14 @@ def write_bitsandbytes(source, directory):
     tensors = load_file(directory / "model.safetensors")
     for name in [name for name in tensors if name.endswith("_proj.weight")]:
         values = tensors.pop(name)
-        packed, scales = encoding.encode(values)
+        weight = encoding.encode(values)
         state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16"}
         state |= {"shape": list(values.shape), "nested_blocksize": 256, "nested_offset": 0.15}
-        tensors[name] = packed.view(-1, 1)
-        codes = torch.arange(scales.numel()) * 7 % 256
+        tensors[name] = weight.packed.view(-1, 1)
+        codes = torch.arange(weight.scales.numel()) * 7 % 256
         tensors[f"{name}.absmax"] = codes.byte()
-        tensors[f"{name}.quant_map"] = encoding.values.clone()
-        tensors[f"{name}.nested_absmax"] = torch.full((-(-scales.numel() // 256),), 0.0377)
+        tensors[f"{name}.quant_map"] = torch.tensor(encoding.values)
+        tensors[f"{name}.nested_absmax"] = torch.full((-(-weight.scales.numel() // 256),), 0.0377)
         tensors[f"{name}.nested_quant_map"] = torch.linspace(-1, 1, 256)
         content = json.dumps(state).encode()
         tensors[f"{name}.quant_state.bitsandbytes__nf4"] = torch.tensor(list(content)).byte()

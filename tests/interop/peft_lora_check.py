@@ -60,7 +60,7 @@ def compute_gradients(run: Path, base: Path) -> tuple[float, dict[str, torch.Ten
     layers = index_encoded_layers([model])
     for name, param in model.named_parameters():
         if param in layers:
-            layers[param].encode_box(param, base_values[name])
+            layers[param].store_rows(0, base_values[name])
         elif name in base_values:
             param.data.copy_(base_values[name])
 

@@ -6,8 +6,10 @@ import torch
 from safetensors.torch import load_file
 
 from megatron.conversion.huggingface.safetensors_files import open_safetensors
+from megatron.conversion.quantization.components import COMPONENTS, ModelComponents, view_matrices
 from megatron.conversion.quantization.encodings import check_settings, dequantize
 from megatron.core.dist_checkpointing.mapping import LazyTensor
+from megatron.core.encoded_elements import ElementFormat
 from megatron.core.safe_files.reading import read_json
 from tests.support.boxes import index_box
 
@@ -17,6 +19,20 @@ def decode_case(folder: Path, dtype: torch.dtype) -> dict[str, LazyTensor]:
     settings = read_json(folder / "quantization_config.json")
     check_settings(settings)
     return dequantize(open_safetensors(folder / "model.safetensors"), settings, dtype, folder)
+
+
+def open_case_components(folder: Path) -> ModelComponents:
+    """Return the components of the matrices of a case."""
+    settings = read_json(folder / "quantization_config.json")
+    check_settings(settings)
+    formats: list[ElementFormat] = []
+    tensors = {}
+    for component in COMPONENTS:
+        stored = open_safetensors(folder / "model.safetensors")
+        tensors[component] = view_matrices(
+            component, formats, stored, settings, torch.float32, folder
+        )
+    return ModelComponents(formats, tensors)
 
 
 def check_case(folder: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -59,6 +59,10 @@ QUANTIZATION = "quantization_config"
 # wrapper), and the prefix of the language model's names in the files of a wrapper.
 FOREIGN_FIELDS = "hf_foreign_fields"
 TEXT_PREFIX = "hf_text_prefix"
+# The arguments of `dequantize`
+Dequantize = Callable[
+    [Mapping[str, LazyTensor], Mapping[str, Any], torch.dtype, Path], dict[str, LazyTensor]
+]
 _OTHER_MODEL = "belongs to another model: leave it out (--no-optim) or remove it"
 
 
@@ -83,8 +87,8 @@ class HuggingFaceSource:
     """Weights of a model of transformers, with optimizer and run if an export left a sidecar.
 
     `weights` are the tensors of the model if they are not in files of transformers, `config_json`
-    replaces the config.json in the directory. Raises ValueError for a model that is not supported,
-    or files that do not fit together.
+    replaces the config.json in the directory, and `dequantize` decodes quantized matrices. Raises
+    ValueError for a model that is not supported, or files that do not fit together.
     """
 
     def __init__(
@@ -93,6 +97,7 @@ class HuggingFaceSource:
         read_options: ReadOptions | None = None,
         weights: Mapping[str, LazyTensor] | None = None,
         config_json: Mapping[str, Any] | None = None,
+        dequantize: Dequantize = dequantize,
     ) -> None:
         read_options = read_options or ReadOptions()
         self.description = f"Hugging Face directory {directory}"

@@ -14,8 +14,13 @@ from functools import partial
 
 import torch
 
-from megatron.conversion.quantization.encoded_matrix import EncodedMatrix, divide_up
-from megatron.core.dist_checkpointing.mapping import LazyTensor, Shape
+from megatron.conversion.quantization.encoded_matrix import (
+    EncodedMatrix,
+    MatrixElements,
+    divide_up,
+)
+from megatron.core.dist_checkpointing.mapping import Shape
+from megatron.core.encoded_elements import ElementFormat, Elements
 from megatron.core.safe_files import schema
 from megatron.core.safe_files.reading import parse_json
 
@@ -46,8 +51,8 @@ class _QuantState:
     nested_offset: float | None  # added to decoded scales
 
 
-def decode_4bit(matrix: EncodedMatrix) -> LazyTensor:
-    """Decode bytes of two indices, the first in the high bits.
+def read_4bit(matrix: EncodedMatrix) -> MatrixElements:
+    """Read bytes of two indices, the first in the high bits.
 
     Stored tensors: values [bytes, 1], codebook [16] and scales [blocks]; with double quantization
     nested_scales [blocks of scales] and nested_codebook [256].
@@ -65,8 +70,15 @@ def decode_4bit(matrix: EncodedMatrix) -> LazyTensor:
         _check_nested_scales(matrix, state, num_blocks)
     else:
         matrix.check_dtype("scales", torch.float32)
-    decode_rows = partial(_decode_rows, matrix, state)
-    return matrix.decode((state.rows, state.columns), decode_rows)
+    codebook = tuple(matrix.tensors["codebook"].read_all().tolist())
+    rows_are_blocks = state.columns % state.block_size == 0
+    return MatrixElements(
+        matrix,
+        (state.rows, state.columns),
+        ElementFormat(codebook, torch.float32, torch.float32, roundings=(state.dtype,)),
+        partial(_read_rows, matrix, state),
+        state.block_size if rows_are_blocks else None,
+    )
 
 
 def _check_nested_scales(matrix: EncodedMatrix, state: _QuantState, num_blocks: int) -> None:
@@ -108,17 +120,16 @@ def _read_state(matrix: EncodedMatrix) -> _QuantState:
     )
 
 
-def _decode_rows(
+def _read_rows(
     matrix: EncodedMatrix, state: _QuantState, lead: Shape, first: int, count: int
-) -> torch.Tensor:
-    """Decode rows: [count, columns]."""
+) -> Elements:
+    """Read rows: [count, columns]."""
     start = first * state.columns
     stop = start + count * state.columns
     codes = _read_codes(matrix, lead, start, stop)
     scales = _read_scales(matrix, state, start, stop)
-    codebook = matrix.tensors["codebook"].read_all()
-    values = codebook[codes.int()] * scales
-    return values.view(count, state.columns).to(state.dtype)
+    shape = (count, state.columns)
+    return Elements(codes.view(shape), scales.view(shape))
 
 
 def _read_codes(matrix: EncodedMatrix, lead: Shape, start: int, stop: int) -> torch.Tensor:

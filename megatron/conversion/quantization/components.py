@@ -1,136 +1,141 @@
-"""Elements and scales of quantized matrices, under the keys of the model.
+"""Components of quantized matrices (codes, scales, zero points) under the keys of the model.
 
 The layouts of a family move elements between matrices (q, k and v become one) without changing
-them. Two sources of the same model therefore have the elements without scales and the scales alone:
-their matrices are decoded with scales of 1, and with elements of 1.
+them. So there is a source of the same model for each component, whose elements are the components
+of the elements of the model.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from megatron.conversion.huggingface.directory import CONFIG, QUANTIZATION, HuggingFaceSource
-from megatron.conversion.huggingface.weight_files import open_weights
+from megatron.conversion.huggingface.directory import CONFIG, HuggingFaceSource
 from megatron.conversion.options import ReadOptions
-from megatron.conversion.quantization.encoded_matrix import EncodedMatrix
-from megatron.conversion.quantization.encodings import UNUSED, check_settings, list_matrices
+from megatron.conversion.quantization.encoded_matrix import MatrixElements
+from megatron.conversion.quantization.encodings import UNUSED, list_matrices
 from megatron.core.dist_checkpointing.mapping import LazyTensor, Shape
-from megatron.core.safe_files import schema
-from megatron.core.safe_files.reading import parse_json, read_json
+from megatron.core.encoded_elements import ElementFormat, Elements
 
 Tensors = Mapping[str, LazyTensor]
 
-_BLOCK_SIZE = 64  # of nf4
-_NOT_ENCODED = -1.0  # scale of the elements of other matrices
+# Components next to the fields of `Elements`
+_FORMATS = "formats"  # index of the format plus 1; 0 is not encoded
+_GROUPS = "groups"
+COMPONENTS = (_FORMATS, _GROUPS, *Elements._fields)
 
 
-def open_components(directory: Path, encoding: str) -> tuple[Tensors, Tensors] | None:
-    """Return elements and scales of the matrices of a model of transformers in nf4 or fp8.
+@dataclass(frozen=True)
+class ModelComponents:
+    """Components of all elements of a model, which are read as matrices in fp32."""
 
-    Elements of nf4 are indices. Matrices in another encoding have scales of -1. None if the
-    directory contains no quantized model.
+    formats: Sequence[ElementFormat]
+    tensors: Mapping[str, Tensors]  # by component and key
+
+    def find_format(self, key: str, offset: Shape, shape: Shape) -> ElementFormat | None:
+        """Return the format of a box, None if it has several ones or is not encoded."""
+        indices = self._read(_FORMATS, key, offset, shape)
+        first = int(indices[0, 0])
+        if first == 0 or not (indices == first).all():
+            return None
+        return self.formats[first - 1]
+
+    def read_groups(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
+        """Return indices, which are the same for elements of a box with one scale."""
+        return self._read(_GROUPS, key, offset, shape)
+
+    def read_elements(
+        self, key: str, offset: Shape, shape: Shape, element_format: ElementFormat
+    ) -> Elements:
+        """Return the components of a box in a format."""
+        codes = self._read("codes", key, offset, shape).to(torch.uint8)
+        scales = self._read("scales", key, offset, shape)
+        zero_points: torch.Tensor | None = None
+        if element_format.zero_point_dtype is not None:
+            zero_points = self._read("zero_points", key, offset, shape)
+        matrix_scales: torch.Tensor | None = None
+        if element_format.matrix_scale is not None:
+            matrix_scales = self._read("matrix_scales", key, offset, shape)
+        return Elements(codes, scales, zero_points, matrix_scales)
+
+    def _read(self, name: str, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
+        """Return a component of a box: [rows, columns]."""
+        return self.tensors[name][key].read(offset, shape).flatten(0, -2)
+
+
+def open_components(directory: Path) -> ModelComponents | None:
+    """Return the components of a model of transformers, None if no matrix is encoded."""
+    if not (directory / CONFIG).exists():
+        return None
+    formats: list[ElementFormat] = []
+    tensors: dict[str, Tensors] = {}
+    options = ReadOptions(no_optim=True)
+    for component in COMPONENTS:
+        view = partial(view_matrices, component, formats)
+        tensors[component] = HuggingFaceSource(directory, options, dequantize=view).tensors
+        if not formats:
+            return None
+    return ModelComponents(formats, tensors)
+
+
+def view_matrices(
+    component: str,
+    formats: list[ElementFormat],
+    tensors: Tensors,
+    settings: Mapping[str, Any],
+    dtype: torch.dtype,
+    directory: Path,
+) -> dict[str, LazyTensor]:
+    """Return a component of all matrices, zeros for those that are not encoded.
+
+    `formats` gets the formats of the matrices.
     """
-    path = directory / CONFIG
-    if not path.exists():
-        return None
-    hf = read_json(path)
-    settings = hf.pop(QUANTIZATION, None)
-    if settings is None:
-        return None
-    check_settings(settings)
-    elements: dict[str, LazyTensor] = {}
-    for name, tensor in open_weights(directory).items():
-        if not name.endswith(UNUSED):
-            elements[name] = tensor
-    matrices = list_matrices(elements, settings, torch.float32, directory)
-    scales: dict[str, LazyTensor] = {}
-    for name, tensor in elements.items():
-        scales[name] = _fill(tensor.shape, _NOT_ENCODED)
-
-    # Decode each matrix twice.
-    separate = _separate_nf4 if encoding == "nf4" else _separate_fp8
-    for matrix, decoder in matrices:
-        name = matrix.name
-        pair = separate(matrix)
-        if pair is None:
-            elements[name] = decoder(matrix)
-            scales[name] = _fill(elements[name].shape, _NOT_ENCODED)
-            continue
-        with_elements, with_scales = pair
-        elements[name] = decoder(with_elements)
-        scales[name] = decoder(with_scales)
-
-    # The matrices are no longer quantized.
-    options = ReadOptions(ignored_fields=[QUANTIZATION], no_optim=True)
-    elements_source = HuggingFaceSource(directory, options, elements, hf)
-    scales_source = HuggingFaceSource(directory, options, scales, hf)
-    return elements_source.tensors, scales_source.tensors
+    result = {name: tensor for name, tensor in tensors.items() if not name.endswith(UNUSED)}
+    matrices = list_matrices(result, settings, dtype, directory)
+    for name, tensor in result.items():
+        result[name] = _fill(tensor.shape, 0.0)
+    for elements in matrices:
+        result[elements.matrix.name] = _view_component(component, elements, formats)
+    return result
 
 
-def _separate_fp8(matrix: EncodedMatrix) -> tuple[EncodedMatrix, EncodedMatrix] | None:
-    """Return the matrix with scales of 1, and with elements of 1; None if it is not in fp8."""
-    values = matrix.tensors["values"]
-    scales = matrix.tensors["scales"]
-    if values.dtype != torch.float8_e4m3fn:
-        return None
-    # Scales of 1
-    with_elements = dict(matrix.tensors)
-    with_elements["scales"] = _fill(scales.shape, 1.0)
-    # Elements of 1
-    with_scales = dict(matrix.tensors)
-    with_scales["values"] = _fill(values.shape, 1.0, values.dtype)
-    return replace(matrix, tensors=with_elements), replace(matrix, tensors=with_scales)
+def _view_component(
+    component: str, elements: MatrixElements, formats: list[ElementFormat]
+) -> LazyTensor:
+    """Return a component of a matrix, zeros if the matrix does not have it."""
+    element_format = elements.element_format
+    dtype = elements.matrix.dtype  # of the model
+    if dtype != torch.float32:
+        roundings = (*element_format.roundings, dtype)
+        element_format = element_format._replace(roundings=roundings)
+    codes = elements.view_component("codes")
+    if elements.column_groups is None:
+        return _fill(codes.shape, 0.0)
+    if component == _FORMATS:
+        if element_format not in formats:
+            formats.append(element_format)
+        return _fill(codes.shape, float(formats.index(element_format) + 1))
+    if component == _GROUPS:
+        return elements.view_groups()
+    is_absent = {
+        "zero_points": element_format.zero_point_dtype is None,
+        "matrix_scales": element_format.matrix_scale is None,
+    }
+    if is_absent.get(component, False):
+        return _fill(codes.shape, 0.0)
+    return elements.view_component(component)
 
 
-def _separate_nf4(matrix: EncodedMatrix) -> tuple[EncodedMatrix, EncodedMatrix] | None:
-    """Return the matrix with scales of 1, and with elements of 1; None if it is not in nf4."""
-    state = matrix.tensors.get("nf4")
-    if state is None:
-        return None
-    # The description of the matrix states the dtype to which products are rounded.
-    location = matrix.names["nf4"]
-    content = bytes(state.read_all().tolist())
-    fields = schema.record({})(parse_json(content, location), location)
-    if fields.get("blocksize") != _BLOCK_SIZE:
-        return None
-    fields = {**fields, "dtype": "float32"}
-    unrounded = torch.tensor(list(json.dumps(fields).encode()), dtype=torch.uint8)
-
-    # Indices and scales of 1
-    with_elements = dict(matrix.tensors)
-    with_elements.pop("nested_scales", None)
-    with_elements.pop("nested_codebook", None)
-    with_elements["nf4"] = _wrap(unrounded)
-    with_elements["scales"] = _fill(matrix.tensors["scales"].shape, 1.0)
-    with_elements["codebook"] = _wrap(torch.arange(16.0))
-    # Elements of 1
-    with_scales = dict(matrix.tensors)
-    with_scales["nf4"] = _wrap(unrounded)
-    with_scales["codebook"] = _wrap(torch.ones(16))
-    return replace(matrix, tensors=with_elements), replace(matrix, tensors=with_scales)
+def _fill(shape: Shape, value: float) -> LazyTensor:
+    """Return a tensor with one value, fp32."""
+    return LazyTensor(shape, torch.float32, partial(_read_filled, value))
 
 
-def _fill(shape: Shape, value: float, dtype: torch.dtype = torch.float32) -> LazyTensor:
-    """Return a tensor with one value."""
-
-    def read(offset: Shape, shape: Shape) -> torch.Tensor:
-        values = torch.full(shape, value)
-        return values.to(dtype)
-
-    return LazyTensor(shape, dtype, read)
-
-
-def _wrap(values: torch.Tensor) -> LazyTensor:
-    """Return a vector in memory."""
-
-    def read(offset: Shape, shape: Shape) -> torch.Tensor:
-        start = offset[0]
-        stop = start + shape[0]
-        return values[start:stop]
-
-    return LazyTensor(tuple(values.shape), values.dtype, read)
+def _read_filled(value: float, offset: Shape, shape: Shape) -> torch.Tensor:
+    """Return a box of one value."""
+    return torch.full(shape, value)

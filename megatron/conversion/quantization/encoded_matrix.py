@@ -13,17 +13,21 @@ import torch
 
 from megatron.conversion.model_space.lazy_tensors import reshape
 from megatron.core.dist_checkpointing.mapping import LazyTensor, Shape
+from megatron.core.encoded_elements import (
+    ElementFormat,
+    Elements,
+    decode_elements,
+    unpack_scales,
+)
 
 # (index of the matrix in a stack, first row, number of rows) -> [rows, columns] in any float dtype.
 # The index is () for a matrix that is not in a stack.
 DecodeRows = Callable[[Shape, int, int], torch.Tensor]
+# The same arguments -> elements that are broadcast to [rows, columns].
+ReadRows = Callable[[Shape, int, int], Elements]
 
 # dtypes of scales in e8m0: eight bits of exponent, without sign and mantissa.
 E8M0_DTYPES = (torch.uint8, getattr(torch, "float8_e8m0fnu", torch.uint8))
-# Byte of an e8m0 scale -> 2 ** (byte - 127). Byte 255 is NaN, which `read_scales` refuses.
-_E8M0_EXPONENTS = torch.arange(-127, 129)
-_E8M0_VALUES = torch.ldexp(torch.ones(256, dtype=torch.float64), _E8M0_EXPONENTS)
-_E8M0_VALUES[-1] = torch.nan
 # Maximum number of elements that are decoded or encoded at once.
 _MAX_ELEMENTS = 4 << 20
 
@@ -100,8 +104,7 @@ class EncodedMatrix:
         """
         scales = self.read_rows(role, lead, first, count)
         if scales.dtype in E8M0_DTYPES:
-            exponents = scales.view(torch.uint8)
-            scales = _E8M0_VALUES[exponents.int()].float()
+            scales = unpack_scales(scales)
         self._check_scales(scales, role, lead, first)
         return scales
 
@@ -137,6 +140,85 @@ class EncodedMatrix:
             self.refuse(f"has shape {list(shape)}")
         read = partial(_read_decoded, shape, self.dtype, decode_rows, row_step)
         return LazyTensor(shape, self.dtype, read)
+
+
+@dataclass(frozen=True)
+class MatrixElements:
+    """The elements of a matrix, or of a stack of matrices, whose components are read by row."""
+
+    matrix: EncodedMatrix
+    shape: Shape  # [..., rows, columns]
+    element_format: ElementFormat
+    read_rows: ReadRows
+    # Columns with one scale: the number of neighbors, or an index for each column. None if they
+    # differ between rows, e.g. for blocks that begin in one row and end in the next one.
+    column_groups: int | torch.Tensor | None
+    row_groups: int | torch.Tensor = 1  # likewise
+    row_step: int = 1  # see EncodedMatrix.decode
+    arrange: Callable[[LazyTensor], LazyTensor] | None = None  # e.g. transposes the matrix
+
+    def decode(self, dtype: torch.dtype) -> LazyTensor:
+        """Return the decoded tensor."""
+        decode_rows = partial(_decode_rows, self.read_rows, self.element_format)
+        return self._view(decode_rows, dtype)
+
+    def view_component(self, name: str) -> LazyTensor:
+        """Return a field of `Elements` for each element, fp32."""
+        read_component = partial(_read_component, self.read_rows, name, self.shape[-1])
+        return self._view(read_component, torch.float32)
+
+    def view_groups(self) -> LazyTensor:
+        """Return an index for each element, which is the same where elements have one scale."""
+        assert self.column_groups is not None
+        read_groups = partial(_read_groups, self.row_groups, self.column_groups, self.shape[-1])
+        return self._view(read_groups, torch.float64)
+
+    def _view(self, decode_rows: DecodeRows, dtype: torch.dtype) -> LazyTensor:
+        """Return a tensor of values of the elements."""
+        matrix = replace(self.matrix, dtype=dtype)
+        tensor = matrix.decode(self.shape, decode_rows, self.row_step)
+        return tensor if self.arrange is None else self.arrange(tensor)
+
+
+def _decode_rows(
+    read_rows: ReadRows, element_format: ElementFormat, lead: Shape, first: int, count: int
+) -> torch.Tensor:
+    """Decode rows: [count, columns]."""
+    elements = read_rows(lead, first, count)
+    return decode_elements(elements, element_format)
+
+
+def _read_component(
+    read_rows: ReadRows, name: str, columns: int, lead: Shape, first: int, count: int
+) -> torch.Tensor:
+    """Return a component of rows: [count, columns]."""
+    elements = read_rows(lead, first, count)
+    component: torch.Tensor = getattr(elements, name)
+    if name == "codes":
+        component = component.view(torch.uint8)
+    return component.expand(count, columns)
+
+
+def _read_groups(
+    row_groups: int | torch.Tensor,
+    column_groups: int | torch.Tensor,
+    columns: int,
+    lead: Shape,
+    first: int,
+    count: int,
+) -> torch.Tensor:
+    """Return indices of the scales of rows: [count, columns]."""
+    row_indices = _index_groups(row_groups, first, count)
+    column_indices = _index_groups(column_groups, 0, columns)
+    num_groups = int(column_indices.max()) + 1
+    return row_indices[:, None] * num_groups + column_indices
+
+
+def _index_groups(groups: int | torch.Tensor, first: int, count: int) -> torch.Tensor:
+    """Return the indices of the groups of rows or columns: [count]."""
+    if isinstance(groups, int):
+        return torch.arange(first, first + count) // groups
+    return groups[first : first + count]
 
 
 def _read_decoded(

@@ -1,17 +1,17 @@
-"""Encodings of quantized weights: one table of stored tensors and decoders.
+"""Encodings of quantized weights: one table of stored tensors and readers.
 
 To add an encoding, add a row to `ENCODINGS` and name it in `METHODS`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from megatron.conversion.quantization.encoded_matrix import EncodedMatrix
+from megatron.conversion.quantization.encoded_matrix import EncodedMatrix, MatrixElements
 from megatron.core.dist_checkpointing.mapping import LazyTensor
 from megatron.core.safe_files import schema
 from megatron.core.safe_files.reading import read_json
@@ -22,9 +22,9 @@ WITHOUT_QUANTIZATION = "if no weight is quantized, give --hf-ignore-fields quant
 
 
 class Encoding(NamedTuple):
-    """The stored tensors of a matrix, by role, and the function that decodes them."""
+    """The stored tensors of a matrix, by role, and the function that reads them."""
 
-    decoder: str  # "module:function" of this package, from an EncodedMatrix to a LazyTensor
+    reader: str  # "module:function" of this package: EncodedMatrix -> MatrixElements
     suffixes: Mapping[str, str]  # role -> end of the name
     marker: str  # role of the tensor by which a matrix is recognized
     optional: tuple[str, ...] = ()  # roles
@@ -34,13 +34,13 @@ class Encoding(NamedTuple):
 ENCODINGS: dict[str, Encoding] = {
     # Values keep the name of the matrix, also of packed experts (gate_up_proj).
     "fp8": Encoding(
-        "scaled_values:decode_fp8", {"values": "", "scales": "_scale_inv"}, "scales", target=""
+        "scaled_values:read_fp8", {"values": "", "scales": "_scale_inv"}, "scales", target=""
     ),
     "mxfp4 of gpt-oss": Encoding(
-        "fp4_values:decode_experts", {"values": "_blocks", "scales": "_scales"}, "values", target=""
+        "fp4_values:read_experts", {"values": "_blocks", "scales": "_scales"}, "values", target=""
     ),
     "compressed-tensors, packed": Encoding(
-        "packed_integers:decode_compressed",
+        "packed_integers:read_compressed",
         {
             "values": "weight_packed",
             "scales": "weight_scale",
@@ -53,32 +53,32 @@ ENCODINGS: dict[str, Encoding] = {
         optional=("shape", "zero_points", "groups", "global_scale"),
     ),
     "compressed-tensors": Encoding(
-        "scaled_values:decode_compressed",
+        "scaled_values:read_compressed",
         {"values": "weight", "scales": "weight_scale", "zero_points": "weight_zero_point"},
         "scales",
         optional=("zero_points",),
     ),
     "nvfp4 of modelopt": Encoding(
-        "fp4_values:decode_nvfp4",
+        "fp4_values:read_nvfp4",
         {"values": "weight", "scales": "weight_scale", "global_scale": "weight_scale_2"},
         "global_scale",
     ),
     "fp8 of modelopt": Encoding(
-        "scaled_values:decode_modelopt", {"values": "weight", "scales": "weight_scale"}, "scales"
+        "scaled_values:read_modelopt", {"values": "weight", "scales": "weight_scale"}, "scales"
     ),
     "awq": Encoding(
-        "packed_integers:decode_awq",
+        "packed_integers:read_awq",
         {"values": "qweight", "zero_points": "qzeros", "scales": "scales"},
         "values",
     ),
     "gptq": Encoding(
-        "packed_integers:decode_gptq",
+        "packed_integers:read_gptq",
         {"values": "qweight", "zero_points": "qzeros", "scales": "scales", "groups": "g_idx"},
         "values",
         optional=("groups",),
     ),
     "4-bit of bitsandbytes": Encoding(
-        "codebook_values:decode_4bit",
+        "codebook_values:read_4bit",
         {
             "values": "weight",
             "scales": "weight.absmax",
@@ -92,7 +92,7 @@ ENCODINGS: dict[str, Encoding] = {
         optional=("nested_scales", "nested_codebook", "nf4", "fp4"),
     ),
     "int8 of bitsandbytes": Encoding(
-        "scaled_values:decode_int8",
+        "scaled_values:read_int8",
         {"values": "weight", "scales": "SCB", "format": "weight_format"},
         "scales",
         optional=("format",),
@@ -244,8 +244,8 @@ def dequantize(
     of the wrong shape; a read raises it for scales that are not finite or negative.
     """
     result = {name: tensor for name, tensor in tensors.items() if not name.endswith(UNUSED)}
-    for matrix, decoder in list_matrices(result, settings, dtype, directory):
-        result[matrix.name] = decoder(matrix)
+    for elements in list_matrices(result, settings, dtype, directory):
+        result[elements.matrix.name] = elements.decode(dtype)
     return result
 
 
@@ -254,8 +254,8 @@ def list_matrices(
     settings: Mapping[str, Any],
     dtype: torch.dtype,
     directory: Path,
-) -> list[tuple[EncodedMatrix, Callable[[EncodedMatrix], LazyTensor]]]:
-    """Remove the tensors of encoded matrices; return the matrices, each with its decoder.
+) -> list[MatrixElements]:
+    """Remove the tensors of encoded matrices, and return the matrices.
 
     Raises ValueError as `dequantize`.
     """
@@ -263,15 +263,14 @@ def list_matrices(
     matrices = []
     for encoding in encodings:
         marker = encoding.suffixes[encoding.marker]
-        decoder = resolve(f"{_PACKAGE}.{encoding.decoder}")
         for name in [name for name in tensors if name.endswith(marker)]:
             stem = name.removesuffix(marker)
             matrix_tensors, names = _take_tensors(tensors, encoding, stem, directory)
             target = stem + encoding.target
             matrix = EncodedMatrix(target, matrix_tensors, names, settings, dtype, directory)
-            matrices.append((matrix, decoder))
+            matrices.append((matrix, encoding.reader))
     _check_leftovers(tensors, encodings, directory)
-    return matrices
+    return [resolve(f"{_PACKAGE}.{reader}")(matrix) for matrix, reader in matrices]
 
 
 def _take_tensors(

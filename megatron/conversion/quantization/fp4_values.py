@@ -13,21 +13,33 @@ from functools import partial
 
 import torch
 
-from megatron.conversion.quantization.encoded_matrix import E8M0_DTYPES, EncodedMatrix
+from megatron.conversion.quantization.encoded_matrix import (
+    E8M0_DTYPES,
+    EncodedMatrix,
+    MatrixElements,
+)
 from megatron.core.dist_checkpointing.mapping import LazyTensor, Shape
+from megatron.core.encoded_elements import (
+    E8M0,
+    ElementFormat,
+    Elements,
+    MatrixScale,
+    join_scales,
+)
 
 _MAGNITUDES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 # Code -> value; bit 3 is the sign.
-E2M1 = torch.tensor(_MAGNITUDES + [-value for value in _MAGNITUDES])
-# Byte -> its two values, the one in the low bits first: [256, 2].
-_PAIRS = torch.stack([E2M1.repeat(16), E2M1.repeat_interleave(16)], dim=1)
+_VALUES = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
+E2M1 = torch.tensor(_VALUES)
 # Columns with one scale.
 MXFP4_GROUP = 32
 NVFP4_GROUP = 16
+_MXFP4 = ElementFormat(_VALUES, torch.float32, E8M0)
+_NVFP4 = ElementFormat(_VALUES, torch.float32, torch.float8_e4m3fn)
 
 
-def decode_experts(matrix: EncodedMatrix) -> LazyTensor:
-    """Decode mxfp4 of gpt-oss: blocks [experts, out, groups, 16 bytes] as [experts, in, out]."""
+def read_experts(matrix: EncodedMatrix) -> MatrixElements:
+    """Read mxfp4 of gpt-oss: blocks [experts, out, groups, 16 bytes] as [experts, in, out]."""
     matrix.check_dtype("values", torch.uint8)
     matrix.check_dtype("scales", torch.uint8)
     shape = matrix.tensors["values"].shape
@@ -41,10 +53,21 @@ def decode_experts(matrix: EncodedMatrix) -> LazyTensor:
 
     num_experts, outputs, groups, _ = shape
     inputs = groups * MXFP4_GROUP
-    decode_rows = partial(_decode_rows, matrix, MXFP4_GROUP)
-    decoded = matrix.decode((num_experts, outputs, inputs), decode_rows)
-    read = partial(_read_transposed, decoded)
-    return LazyTensor((num_experts, inputs, outputs), decoded.dtype, read)
+    return MatrixElements(
+        matrix,
+        (num_experts, outputs, inputs),
+        _MXFP4,
+        partial(_read_rows, matrix, MXFP4_GROUP, _MXFP4),
+        MXFP4_GROUP,
+        arrange=_transpose,
+    )
+
+
+def _transpose(stack: LazyTensor) -> LazyTensor:
+    """Return a stack of transposed matrices."""
+    num_matrices, rows, columns = stack.shape
+    read = partial(_read_transposed, stack)
+    return LazyTensor((num_matrices, columns, rows), stack.dtype, read)
 
 
 def _read_transposed(stack: LazyTensor, offset: Shape, shape: Shape) -> torch.Tensor:
@@ -55,23 +78,28 @@ def _read_transposed(stack: LazyTensor, offset: Shape, shape: Shape) -> torch.Te
     return box.transpose(1, 2).contiguous()
 
 
-def decode_mxfp4(matrix: EncodedMatrix) -> LazyTensor:
-    """Decode a matrix [..., rows, bytes] with scales in e8m0."""
+def read_mxfp4(matrix: EncodedMatrix) -> MatrixElements:
+    """Read a matrix [..., rows, bytes] with scales in e8m0."""
     matrix.check_dtype("scales", *E8M0_DTYPES)
-    return _decode_grouped(matrix, MXFP4_GROUP)
+    return _read_grouped(matrix, MXFP4_GROUP, _MXFP4)
 
 
-def decode_nvfp4(matrix: EncodedMatrix) -> LazyTensor:
-    """Decode a matrix [..., rows, bytes] with scales in e4m3 and a scale of the matrix."""
+def read_nvfp4(matrix: EncodedMatrix) -> MatrixElements:
+    """Read a matrix [..., rows, bytes] with scales in e4m3 and a scale of the matrix."""
     matrix.check_dtype("scales", torch.float8_e4m3fn)
     matrix.check_dtype("global_scale", torch.float32)
     matrix.check_shape("global_scale", (), (1,))
     matrix = matrix.with_tensor("global_scale", (1,))
-    return _decode_grouped(matrix, NVFP4_GROUP)
+    matrix_scale = MatrixScale.FACTOR
+    if matrix.settings["quant_method"] == "compressed-tensors":
+        matrix_scale = MatrixScale.DIVISOR
+    return _read_grouped(matrix, NVFP4_GROUP, _NVFP4._replace(matrix_scale=matrix_scale))
 
 
-def _decode_grouped(matrix: EncodedMatrix, group_size: int) -> LazyTensor:
-    """Decode values [..., rows, bytes] with scales [..., rows, groups].
+def _read_grouped(
+    matrix: EncodedMatrix, group_size: int, element_format: ElementFormat
+) -> MatrixElements:
+    """Read values [..., rows, bytes] with scales [..., rows, groups].
 
     Raises ValueError if dtypes or shapes do not match.
     """
@@ -86,35 +114,33 @@ def _decode_grouped(matrix: EncodedMatrix, group_size: int) -> LazyTensor:
         )
     groups = columns // group_size
     matrix.check_shape("scales", (*shape[:-1], groups))
-    decode_rows = partial(_decode_rows, matrix, group_size)
-    return matrix.decode((*shape[:-1], columns), decode_rows)
+    return MatrixElements(
+        matrix,
+        (*shape[:-1], columns),
+        element_format,
+        partial(_read_rows, matrix, group_size, element_format),
+        group_size,
+    )
 
 
-def _decode_rows(
-    matrix: EncodedMatrix, group_size: int, lead: Shape, first: int, count: int
-) -> torch.Tensor:
-    """Decode rows: [count, columns]."""
-    # [rows, bytes] -> [rows, bytes, 2] -> [rows, columns]
+def _read_rows(
+    matrix: EncodedMatrix,
+    group_size: int,
+    element_format: ElementFormat,
+    lead: Shape,
+    first: int,
+    count: int,
+) -> Elements:
+    """Read rows: [count, columns]."""
+    # [rows, bytes] -> [rows, bytes, 2] -> [rows, columns]; the code in the low bits is the first.
     packed = matrix.read_rows("values", lead, first, count).reshape(count, -1)
-    values = _PAIRS[packed.int()].flatten(1)
-    # [rows, groups]
-    scales = matrix.read_scales("scales", lead, first, count).float()
+    codes = torch.stack([packed & 15, packed >> 4], dim=2).flatten(1)
+    # [rows, groups] -> [rows, columns]
+    scales = matrix.read_scales("scales", lead, first, count)
+    matrix_scales = None
     if "global_scale" in matrix.tensors:
-        scales = _apply_global_scale(matrix, scales)
-    groups = values.view(count, -1, group_size)
-    return groups.mul_(scales[:, :, None]).view(count, -1)
-
-
-def _apply_global_scale(matrix: EncodedMatrix, scales: torch.Tensor) -> torch.Tensor:
-    """Return scales of groups that include the scale of the matrix.
-
-    Raises ValueError if one of them is not finite.
-    """
-    global_scale = matrix.read_scales("global_scale", (), 0, 1)
-    if matrix.settings["quant_method"] == "compressed-tensors":
-        scales = scales / global_scale
-    else:
-        scales = scales * global_scale
-    if not torch.isfinite(scales).all():
-        matrix.refuse(f"has {matrix.names['global_scale']} = {global_scale.item()}")
-    return scales
+        matrix_scales = matrix.read_scales("global_scale", (), 0, 1)
+        if not torch.isfinite(join_scales(scales, matrix_scales, element_format)).all():
+            matrix.refuse(f"has {matrix.names['global_scale']} = {matrix_scales.item()}")
+    factors = scales.repeat_interleave(group_size, dim=1)
+    return Elements(codes, factors, matrix_scales=matrix_scales)

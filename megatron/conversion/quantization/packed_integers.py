@@ -6,15 +6,21 @@ compressed-tensors (`pack-quantized`), AutoAWQ (`gemm`), AutoGPTQ and GPTQModel 
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 
 import torch
 
 from megatron.conversion.model_space.lazy_tensors import transpose
-from megatron.conversion.quantization.encoded_matrix import EncodedMatrix, divide_up, repeat_columns
-from megatron.conversion.quantization.fp4_values import decode_mxfp4, decode_nvfp4
+from megatron.conversion.quantization.encoded_matrix import (
+    EncodedMatrix,
+    MatrixElements,
+    divide_up,
+    repeat_columns,
+)
+from megatron.conversion.quantization.fp4_values import read_mxfp4, read_nvfp4
 from megatron.conversion.quantization.scaled_values import find_block
-from megatron.core.dist_checkpointing.mapping import LazyTensor, Shape
+from megatron.core.dist_checkpointing.mapping import Shape
+from megatron.core.encoded_elements import ElementFormat, Elements
 
 _WORD_BITS = 32
 # Rows that are decoded together: 32 integers of any width fill whole words.
@@ -47,18 +53,31 @@ def _count_words(num_integers: int, bits: int) -> int:
     return divide_up(num_integers * bits, _WORD_BITS)
 
 
+def _describe_integers(matrix: EncodedMatrix, bits: int, zero: int) -> ElementFormat:
+    """Return the format of integers, of which `zero` is subtracted next to the zero points."""
+    scale_dtype = matrix.tensors["scales"].dtype
+    zero_point_dtype = torch.uint8 if "zero_points" in matrix.tensors else None
+    return ElementFormat(_list_integers(bits, zero), scale_dtype, scale_dtype, zero_point_dtype)
+
+
+@cache
+def _list_integers(bits: int, zero: int) -> tuple[float, ...]:
+    """Return the values of codes; all matrices share them."""
+    return tuple(float(integer - zero) for integer in range(2**bits))
+
+
 # ---- compressed-tensors ----
 
 
-def decode_compressed(matrix: EncodedMatrix) -> LazyTensor:
-    """Decode `weight_packed`: int32 words of integers, or bytes of two fp4 values."""
+def read_compressed(matrix: EncodedMatrix) -> MatrixElements:
+    """Read `weight_packed`: int32 words of integers, or bytes of two fp4 values."""
     if matrix.tensors["values"].dtype == torch.int32:
-        return _decode_words(matrix)
+        return _read_words(matrix)
     if not _has_fp4_group(matrix):
         matrix.refuse("is stored in bytes, but no config_groups has weights of 4-bit floats")
     if "global_scale" in matrix.tensors:
-        return decode_nvfp4(matrix)
-    return decode_mxfp4(matrix)
+        return read_nvfp4(matrix)
+    return read_mxfp4(matrix)
 
 
 def _has_fp4_group(matrix: EncodedMatrix) -> bool:
@@ -70,8 +89,8 @@ def _has_fp4_group(matrix: EncodedMatrix) -> bool:
     return False
 
 
-def _decode_words(matrix: EncodedMatrix) -> LazyTensor:
-    """Decode words [rows, columns * bits / 32].
+def _read_words(matrix: EncodedMatrix) -> MatrixElements:
+    """Read words [rows, columns * bits / 32].
 
     Words of zero points are along the rows: [rows * bits / 32, groups].
     """
@@ -108,8 +127,17 @@ def _decode_words(matrix: EncodedMatrix) -> LazyTensor:
         matrix.check_shape("groups", (columns,))
         default_groups = torch.arange(columns) // block[1]
         column_groups = _read_groups(matrix, num_groups, default_groups)
-    decode_rows = partial(_decode_word_rows, matrix, bits, shape, block, column_groups)
-    return matrix.decode(shape, decode_rows, _ROW_STEP)
+
+    # Integers and zero points are stored plus 2 ** (bits - 1).
+    zero = 0 if "zero_points" in matrix.tensors else 2 ** (bits - 1)
+    return MatrixElements(
+        matrix,
+        shape,
+        _describe_integers(matrix, bits, zero),
+        partial(_read_word_rows, matrix, bits, shape, block, column_groups),
+        block[1] if column_groups is None else column_groups,
+        row_step=_ROW_STEP,
+    )
 
 
 def _find_scheme(matrix: EncodedMatrix, rows: int, columns: int) -> tuple[int, int]:
@@ -165,7 +193,7 @@ def _read_groups(
     return groups
 
 
-def _decode_word_rows(
+def _read_word_rows(
     matrix: EncodedMatrix,
     bits: int,
     shape: Shape,
@@ -174,8 +202,8 @@ def _decode_word_rows(
     lead: Shape,
     first: int,
     count: int,
-) -> torch.Tensor:
-    """Decode rows [count, columns].
+) -> Elements:
+    """Read rows [count, columns].
 
     Args:
         matrix: words, scales and optional zero points.
@@ -205,23 +233,22 @@ def _decode_word_rows(
 
     # Integers: [rows, columns]
     words = matrix.read_rows("values", lead, first, count)
-    integers = unpack_integers(words, bits)[:, :columns].to(factors.dtype)
+    integers = unpack_integers(words, bits)[:, :columns]
 
-    # Integers and zero points are stored plus 2 ** (bits - 1).
     if "zero_points" not in matrix.tensors:
-        return (integers - 2 ** (bits - 1)) * factors
+        return Elements(integers, factors)
     first_word = first * bits // _WORD_BITS
     num_words = _count_words(count, bits)
     packed = matrix.read_rows("zero_points", lead, first_word, num_words)
     zero_points = unpack_integers(packed.t(), bits)[:, :count].t()
-    return (integers - expand_groups(zero_points).to(factors.dtype)) * factors
+    return Elements(integers, factors, expand_groups(zero_points))
 
 
 # ---- AWQ and GPTQ: rows are inputs ----
 
 
-def decode_awq(matrix: EncodedMatrix) -> LazyTensor:
-    """Decode words [inputs, outputs / 8] with scales [groups, outputs] as [outputs, inputs].
+def read_awq(matrix: EncodedMatrix) -> MatrixElements:
+    """Read words [inputs, outputs / 8] with scales [groups, outputs] as [outputs, inputs].
 
     Zero points are packed like values: [groups, outputs / 8].
     """
@@ -236,14 +263,21 @@ def decode_awq(matrix: EncodedMatrix) -> LazyTensor:
     inputs, num_words = matrix.tensors["values"].shape
     outputs = num_words * _WORD_BITS // bits
     group_size = _check_groups(matrix, bits, inputs, outputs)
-    decode_rows = partial(_decode_awq_rows, matrix, group_size)
-    return transpose(matrix.decode((inputs, outputs), decode_rows))
+    return MatrixElements(
+        matrix,
+        (inputs, outputs),
+        _describe_integers(matrix, bits, 0),
+        partial(_read_awq_rows, matrix, group_size),
+        column_groups=1,
+        row_groups=group_size,
+        arrange=transpose,
+    )
 
 
-def _decode_awq_rows(
+def _read_awq_rows(
     matrix: EncodedMatrix, group_size: int, lead: Shape, first: int, count: int
-) -> torch.Tensor:
-    """Decode rows: [count of inputs, outputs]."""
+) -> Elements:
+    """Read rows: [count of inputs, outputs]."""
     # Read the groups that contain these inputs: [groups, outputs].
     groups = torch.arange(first, first + count) // group_size
     start = int(groups[0])
@@ -251,12 +285,11 @@ def _decode_awq_rows(
     groups -= start
     scales = matrix.read_scales("scales", lead, start, num_groups)
     packed = matrix.read_rows("zero_points", lead, start, num_groups)
-    zero_points = _unpack_awq(packed).to(scales.dtype)
+    zero_points = _unpack_awq(packed)
 
     # [inputs, outputs]
     words = matrix.read_rows("values", lead, first, count)
-    integers = _unpack_awq(words).to(scales.dtype)
-    return (integers - zero_points[groups]) * scales[groups]
+    return Elements(_unpack_awq(words), scales[groups], zero_points[groups])
 
 
 def _unpack_awq(words: torch.Tensor) -> torch.Tensor:
@@ -266,8 +299,8 @@ def _unpack_awq(words: torch.Tensor) -> torch.Tensor:
     return columns_of_words[:, :, _AWQ_ORDER].flatten(1)
 
 
-def decode_gptq(matrix: EncodedMatrix) -> LazyTensor:
-    """Decode words [inputs * bits / 32, outputs] with scales [groups, outputs].
+def read_gptq(matrix: EncodedMatrix) -> MatrixElements:
+    """Read words [inputs * bits / 32, outputs] with scales [groups, outputs].
 
     The result is [outputs, inputs]. Groups of inputs need not be ranges (act order).
     """
@@ -286,9 +319,17 @@ def decode_gptq(matrix: EncodedMatrix) -> LazyTensor:
         if stored_groups is not None:
             input_groups = stored_groups
     is_v2 = matrix.settings.get("checkpoint_format") == "gptq_v2"
-    shift = 0 if is_v2 else 1  # version 1 stores zero points minus 1
-    decode_rows = partial(_decode_gptq_rows, matrix, bits, shift, input_groups)
-    return transpose(matrix.decode((inputs, outputs), decode_rows, _ROW_STEP))
+    zero = 0 if is_v2 else 1  # version 1 stores zero points minus 1
+    return MatrixElements(
+        matrix,
+        (inputs, outputs),
+        _describe_integers(matrix, bits, zero),
+        partial(_read_gptq_rows, matrix, bits, input_groups),
+        column_groups=1,
+        row_groups=input_groups,
+        row_step=_ROW_STEP,
+        arrange=transpose,
+    )
 
 
 def _check_groups(matrix: EncodedMatrix, bits: int, inputs: int, outputs: int) -> int:
@@ -310,21 +351,19 @@ def _check_groups(matrix: EncodedMatrix, bits: int, inputs: int, outputs: int) -
     return group_size
 
 
-def _decode_gptq_rows(
+def _read_gptq_rows(
     matrix: EncodedMatrix,
     bits: int,
-    shift: int,
     input_groups: torch.Tensor,
     lead: Shape,
     first: int,
     count: int,
-) -> torch.Tensor:
-    """Decode rows: [count of inputs, outputs].
+) -> Elements:
+    """Read rows: [count of inputs, outputs].
 
     Args:
         matrix: words, scales and zero points.
         bits: bits of an integer.
-        shift: difference between zero points and their stored values.
         input_groups: group of each input.
         lead: (), since words are not stored in stacks.
         first: first input.
@@ -334,12 +373,12 @@ def _decode_gptq_rows(
     num_groups = matrix.tensors["scales"].shape[0]
     scales = matrix.read_scales("scales", lead, 0, num_groups)
     packed = matrix.read_rows("zero_points", lead, 0, num_groups)
-    zero_points = unpack_integers(packed, bits).to(scales.dtype) + shift
+    zero_points = unpack_integers(packed, bits)
 
     # Words are along the inputs: [words, outputs] -> [inputs, outputs]
     first_word = first * bits // _WORD_BITS
     num_words = count * bits // _WORD_BITS
     words = matrix.read_rows("values", lead, first_word, num_words)
-    integers = unpack_integers(words.t(), bits).t().to(scales.dtype)
+    integers = unpack_integers(words.t(), bits).t()
     groups = input_groups[first : first + count]
-    return (integers - zero_points[groups]) * scales[groups]
+    return Elements(integers, scales[groups], zero_points[groups])

@@ -15,33 +15,37 @@ import torch
 from megatron.conversion.quantization.encoded_matrix import (
     E8M0_DTYPES,
     EncodedMatrix,
+    MatrixElements,
     divide_up,
     repeat_columns,
 )
-from megatron.core.dist_checkpointing.mapping import LazyTensor, Shape
+from megatron.core.dist_checkpointing.mapping import Shape
+from megatron.core.encoded_elements import E4M3_VALUES, E8M0, ElementFormat, Elements
 
 Block = tuple[int, int]  # rows and columns with one scale
 
+# Values of the bits of an element
+_INT8_VALUES = tuple(torch.arange(256, dtype=torch.uint8).view(torch.int8).float().tolist())
 _SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _INT8_FORMAT = 0  # "row"; others are orders of elements for one GPU architecture
 _INVERSE_OF_127 = 7.874015718698502e-3  # as bitsandbytes rounds it
 
 
-def decode_fp8(matrix: EncodedMatrix) -> LazyTensor:
-    """Decode fp8 of transformers, whose products are computed in fp32."""
-    return _decode(matrix, matrix.settings.get("weight_block_size"), torch.float32)
+def read_fp8(matrix: EncodedMatrix) -> MatrixElements:
+    """Read fp8 of transformers, whose products are computed in fp32."""
+    return _read(matrix, matrix.settings.get("weight_block_size"), torch.float32)
 
 
-def decode_modelopt(matrix: EncodedMatrix) -> LazyTensor:
-    """Decode fp8 of the Model Optimizer: a scale per tensor or row, or per block of 128 x 128."""
+def read_modelopt(matrix: EncodedMatrix) -> MatrixElements:
+    """Read fp8 of the Model Optimizer: a scale per tensor or row, or per block of 128 x 128."""
     scales_shape = matrix.tensors["scales"].shape
     if len(scales_shape) == 4:  # [blocks of rows, 1, blocks of columns, 1]
         matrix = matrix.with_tensor("scales", (scales_shape[0], scales_shape[2]))
-    return _decode(matrix, (128, 128), torch.float32)
+    return _read(matrix, (128, 128), torch.float32)
 
 
-def decode_compressed(matrix: EncodedMatrix) -> LazyTensor:
-    """Decode fp8 or int8 of compressed-tensors, which computes in the dtype of the scales."""
+def read_compressed(matrix: EncodedMatrix) -> MatrixElements:
+    """Read fp8 or int8 of compressed-tensors, which computes in the dtype of the scales."""
     matrix.check_rank("values", 2, 3)
     columns = matrix.tensors["values"].shape[-1]
     num_scales = matrix.tensors["scales"].shape[-1:]
@@ -53,11 +57,11 @@ def decode_compressed(matrix: EncodedMatrix) -> LazyTensor:
         if has_whole_groups and num_scales == (columns // group_size,):
             block = (1, group_size)
         block = block or weights.get("block_structure")
-    return _decode(matrix, block, None)
+    return _read(matrix, block, None)
 
 
-def decode_int8(matrix: EncodedMatrix) -> LazyTensor:
-    """Decode int8 of bitsandbytes: a scale per row, which is the largest magnitude."""
+def read_int8(matrix: EncodedMatrix) -> MatrixElements:
+    """Read int8 of bitsandbytes: a scale per row, which is the largest magnitude."""
     matrix.check_dtype("values", torch.int8)
     matrix.check_rank("values", 2)
     matrix.check_dtype("scales", torch.float32)
@@ -65,7 +69,14 @@ def decode_int8(matrix: EncodedMatrix) -> LazyTensor:
     matrix.check_shape("scales", shape[:1])
     if "format" in matrix.tensors:
         _check_int8_format(matrix)
-    return matrix.decode(shape, partial(_decode_int8_rows, matrix))
+    matrix = matrix.with_tensor("scales", (shape[0], 1))
+    return MatrixElements(
+        matrix,
+        shape,
+        ElementFormat(_INT8_VALUES, torch.float32, torch.float32, factor=_INVERSE_OF_127),
+        partial(_read_rows, matrix, (1, shape[1])),
+        column_groups=shape[1],
+    )
 
 
 def _check_int8_format(matrix: EncodedMatrix) -> None:
@@ -76,17 +87,10 @@ def _check_int8_format(matrix: EncodedMatrix) -> None:
         matrix.refuse(f"has {name} = {element_order}, only [{_INT8_FORMAT}] is read")
 
 
-def _decode_int8_rows(matrix: EncodedMatrix, lead: Shape, first: int, count: int) -> torch.Tensor:
-    """Decode rows [count, columns], which have one scale each."""
-    values = matrix.read_rows("values", lead, first, count)
-    scales = matrix.read_scales("scales", lead, first, count)
-    return values * scales[:, None] * _INVERSE_OF_127
-
-
-def _decode(
+def _read(
     matrix: EncodedMatrix, block: Sequence[int] | None, dtype: torch.dtype | None
-) -> LazyTensor:
-    """Decode a matrix, or a stack of matrices, with scales of one of the supported shapes.
+) -> MatrixElements:
+    """Read a matrix, or a stack of matrices, with scales of one of the supported shapes.
 
     Args:
         matrix: values, scales and optional zero points, which have the shape of the scales.
@@ -103,7 +107,30 @@ def _decode(
         matrix.check_dtype("zero_points", torch.int8)
         find_block(matrix, "zero_points", shape, block)
         matrix = _reshape_grid(matrix, "zero_points", shape, block_shape)
-    return matrix.decode(shape, partial(_decode_rows, matrix, block_shape, dtype))
+    height, width = block_shape
+    return MatrixElements(
+        matrix,
+        shape,
+        _describe(matrix, dtype),
+        partial(_read_rows, matrix, block_shape),
+        column_groups=width,
+        row_groups=height,
+    )
+
+
+def _describe(matrix: EncodedMatrix, dtype: torch.dtype | None) -> ElementFormat:
+    """Return the format of the elements; `dtype` is that of `_read`."""
+    is_fp8 = matrix.tensors["values"].dtype == torch.float8_e4m3fn
+    scale_dtype = matrix.tensors["scales"].dtype
+    if scale_dtype in E8M0_DTYPES:
+        scale_dtype = E8M0
+    scales_are_fp32 = scale_dtype == E8M0
+    return ElementFormat(
+        values=E4M3_VALUES if is_fp8 else _INT8_VALUES,
+        dtype=dtype or (torch.float32 if scales_are_fp32 else scale_dtype),
+        scale_dtype=scale_dtype,
+        zero_point_dtype=torch.int8 if "zero_points" in matrix.tensors else None,
+    )
 
 
 def _list_value_dtypes(matrix: EncodedMatrix) -> list[torch.dtype]:
@@ -113,15 +140,10 @@ def _list_value_dtypes(matrix: EncodedMatrix) -> list[torch.dtype]:
     return [torch.float8_e4m3fn]
 
 
-def _decode_rows(
-    matrix: EncodedMatrix,
-    block: Block,
-    dtype: torch.dtype | None,
-    lead: Shape,
-    first: int,
-    count: int,
-) -> torch.Tensor:
-    """Decode rows: [count, columns]."""
+def _read_rows(
+    matrix: EncodedMatrix, block: Block, lead: Shape, first: int, count: int
+) -> Elements:
+    """Read rows: [count, columns]."""
     height, width = block
     values = matrix.read_rows("values", lead, first, count)
     columns = values.shape[1]
@@ -132,16 +154,12 @@ def _decode_rows(
     num_block_rows = int(block_rows[-1]) + 1 - start
     block_rows -= start
     scales = matrix.read_scales("scales", lead, start, num_block_rows)
+    scales = repeat_columns(scales[block_rows], width, columns)
 
-    # [rows, columns]
-    factors = repeat_columns(scales[block_rows], width, columns)
-    factors = factors.to(dtype or factors.dtype)
-    values = values.to(factors.dtype)
-    if "zero_points" in matrix.tensors:
-        grid = matrix.read_rows("zero_points", lead, start, num_block_rows)
-        zero_points = repeat_columns(grid[block_rows], width, columns)
-        values = values - zero_points.to(factors.dtype)
-    return values * factors
+    if "zero_points" not in matrix.tensors:
+        return Elements(values, scales)
+    zero_points = matrix.read_rows("zero_points", lead, start, num_block_rows)
+    return Elements(values, scales, repeat_columns(zero_points[block_rows], width, columns))
 
 
 def find_block(

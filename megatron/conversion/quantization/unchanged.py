@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,20 +41,20 @@ def keep_unchanged(
     result = dict(weights)
     changed = []
     dtype = next(iter(weights.values())).dtype
-    for matrix, decoder in list_matrices(dict(stored), settings, dtype, directory):
+    for elements in list_matrices(dict(stored), settings, dtype, directory):
+        matrix = elements.matrix
         weight = weights.get(matrix.name)
         if weight is None:
             raise ValueError(
                 f"--keep-quantization {directory}: the export has no {matrix.name}: the models "
                 "differ, or store experts in another form"
             )
-        decoded = decoder(replace(matrix, dtype=weight.dtype))
-        if not are_equal(decoded, weight):
+        if not are_equal(elements.decode(weight.dtype), weight):
             changed.append(matrix.name)
             continue
         del result[matrix.name]
-        for role, name in matrix.names.items():
-            result[name] = matrix.tensors[role]
+        for name in matrix.names.values():
+            result[name] = stored[name]
 
     # Scales of activations and of the key-value cache
     changed_modules = {name.removesuffix(".weight") for name in changed}

@@ -1,4 +1,4 @@
-"""Encodings of frozen weights in memory: blocks of 64 elements of a row with one fp32 scale.
+"""Encodings of frozen weights that are not encoded yet: 64 columns with one fp32 scale.
 
     nf4   indices into 16 quantiles of N(0, 1), two in a byte, the first in the high bits
     fp8   e4m3, one in a byte
@@ -13,99 +13,71 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from megatron.core.dist_checkpointing.mapping import Shape
+from megatron.core.encoded_elements import E4M3_VALUES, ElementFormat, Elements
+from megatron.training.adapters.encoded_weight import ColumnGroups, EncodedWeight
 
 BLOCK_SIZE = 64
 _MIN_SCALE = 1e-38
-# Blocks that are encoded or decoded at once, which limits temporary memory to about 200 MB
+# Rows of blocks that are encoded at once, which limits temporary memory to about 200 MB
 _MAX_BLOCKS = 1 << 18
 _FP8 = torch.float8_e4m3fn
 
 # Values of the indices; the scale of a block is its largest magnitude.
-NF4_VALUES = torch.tensor(
-    [
-        -1.0,
-        -0.6961928009986877,
-        -0.5250730514526367,
-        -0.39491748809814453,
-        -0.28444138169288635,
-        -0.18477343022823334,
-        -0.09105003625154495,
-        0.0,
-        0.07958029955625534,
-        0.16093020141124725,
-        0.24611230194568634,
-        0.33791524171829224,
-        0.44070982933044434,
-        0.5626170039176941,
-        0.7229568362236023,
-        1.0,
-    ]
+NF4_VALUES = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
 )
+_NF4_TENSOR = torch.tensor(NF4_VALUES)
 # A value at the middle of two others gets the lower index.
-_NF4_MIDPOINTS = (NF4_VALUES[1:] + NF4_VALUES[:-1]) / 2
+_NF4_MIDPOINTS = (_NF4_TENSOR[1:] + _NF4_TENSOR[:-1]) / 2
 
 
 class BaseEncoding(NamedTuple):
     """An encoding of the elements of blocks, which are divided by their scale."""
 
+    values: tuple[float, ...]  # of the codes
     largest: float  # magnitude of an element after the division
     round: Callable[[Tensor], Tensor]  # elements -> codes, one in a byte
-    codes_per_byte: int
-    values: Tensor  # of all codes
-    read_codes: Callable[[Tensor], Tensor]  # unscaled elements of a checkpoint -> codes
 
-    def pack(self, codes: Tensor) -> Tensor:
-        """Return codes `[..., columns]` as bytes `[..., columns / codes_per_byte]`."""
-        if self.codes_per_byte == 1:
-            return codes
-        return codes[..., ::2] << 4 | codes[..., 1::2]
+    def allocate(self, shape: Shape, device: torch.device) -> EncodedWeight:
+        """Return a matrix of zeros whose columns are a multiple of 64."""
+        element_format = ElementFormat(self.values, torch.float32, torch.float32)
+        groups = ColumnGroups.ranges(shape[-1], BLOCK_SIZE)
+        return EncodedWeight.allocate(element_format, shape, groups, device)
 
-    def make_table(self) -> Tensor:
-        """Return the values of each byte, `[256, codes_per_byte]`."""
-        if self.codes_per_byte == 1:
-            return self.values.unsqueeze(1)
-        return torch.cartesian_prod(self.values, self.values)
+    def encode(self, values: Tensor) -> EncodedWeight:
+        """Return an encoded matrix."""
+        weight = self.allocate(tuple(values.shape), values.device)
+        self.encode_rows(weight, 0, values.reshape(-1, values.shape[-1]))
+        return weight
 
-    def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return bytes `[..., columns / codes_per_byte]` and scales `[..., columns / 64]`."""
-        *lead, columns = values.shape
-        device = values.device
-        num_bytes = columns // self.codes_per_byte
-        packed = torch.empty(*lead, num_bytes, dtype=torch.uint8, device=device)
-        scales = torch.empty(*lead, columns // BLOCK_SIZE, device=device)
-        packed_blocks = packed.view(-1, BLOCK_SIZE // self.codes_per_byte)
-        flat_scales = scales.view(-1)
-        start = 0
-        for blocks in values.reshape(-1, BLOCK_SIZE).split(_MAX_BLOCKS):
-            stop = start + len(blocks)
-            scales_of_run = blocks.float().abs().amax(1) / self.largest
-            factors = 1 / scales_of_run.clamp(min=_MIN_SCALE)
-            normalized = blocks.float() * factors.unsqueeze(1)
-            packed_blocks[start:stop] = self.pack(self.round(normalized))
-            flat_scales[start:stop] = scales_of_run
-            start = stop
-        return packed, scales
-
-
-def decode(packed: Tensor, scales: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the values `[..., columns]`: products in fp32, rounded to `dtype`.
-
-    `table` is that of the encoding, on the device of the tensors.
-    """
-    *lead, row_bytes = packed.shape
-    codes_per_byte = table.shape[1]
-    columns = row_bytes * codes_per_byte
-    values = torch.empty(*lead, columns, dtype=dtype, device=packed.device)
-    # Runs of blocks
-    packed_runs = packed.view(-1, BLOCK_SIZE // codes_per_byte).split(_MAX_BLOCKS)
-    scale_runs = scales.view(-1, 1).split(_MAX_BLOCKS)
-    value_runs = values.view(-1, BLOCK_SIZE).split(_MAX_BLOCKS)
-    for packed_run, scale_run, value_run in zip(packed_runs, scale_runs, value_runs, strict=True):
-        elements = F.embedding(packed_run.int(), table)  # [blocks, bytes, codes_per_byte]
-        torch.mul(elements.flatten(1), scale_run, out=value_run)
-    return values
+    def encode_rows(self, weight: EncodedWeight, start: int, values: Tensor) -> None:
+        """Encode `values` [rows, columns] as the rows of `weight` from `start` on."""
+        num_rows = max(_MAX_BLOCKS * BLOCK_SIZE // values.shape[1], 1)
+        for rows in values.split(num_rows):
+            blocks = rows.float().unflatten(1, (-1, BLOCK_SIZE))  # [rows, blocks, 64]
+            scales = blocks.abs().amax(2, keepdim=True) / self.largest
+            factors = 1 / scales.clamp(min=_MIN_SCALE)
+            codes = self.round(blocks * factors).flatten(1)
+            weight.store_rows(start, Elements(codes, scales.expand_as(blocks).flatten(1)))
+            start += len(rows)
 
 
 def _round_to_nf4(elements: Tensor) -> Tensor:
@@ -119,12 +91,6 @@ def _round_to_fp8(elements: Tensor) -> Tensor:
 
 
 ENCODINGS = {
-    "nf4": BaseEncoding(1.0, _round_to_nf4, 2, NF4_VALUES, Tensor.byte),
-    "fp8": BaseEncoding(
-        torch.finfo(_FP8).max,
-        _round_to_fp8,
-        1,
-        torch.arange(256, dtype=torch.uint8).view(_FP8).float(),
-        _round_to_fp8,
-    ),
+    "nf4": BaseEncoding(NF4_VALUES, 1.0, _round_to_nf4),
+    "fp8": BaseEncoding(E4M3_VALUES, torch.finfo(_FP8).max, _round_to_fp8),
 }

@@ -29,11 +29,11 @@ from megatron.core.safe_files.schema import sequence, text
 from megatron.core.terminal import escape_control_chars
 from megatron.core.wings import resolve
 from megatron.training.adapters.adapted_layers import AdaptedExperts, reset_magnitudes
-from megatron.training.adapters.encoded_layers import (
-    EncodedLayer,
-    Tensors,
-    index_encoded_layers,
-    load_encoded_weights,
+from megatron.training.adapters.encoded_layers import EncodedLayer, index_encoded_layers
+from megatron.training.adapters.stored_weights import (
+    Components,
+    load_frozen_weights,
+    open_stored_components,
 )
 from megatron.training.adapters.targets import (
     compute_scale,
@@ -50,7 +50,6 @@ _BASE_MODEL = sequence(text(4096), limit=3, least=3)
 logger = logging.getLogger(__name__)
 
 _READ_ADAPTER = "megatron.conversion.huggingface.adapter_reader:read_adapter"
-_OPEN_COMPONENTS = "megatron.conversion.quantization.components:open_components"
 _MAX_ELEMENTS = 1 << 22  # whose bits are summed up at once
 _SAME_IN_ALL_LAUNCHES = (
     "lora_rank",
@@ -104,11 +103,11 @@ def load_base_model(run: Run, checkpoint: ChosenCheckpoint[Source]) -> bool:
     for warning in check_same_model(run.config.flags(), base_args, base.description):
         logger.warning(warning)
     layers = index_encoded_layers(run.chunks)
-    components = None
+    components: Components | None = None
     encoding = run.config.lora.lora_base_encoding
     if encoding is not None:
         components = Coordination.of(None).run_on_all(
-            lambda: resolve(_OPEN_COMPONENTS)(path_of(directory), encoding)
+            lambda: open_stored_components(directory, encoding)
         )
     _load_frozen(frozen, layers, base, components, flags.dist_ckpt_strictness)
     for chunk in run.chunks:
@@ -130,10 +129,10 @@ def _load_frozen(
     state: ShardedStateDict,
     layers: Mapping[Tensor, EncodedLayer],
     base: Source,
-    components: tuple[Tensors, Tensors] | None,
+    components: Components | None,
     strictness: str,
 ) -> None:
-    """Load the frozen weights, and encode those of `layers`. Collective."""
+    """Load the frozen weights, those of `layers` encoded. Collective."""
     dense: ShardedStateDict = {}
     encoded: ShardedStateDict = {}
     for key, entry in state.items():
@@ -149,9 +148,7 @@ def _load_frozen(
         strictness=strictness,
         skip=lambda key: key in encoded_keys or is_skipped(key, False, base.tensors),
     )
-    Coordination.of(None).run_on_all(
-        lambda: load_encoded_weights(encoded, layers, base, components)
-    )
+    Coordination.of(None).run_on_all(lambda: load_frozen_weights(encoded, layers, base, components))
 
 
 def _load_peft_files(run: Run, adapters: ShardedStateDict) -> None:
@@ -308,7 +305,7 @@ def compute_identity(
         dtype = str(entry.dtype).removeprefix("torch.")
         info = param_info(entry.local)  # type: ignore[arg-type]
         layer = layers.get(entry.local)
-        device = entry.local.device if layer is None else layer.packed.device
+        device = entry.local.device if layer is None else layer.frozen.device
         is_first_replica = ps.config.splits_experts or ps.dp_cp.is_first
         if not (is_first_replica and counts_for_model(info, ps, sharded=False)):
             continue

@@ -69,8 +69,9 @@ class LoraConfig(FlagSection):
     lora_load: str | None = flag(None, requires=_WITH_RANK)
     """Directory of an adapter of PEFT from which the adapters of a new run start."""
 
-    lora_base_encoding: str | None = flag(None, choices=("nf4", "fp8"), requires=_WITH_RANK)
-    """Keep the frozen weights of linear layers in memory in this encoding (QLoRA), with a scale for
-    64 elements, and decode them for each product. They are encoded while they are loaded, nf4 as by
-    bitsandbytes; those that have the encoding in a base model of transformers are kept.
+    lora_base_encoding: str | None = flag(None, choices=("keep", "nf4", "fp8"), requires=_WITH_RANK)
+    """Keep the frozen weights of linear layers in memory in this encoding (QLoRA), and decode them
+    for each product. keep: in that of the quantized base model (e.g. AWQ, GPTQ, mxfp4, nvfp4), so
+    that the weights are those of the release. nf4, fp8: encoded while they are loaded, with a scale
+    for 64 elements, unless the base model has that encoding.
     """

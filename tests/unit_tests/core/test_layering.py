@@ -19,6 +19,7 @@ LAYERS = [
         "megatron.core.fused_kernels",
         "megatron.core.progress",
         "megatron.core.durable_files",
+        "megatron.core.encoded_elements",
         "megatron.core.object_files",
         "megatron.core.object_path",
         "megatron.core.object_storage",

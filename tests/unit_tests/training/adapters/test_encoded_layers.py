@@ -1,21 +1,28 @@
 """Encoded weights have the products and gradients of decoded ones, and the bytes of bitsandbytes."""
 
+import math
+import types
 from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron.core.dist_checkpointing.mapping import Box, ShardedTensor
 from megatron.core.models import GPTModel
-from megatron.core.module import param_info
 from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.adapters import base_encodings
+from megatron.training.adapters import base_encodings, encoded_weight
 from megatron.training.adapters.encoded_layers import count_frozen_bytes, index_encoded_layers
+from megatron.training.adapters.stored_weights import allocate_weight, store_elements
 from megatron.training.adapters.targets import add_adapters
 from megatron.training.config.lora_options import LoraConfig
 from tests import ROOT
 from tests.support.live_tensors import LiveTensors
+from tests.support.quantized import decode_case, open_case_components
+
+GOLDEN = ROOT / "tests/golden/quantized"
+CASES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
 
 DENSE = TransformerConfig(
     num_layers=2,
@@ -61,9 +68,7 @@ def build_both(config, lora=ENCODED):
     for name, param in plain.named_parameters():
         layer = layers.get(encoded.get_parameter(name))
         if layer is not None:
-            sharding = param_info(layer.weight).sharding
-            for box in sharding.describe(name, layer.weight).boxes:
-                layer.encode_box(box.tensor, param.detach())
+            layer.store_rows(0, param.detach().flatten(0, -2))
             param.data.copy_(layer.decode_weight())
     return encoded, plain
 
@@ -71,10 +76,6 @@ def build_both(config, lora=ENCODED):
 def compute_loss(model):
     positions = torch.arange(10).expand(2, 10)
     return model(TOKENS, positions, labels=TOKENS.roll(-1, 1)).mean()
-
-
-def decode(packed, scales, dtype):
-    return base_encodings.decode(packed, scales, NF4.make_table(), dtype)
 
 
 @pytest.mark.parametrize(
@@ -134,12 +135,12 @@ def test_nf4_has_the_bytes_of_bitsandbytes():
     folder = ROOT / "tests/golden/quantized/bitsandbytes_nf4"
     tensors = load_file(folder / "model.safetensors")
     expected = load_file(folder / "expected.safetensors")["matrix.weight"]
-    packed, scales = NF4.encode(expected)
+    weight = NF4.encode(expected)
 
-    assert torch.equal(NF4.values, tensors["matrix.weight.quant_map"])
-    assert torch.equal(packed.view(-1, 1), tensors["matrix.weight"])
-    assert torch.equal(scales.view(-1), tensors["matrix.weight.absmax"])
-    assert torch.equal(decode(packed, scales, expected.dtype), expected)
+    assert list(NF4.values) == tensors["matrix.weight.quant_map"].tolist()
+    assert torch.equal(weight.packed.view(-1, 1), tensors["matrix.weight"])
+    assert torch.equal(weight.scales.view(-1), tensors["matrix.weight.absmax"])
+    assert torch.equal(weight.decode(expected.dtype), expected)
 
 
 def test_nf4_rounds_to_the_nearest_value(monkeypatch):
@@ -147,13 +148,13 @@ def test_nf4_rounds_to_the_nearest_value(monkeypatch):
     values = torch.randn(6, 128, generator=torch.Generator().manual_seed(0))
     values[2, 64:] = 0.0
     scales = values.view(-1, 64).abs().amax(1).view(6, 2)
-    grid = NF4.values * scales.repeat_interleave(64, 1).unsqueeze(-1)
+    grid = torch.tensor(NF4.values) * scales.repeat_interleave(64, 1).unsqueeze(-1)
     distances = (grid - values.unsqueeze(-1)).abs()
     nearest = distances.amin(-1)
     for max_blocks in (1 << 18, 5):
         monkeypatch.setattr(base_encodings, "_MAX_BLOCKS", max_blocks)
-        packed, scales = NF4.encode(values)
-        decoded = decode(packed, scales, torch.float32)
+        monkeypatch.setattr(encoded_weight, "_MAX_ELEMENTS", max_blocks * 64)
+        decoded = NF4.encode(values).decode(torch.float32)
         differences = (decoded - values).abs()
         torch.testing.assert_close(differences, nearest, atol=1e-7, rtol=0)
         assert not decoded[2, 64:].any()
@@ -162,12 +163,11 @@ def test_nf4_rounds_to_the_nearest_value(monkeypatch):
 def test_fp8_rounds_elements_to_e4m3():
     values = torch.randn(6, 128, generator=torch.Generator().manual_seed(0))
     fp8 = base_encodings.ENCODINGS["fp8"]
-    packed, scales = fp8.encode(values)
-    decoded = base_encodings.decode(packed, scales, fp8.make_table(), torch.float32)
+    weight = fp8.encode(values)
+    decoded = weight.decode(torch.float32)
     blocks = values.view(-1, 64)
     largest = blocks.abs().amax(1, keepdim=True)
-    assert torch.equal(scales.view(-1, 1), largest / 448)
-
+    assert torch.equal(weight.scales.view(-1, 1), largest / 448)
     rounding = torch.maximum(blocks.abs() / 16, largest / 448 / 1024)
     assert ((decoded.view(-1, 64) - blocks).abs() <= rounding * 1.001).all()
 
@@ -175,3 +175,47 @@ def test_fp8_rounds_elements_to_e4m3():
 def test_columns_must_be_whole_blocks():
     with pytest.raises(ValueError, match=r"linear_fc2 has 96 columns on a rank, .* multiple of 64"):
         build(replace(DENSE, ffn_hidden_size=96), ENCODED)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_kept_encodings_have_the_values_of_the_library(name, num_ranks):
+    """Bitwise in the dtypes of all runs, also for columns that begin and end inside of groups."""
+    folder = GOLDEN / name
+    components = open_case_components(folder)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for key, tensor in decode_case(folder, dtype).items():
+            expected = tensor.read_all()
+            *_, rows, columns = expected.shape
+            for rank in range(num_ranks):
+                start = columns * rank // num_ranks
+                stop = columns * (rank + 1) // num_ranks
+                box = expected[..., start:stop].contiguous()
+                weight = keep_box(components, key, start, box)
+                assert torch.equal(weight.decode(dtype), box), (key, dtype)
+
+
+def keep_box(components, key, start, box):
+    """Return some columns of a matrix, or of a stack of matrices, in the encoding of the files."""
+    entry = ShardedTensor(key, (), box.dtype, (Box((*(0,) * (box.dim() - 1), start), box),), box)
+    layer = types.SimpleNamespace(frozen=box, weight=box, encoding=None)
+    assert allocate_weight(layer, entry, components)
+    store_elements(layer, entry, components)
+    return layer.frozen
+
+
+def test_memory_of_kept_encodings():
+    """Bytes per weight are those of the files; zero points take a byte."""
+    expected = {
+        "awq": 0.5 + 3 / 32,
+        "gptq_2": 0.25 + 3 / 32,
+        "compressed_int4_group": 0.5 + 2 / 32,
+        "compressed_mxfp4": 0.5 + 1 / 32,
+        "compressed_nvfp4": 0.5 + 1 / 16 + 4 / 64,
+        "bitsandbytes_nf4": 0.5 + 4 / 64,
+    }
+    for name, bytes_per_weight in expected.items():
+        components = open_case_components(GOLDEN / name)
+        ((key, tensor),) = decode_case(GOLDEN / name, torch.float32).items()
+        weight = keep_box(components, key, 0, tensor.read_all())
+        assert weight.nbytes == bytes_per_weight * math.prod(tensor.shape), name
