@@ -58,6 +58,8 @@ def assert_same_training(pool, size, flags, release, decoded):
         ("gptq", 2, f"{TP2} --bf16"),
         ("int4", 2, f"{TP2} --bf16"),
         ("nvfp4", 2, TP2),
+        ("awq", 1, "--lora-dora --bf16"),
+        ("int4", 2, f"{TP2} --lora-dora"),
         pytest.param("gptq", 1, "", marks=pytest.mark.slow),
         pytest.param("int4", 1, "", marks=pytest.mark.slow),
         pytest.param("nvfp4", 1, "--bf16", marks=pytest.mark.slow),

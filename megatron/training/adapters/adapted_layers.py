@@ -55,6 +55,7 @@ from megatron.core.transformer.grouped_linear import (
     apply_grouped_product,
     repeat_rows,
 )
+from megatron.training.adapters.encoded_layers import EncodedDenseLayer, EncodedLayer
 
 Linear = ColumnParallelLinear | RowParallelLinear | GroupedLinear
 
@@ -172,12 +173,13 @@ class AdaptedLayer(MegatronModule):
         """
         sharding = param_info(self.weight).sharding
         norms: list[Tensor | None] = []
-        for weight, pair in zip(self.rows.split(self.weight), self.list_matrices(), strict=True):
+        weight = self.decode_weight() if isinstance(self, EncodedLayer) else self.weight
+        for rows, pair in zip(self.rows.split(weight), self.list_matrices(), strict=True):
             if pair is None:
                 norms.append(None)
                 continue
             product = pair.lora_B.float() @ pair.lora_A.float()
-            squares = weight.float().add(product, alpha=self.adapter.scale).square().sum(-1)
+            squares = rows.float().add(product, alpha=self.adapter.scale).square().sum(-1)
             if sharding.dim == self.weight.dim() - 1:
                 squares = start_all_reduce(squares, sharding.axis).wait()
             norms.append(squares.sqrt())
@@ -191,7 +193,10 @@ class AdaptedLayer(MegatronModule):
             if magnitude is not None and norm is not None:
                 factor = (magnitude / norm).to(magnitude.dtype)
             factors.append(factor)
-        return self.rows.join(factors, self.weight[..., 0], default=1.0)
+        # The weight of an encoded layer has no memory.
+        like = next(factor for factor in factors if factor is not None)
+        like = like[..., :1].expand(self.weight.shape[:-1])
+        return self.rows.join(factors, like, default=1.0)
 
     @torch.no_grad()
     def reset_magnitudes(self) -> None:
@@ -216,7 +221,11 @@ class AdaptedDenseLayer(AdaptedLayer):
             if getattr(layer, "normalizes_in_project", False):
                 x = layer.normalize(x, layer.layer_norm_weight, layer.layer_norm_bias)
             return y + self.compute_change(x)
-        y = apply_linear(x, self.weight, None, layer.layout) + self.compute_change(x)
+        if isinstance(self, EncodedDenseLayer):
+            y = self.multiply(x, None)
+        else:
+            y = apply_linear(x, self.weight, None, layer.layout)
+        y = y + self.compute_change(x)
         y = y * self.compute_factors(self.list_magnitudes())
         return y if layer.bias is None else y + layer.bias
 

@@ -60,19 +60,20 @@ class _FrozenProduct(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         layer: EncodedDenseLayer | EncodedExperts,
+        bias: Tensor | None,
         counts: Tensor | None,
     ) -> Tensor:
         ctx.layer = layer
         ctx.save_for_backward(counts)
         weight = layer.decode_weight()
-        return layer.compute_output(x, weight, counts)
+        return layer.compute_output(x, weight, bias, counts)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
         (counts,) = ctx.saved_tensors
         weight = ctx.layer.decode_weight()
         dx = ctx.layer.compute_input_grad(dy, weight, counts)
-        return dx, None, None
+        return dx, None, None, None
 
 
 class EncodedDenseLayer(EncodedLayer):
@@ -82,12 +83,18 @@ class EncodedDenseLayer(EncodedLayer):
     layout: LinearLayout
 
     def project(self, x: Tensor) -> Tensor:
-        y: Tensor = _FrozenProduct.apply(x, self, None)
+        return self.multiply(x, self.bias)
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the product of x and the weight, plus a bias."""
+        y: Tensor = _FrozenProduct.apply(x, self, bias, None)
         return y
 
-    def compute_output(self, x: Tensor, weight: Tensor, counts: Tensor | None) -> Tensor:
-        """Return the product of x and the decoded weight."""
-        return compute_linear(x, weight, self.bias, self.layout)
+    def compute_output(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor | None
+    ) -> Tensor:
+        """Return the product of x and the decoded weight, plus the bias."""
+        return compute_linear(x, weight, bias, self.layout)
 
     def compute_input_grad(self, dy: Tensor, weight: Tensor, counts: Tensor | None) -> Tensor:
         """Return the gradient of x."""
@@ -103,10 +110,12 @@ class EncodedExperts(EncodedLayer):
     """Experts of a rank, which are decoded together."""
 
     def project(self, x: Tensor, counts: Tensor) -> Tensor:
-        y: Tensor = _FrozenProduct.apply(x, self, counts)
+        y: Tensor = _FrozenProduct.apply(x, self, None, counts)
         return y
 
-    def compute_output(self, x: Tensor, weight: Tensor, counts: Tensor | None) -> Tensor:
+    def compute_output(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor | None
+    ) -> Tensor:
         """Return the product of x and the decoded weight."""
         assert counts is not None
         return compute_grouped_product(x, weight.mT, counts)

@@ -24,10 +24,5 @@ def find_adapter_problems(config: Config) -> Iterator[str]:
             f"{encoding} with --transformer-impl {config.model.transformer_impl}, whose products "
             "need decoded weights. Use --transformer-impl local"
         )
-    if lora.lora_dora:
-        yield (
-            f"{encoding} with --lora-dora: the norms of rows need decoded weights. Leave out one "
-            "of them"
-        )
     if config.logging.log_params_norm:
         yield f"{encoding} with --log-params-norm, which needs decoded weights. Leave it out"

@@ -171,7 +171,6 @@ def test_dropout_changes_the_adapters_in_training_only():
         ("--use-mup", "--use-mup are mutually exclusive"),
         ("--compile", "--compile are mutually exclusive"),
         ("--ckpt-format torch", "requires --ckpt-format torch_dist"),
-        ("--lora-base-encoding nf4 --lora-dora", "nf4 with --lora-dora: the norms of rows need"),
         ("--lora-base-encoding nf4 --log-params-norm", "nf4 with --log-params-norm, which needs"),
         (
             "--lora-base-encoding nf4 --transformer-impl transformer_engine --bf16",

@@ -13,6 +13,7 @@ from megatron.core.models import GPTModel
 from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.adapters import base_encodings, encoded_weight
+from megatron.training.adapters.adapted_layers import reset_magnitudes
 from megatron.training.adapters.encoded_layers import count_frozen_bytes, index_encoded_layers
 from megatron.training.adapters.stored_weights import allocate_weight, store_elements
 from megatron.training.adapters.targets import add_adapters
@@ -70,6 +71,8 @@ def build_both(config, lora=ENCODED):
         if layer is not None:
             layer.store_rows(0, param.detach().flatten(0, -2))
             param.data.copy_(layer.decode_weight())
+    for model in (encoded, plain):
+        reset_magnitudes(model)
     return encoded, plain
 
 
@@ -87,9 +90,10 @@ def compute_loss(model):
     ("encoding", "targets"),
     [("nf4", ["linear_qkv", "linear_fc1", "linear_fc2"]), ("fp8", ["q_proj"])],
 )
-def test_gradients_are_those_of_decoded_weights(config, num_layers, encoding, targets):
+@pytest.mark.parametrize("dora", [False, True])
+def test_gradients_are_those_of_decoded_weights(config, num_layers, encoding, targets, dora):
     """Bitwise, with and without adapters on a layer."""
-    lora = replace(ENCODED, lora_targets=targets, lora_base_encoding=encoding)
+    lora = replace(ENCODED, lora_targets=targets, lora_base_encoding=encoding, lora_dora=dora)
     models = build_both(config, lora)
     losses = []
     for model in models:
