@@ -143,6 +143,25 @@ def test_adapters_train_the_same_as_on_local_layers(pool, layout):
         torch.testing.assert_close(ours, tensors[key], rtol=2e-2, atol=2e-5, msg=key)
 
 
+@pytest.mark.parametrize("dora", ["", "--lora-dora"])
+def test_encoded_bases_train_the_same_as_on_local_layers(pool, tmp_path, dora):
+    """Transformer Engine computes attention and the final norm; encoded layers are local ones."""
+    lora_runs.write_wide_model(tmp_path / "base")
+    flags = (
+        f"{lora_runs.WIDE_SHAPE} {lora_runs.TRAINING} {lora_runs.LORA} {dora} --adam-eps 1e-4 "
+        f"--pretrained-checkpoint {tmp_path / 'base'} --lora-base-encoding nf4 "
+        f"{LAYOUTS['tp2_sp'][1]} "
+    )
+    expected = pool.run(train, 2, flags, "")
+    outcomes, _, _ = zip(
+        *pool.run(train_with_stand_in, 2, flags + TE, forward_step, ""), strict=True
+    )
+    assert get_losses(list(outcomes)) == pytest.approx(get_losses(expected), rel=2e-5)
+    tensors = whole(expected)
+    for key, tensor in whole(list(outcomes)).items():
+        torch.testing.assert_close(tensor, tensors[key], rtol=2e-2, atol=2e-5, msg=key)
+
+
 def test_run_changes_its_backend_by_load_alone(pool, tmp_path):
     """Switch from local layers to Transformer Engine in another layout and back.
 

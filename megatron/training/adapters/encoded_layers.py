@@ -20,6 +20,7 @@ from megatron.core.private_operators import multiply_by_weight
 from megatron.core.tensor_parallel.layers import LinearLayout, compute_linear
 from megatron.core.tensor_parallel.mappings import start_input_gather, start_output_sum
 from megatron.core.transformer.grouped_linear import GroupedLinear, compute_grouped_product
+from megatron.core.transformer.layer_spec import FP8StateMixin
 from megatron.training.adapters.base_encodings import BLOCK_SIZE, ENCODINGS, BaseEncoding
 from megatron.training.adapters.encoded_weight import EncodedWeight
 
@@ -128,9 +129,15 @@ class EncodedExperts(EncodedLayer):
 
 @cache
 def _make_class(layer_class: Any) -> Any:
-    """Return the class of a layer with an encoded weight."""
-    base = EncodedExperts if issubclass(layer_class, GroupedLinear) else EncodedDenseLayer
-    return type(f"Encoded{layer_class.__name__}", (base, layer_class), {})
+    """Return the class of a layer with an encoded weight, which is a local layer.
+
+    Layers of Transformer Engine keep their weight until the backward pass.
+    """
+    local_class = layer_class
+    while issubclass(local_class, FP8StateMixin):
+        local_class = local_class.__bases__[0]
+    base = EncodedExperts if issubclass(local_class, GroupedLinear) else EncodedDenseLayer
+    return type(f"Encoded{local_class.__name__}", (base, local_class), {})
 
 
 def encode_layer(layer: Any, path: str, encoding_name: str, device: torch.device) -> None:
@@ -147,6 +154,7 @@ def encode_layer(layer: Any, path: str, encoding_name: str, device: torch.device
     meta_weight = nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
     set_param_info(meta_weight, replace(param_info(weight), trained=False))
     layer.weight = meta_weight
+    vars(layer).pop("engine", None)  # the module of Transformer Engine, which has the weight
     layer.__class__ = _make_class(layer.__class__)
     layer.encoding = encoding
     if encoding is None:

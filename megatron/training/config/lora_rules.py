@@ -19,10 +19,18 @@ def find_adapter_problems(config: Config) -> Iterator[str]:
     if lora.lora_base_encoding is None:
         return
     encoding = f"--lora-base-encoding {lora.lora_base_encoding}"
-    if config.model.transformer_impl != "local":
+    if config.model.low_precision is not None:
+        precision = f"--fp8-format {config.model.fp8}"
+        if config.model.fp8 is None:
+            precision = f"--fp4-format {config.model.fp4}"
         yield (
-            f"{encoding} with --transformer-impl {config.model.transformer_impl}, whose products "
-            "need decoded weights. Use --transformer-impl local"
+            f"{encoding} with {precision}: products with encoded weights are computed in the "
+            "precision of the decoded ones. Leave out one of them"
+        )
+    if config.model.tp_comm_overlap:
+        yield (
+            f"{encoding} with --tp-comm-overlap, which linear layers of Transformer Engine "
+            "implement: encoded layers are local ones. Leave it out"
         )
     if config.logging.log_params_norm:
         yield f"{encoding} with --log-params-norm, which needs decoded weights. Leave it out"

@@ -173,8 +173,9 @@ def test_dropout_changes_the_adapters_in_training_only():
         ("--ckpt-format torch", "requires --ckpt-format torch_dist"),
         ("--lora-base-encoding nf4 --log-params-norm", "nf4 with --log-params-norm, which needs"),
         (
-            "--lora-base-encoding nf4 --transformer-impl transformer_engine --bf16",
-            "nf4 with --transformer-impl transformer_engine, whose products",
+            "--lora-base-encoding nf4 --transformer-impl transformer_engine --bf16 "
+            "--fp8-format hybrid",
+            "nf4 with --fp8-format hybrid: products with encoded weights are",
         ),
         ("--ema-decay 0.9", "--ema-decay 0.9 are mutually exclusive"),
     ],
