@@ -39,7 +39,7 @@ from megatron.core.transformer.transformer_config import (
 from megatron.core.wings import resolve
 from megatron.training.config.run_config import Config, ModelProvider
 
-_PLAN_FROZEN_BYTES = "megatron.training.adapters.stored_weights:plan_frozen_bytes"
+_PLAN_FROZEN_BYTES = "megatron.training.adapters.frozen_weights:plan_frozen_bytes"
 _LINEAR = (ColumnParallelLinear, RowParallelLinear, GroupedLinear)
 FP32 = 4  # bytes
 FP8_BLOCK = 128  # rows and columns that share a scale with --fp8-recipe blockwise

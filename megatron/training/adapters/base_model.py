@@ -30,7 +30,7 @@ from megatron.core.terminal import escape_control_chars
 from megatron.core.wings import resolve
 from megatron.training.adapters.adapted_layers import AdaptedExperts, reset_magnitudes
 from megatron.training.adapters.encoded_layers import EncodedLayer, index_encoded_layers
-from megatron.training.adapters.stored_weights import (
+from megatron.training.adapters.frozen_weights import (
     Components,
     load_frozen_weights,
     open_stored_components,

@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.adapters import base_encodings, encoded_weight
 from megatron.training.adapters.adapted_layers import reset_magnitudes
 from megatron.training.adapters.encoded_layers import count_frozen_bytes, index_encoded_layers
-from megatron.training.adapters.stored_weights import allocate_weight, store_elements
+from megatron.training.adapters.frozen_weights import allocate_weight, store_elements
 from megatron.training.adapters.targets import add_adapters
 from megatron.training.config.lora_options import LoraConfig
 from tests import ROOT
