@@ -1,5 +1,6 @@
 """Processes as Linux reports them in /proc."""
 
+import contextlib
 import os
 import signal
 import time
@@ -30,6 +31,18 @@ def is_leader(pid: int) -> bool:
         return is_running(pid) and os.getpgid(pid) == pid
     except ProcessLookupError:
         return False
+
+
+def list_open_files(directory: Path) -> list[str]:
+    """Return the files in `directory` that this process has open, also removed ones.
+
+    Descriptors of others, e.g. of idle connections of earlier tests, may be closed at any time.
+    """
+    links = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing
+            links.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    return [link for link in links if link.startswith(f"{directory}/")]
 
 
 def wait_until(

@@ -5,7 +5,6 @@ neither is fooled.
 import gc
 import io
 import json
-import os
 import pickle
 import struct
 from dataclasses import replace
@@ -36,6 +35,7 @@ from megatron.core.dist_checkpointing.format.metadata_opcodes import (
     encode_storage_meta,
 )
 from megatron.core.safe_files.errors import CheckpointError
+from tests.support.processes import list_open_files
 
 FILES = ("__0_0.distcp", "__0_1.distcp", "__17_0.distcp")
 
@@ -231,15 +231,14 @@ def test_tensors_with_equal_boxes_share_their_list():
 
 def test_file_is_closed_with_its_last_tensor(tmp_path):
     (tmp_path / ".metadata").write_bytes(written(example()))
-    before = len(os.listdir("/proc/self/fd"))
     gc.disable()  # it must not take a collection
 
     try:
         metadata = read_metadata(tmp_path)
         assert len(metadata.tensors["w"].chunks) == 300
-        assert len(os.listdir("/proc/self/fd")) == before + 1
+        assert list_open_files(tmp_path) == [str(tmp_path / ".metadata")]
         del metadata
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert list_open_files(tmp_path) == []
     finally:
         gc.enable()
 

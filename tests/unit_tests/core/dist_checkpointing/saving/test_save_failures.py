@@ -29,7 +29,7 @@ from megatron.core.dist_checkpointing.background import SLOT_SIZE
 from megatron.core.dist_checkpointing.format import metadata_codec
 from megatron.core.dist_checkpointing.saving import save_thread
 from megatron.core.dist_checkpointing.saving import shard as shard_module
-from tests.support.processes import wait_until
+from tests.support.processes import list_open_files, wait_until
 from tests.unit_tests.core.dist_checkpointing.saved_state import (
     Training,
     assert_holds,
@@ -66,8 +66,6 @@ def test_a_failed_save_leaves_nothing_and_training_goes_on(tmp_path, name, code)
     with AsyncSaver(workers=2) as saver:  # the second file fails
         save = saver.save(training.state(), tmp_path / "good", common=training.common)
         assert save.wait().error is None
-        gc.collect()  # garbage of earlier tests may have open files
-        open_files = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
         with pytest.MonkeyPatch.context() as monkeypatch:
             Fault(monkeypatch, name, code, after=1)
             saver.save(training.state(), tmp_path / "bad", common=training.common)
@@ -76,8 +74,7 @@ def test_a_failed_save_leaves_nothing_and_training_goes_on(tmp_path, name, code)
         assert os.strerror(code) in reports[-1].error
         assert not (tmp_path / "bad").exists()
         assert os.listdir(tmp_path) == ["good"]
-        if open_files:
-            assert len(os.listdir("/proc/self/fd")) == open_files
+        assert list_open_files(tmp_path) == []
         report = saver.save(training.state(), tmp_path / "next", common=training.common).wait()
         assert report.error is None
     assert sorted(os.listdir(tmp_path)) == ["good", "next"]

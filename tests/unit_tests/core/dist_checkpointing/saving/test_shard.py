@@ -6,6 +6,7 @@ import resource
 import pytest
 
 from megatron.core.dist_checkpointing.saving.shard import ShardFile, reserve_space
+from tests.support.processes import list_open_files
 
 
 def test_space_is_reserved_before_the_first_write(tmp_path):
@@ -23,7 +24,6 @@ def test_space_is_reserved_before_the_first_write(tmp_path):
 def test_a_file_that_is_too_large_is_refused_before_the_first_write(tmp_path):
     """The message has the name of the file, and its descriptor is closed."""
     path = tmp_path / "__0_0.distcp"
-    descriptors = len(os.listdir("/proc/self/fd"))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
     try:
@@ -31,7 +31,7 @@ def test_a_file_that_is_too_large_is_refused_before_the_first_write(tmp_path):
             ShardFile(path, 2 << 20)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert list_open_files(tmp_path) == []
     assert os.stat(path).st_blocks == 0
 
 
