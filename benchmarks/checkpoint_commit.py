@@ -212,7 +212,7 @@ def main() -> None:
         help="the first one encodes all metadata, the third one other places of objects",
     )
     args = parser.parse_args()
-    # As in pretrain_gpt.py: a full collection does not visit what the imports have created.
+    # As in pretrain_gpt.py: a full collection does not visit objects created by imports.
     gc.freeze()
     job = Job(args.world, args.megabytes)
     encoder = MetadataEncoder(make_metadata(args.world))

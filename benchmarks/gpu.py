@@ -252,7 +252,7 @@ class Report:
 
     @contextmanager
     def limit(self, seconds: float) -> Iterator[None]:
-        """Stop what runs in this block after `seconds`, if the program has a time limit."""
+        """Stop the processes of this block after `seconds`, if the program has a time limit."""
         if not self._limits:
             yield
             return
@@ -296,7 +296,7 @@ class Report:
 
 
 def exit_on_termination() -> None:
-    """Let SIGTERM end the program like an error, which stops what it has started."""
+    """Let SIGTERM end the program like an error, which stops its child processes."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)
@@ -712,7 +712,7 @@ def measure_checkpoint(
 
 @contextmanager
 def open_checkpoint_directory(name: str | None) -> Iterator[Path]:
-    """Return the directory of that name, or a temporary one. Nothing is left in it."""
+    """Return the directory of that name, or a temporary one; its files are removed at the end."""
     if name is None:
         with tempfile.TemporaryDirectory(prefix="gpu_benchmark_") as temporary:
             yield Path(temporary)

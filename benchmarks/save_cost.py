@@ -33,7 +33,7 @@ TOTAL = WARM_UP + 2 * WINDOW * PAIRS
 
 
 class Mark:
-    """A time: of the device if there is one. It lags behind the host, which does not wait for it."""
+    """A time: of the device if there is one. The host does not wait for the device."""
 
     def __init__(self) -> None:
         self._event = None

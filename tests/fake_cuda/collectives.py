@@ -106,7 +106,7 @@ def two_streams(rank: int, size: int) -> None:
 
 
 def agree_during_training(rank: int, size: int) -> None:
-    """Agree on a plan while an all-reduce is queued behind a late copy."""
+    """Agree on a plan while an all-reduce is queued after a late copy."""
     ranks = Coordination.of(None)
     assert ranks.all_true(True)
 

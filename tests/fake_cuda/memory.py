@@ -50,7 +50,7 @@ def main() -> None:
         chunk: MegatronModule, batch: Batch, activation: Tensor | None
     ) -> Tensor | Loss:
         nonlocal passes
-        if passes == 0:  # what building the model took is over
+        if passes == 0:  # memory of building the model is free
             torch.cuda.reset_peak_memory_stats()
         if passes == WARM_UP * passes_per_iteration:
             after_warm_up.update(measure_host_memory())

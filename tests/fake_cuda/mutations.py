@@ -72,7 +72,7 @@ UNNEEDED = {
     "AsyncSaver.wait_staged: events[1].record()": "measures time",
 }
 
-# Files none of whose waits is removed, with what they wait for.
+# Files whose waits are kept, with the event that they wait for.
 NOT_REMOVED = {
     "megatron/conversion/huggingface/config_fields.py": "another process",
     "megatron/core/progress.py": "another thread",
@@ -160,7 +160,7 @@ class _Removal(ast.NodeTransformer):
 
 
 def _skip(waiting: Any, name: str) -> Any:
-    """Return what a wait returns, without waiting."""
+    """Return the result of a wait without waiting."""
     if name == "record_event":  # an event of an earlier moment
         import torch
 

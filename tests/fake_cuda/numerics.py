@@ -49,7 +49,7 @@ def enable() -> None:
     # Triton links its launcher to the driver, which it looks for among the system's libraries.
     os.environ.setdefault("TRITON_LIBCUDA_PATH", str(_libraries))
     ctypes.CDLL(str(_libraries / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)
-    # The real cuDNN decides at run time what it supports; its stub cannot.
+    # The real cuDNN decides at run time whether it supports a call; its stub cannot.
     torch.backends.cuda.enable_cudnn_sdp(False)
     # oneDNN rounds fp32 operands to bf16 where torch.set_float32_matmul_precision allows it for CUDA,
     # and the host may have changed that setting by the time a task runs.
@@ -200,7 +200,7 @@ def _raise_error() -> None:
 
 
 def _push_task(task: Callable[[], None]) -> None:
-    """Run `task` after what was launched on the current stream."""
+    """Run `task` after the tasks that were launched on the current stream."""
     number = next(_task_numbers)
     _tasks[number] = task
     stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
@@ -350,8 +350,8 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool) -> Tensor:
 def _make_random_kernel(func: Any, arguments: list[Any]) -> Callable[..., Any]:
     """Return the computation of a random operator, a function of the CUDA generator's state.
 
-    As on a GPU the state consists of the seed and of an offset, which torch advances by what the
-    kernels consume.
+    As on a GPU the state consists of the seed and of an offset, which torch advances by the numbers
+    that the kernels consume.
     """
     given = [value for value in arguments if isinstance(value, torch.Generator)]
     default = torch.cuda.default_generators[torch.cuda.current_device()]

@@ -99,7 +99,7 @@ def undisturbed(tmp_path_factory):
 
 @pytest.mark.parametrize("name", FEATURES)
 def test_values_of_the_cpu(name, undisturbed, tmp_path):
-    """The same training and validation losses and gradient norms as one CPU process."""
+    """Training and validation losses and gradient norms are those of one CPU process."""
     feature = FEATURES[name]
     outcomes, _ = undisturbed(name)
     reference = run(Feature(feature.flags, 1, ""), tmp_path, SAVES, device="cpu")

@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py on a fake device: what it measures in its own process."""
+"""benchmarks/gpu.py on a fake device: measurements in its own process."""
 
 import re
 from argparse import Namespace

@@ -17,7 +17,7 @@ from tests.support.training_harness import COMMON, DISTRIBUTED_OPTIMIZER, LLAMA
 TRAINING = (
     f"{COMMON}{LLAMA}--num-layers 2 --mock-data --hidden-dropout 0.1 --device cuda --train-iters 16 "
     "--async-save --save-interval 3 "
-    "--vocab-size 8000 "  # 8 MB of weights, gradients and optimizer, to notice what is not released
+    "--vocab-size 8000 "  # 8 MB of weights, gradients and optimizer: leaks are noticed
 )
 LAYOUTS = {
     "dp2": DISTRIBUTED_OPTIMIZER,

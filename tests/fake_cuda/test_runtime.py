@@ -1,4 +1,4 @@
-"""The fake CUDA runtime and NCCL themselves: they detect what they are there to detect."""
+"""The fake CUDA runtime and NCCL detect races, misuse and mismatched collectives."""
 
 import signal
 
@@ -105,7 +105,7 @@ print(event.query())
 
 
 def test_random_numbers_depend_on_the_state_of_the_device():
-    """As on a GPU: on the seed, and on what was drawn before."""
+    """Random numbers depend on the seed and on earlier draws, as on a GPU."""
     x = torch.ones(1000, device="cuda")
     torch.cuda.manual_seed(1)
     first = torch.dropout(x, 0.5, True)
@@ -150,7 +150,7 @@ def test_batched_messages_do_not_hang():
 
 
 def test_operations_of_a_communicator_run_one_after_another():
-    """Also on different streams: NCCL makes the later stream wait."""
+    """NCCL makes the later stream wait, also if the streams differ."""
     result = launch(["-m", COLLECTIVES, "two_streams"], 2, FAKE_CUDA_COPY_US="300000")
     assert result.returncode == 0, result.stderr
 

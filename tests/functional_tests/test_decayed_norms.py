@@ -1,4 +1,4 @@
-"""--apply-wd-to-qk-layernorm decays the norms of queries and keys, and nothing else."""
+"""--apply-wd-to-qk-layernorm decays the norms of queries and keys only."""
 
 import pytest
 import torch

@@ -27,7 +27,7 @@ SMALL = (
     "--lr-warmup-iters 1 --log-interval 1 --eval-iters 1 --num-workers 0 --num-threads 1 "
     "--make-vocab-size-divisible-by 8 "
 )
-RUNS = {  # script -> (processes, what differs from its layout)
+RUNS = {  # script -> (processes, changes of its layout)
     "examples/single_gpu.sh": (1, ""),
     "examples/one_node_8_gpus.sh": (4, "--recompute-num-layers 1"),
     "examples/slurm/pretrain.sbatch": (

@@ -53,7 +53,7 @@ RUNS = {  # name -> (processes, flags)
 }
 # Rotates in place.
 _IN_PLACE = {"split_and_rotate"}
-# Rotates what has been split before.
+# Rotates tensors that were split before.
 _SEPARATE = {"split_and_rotate", "split_and_rotate_backward"}
 # Rotates into new tensors, whose gradient the operator itself computes.
 _SPLIT = {"rotate", "split_and_rotate_backward"}
@@ -111,7 +111,7 @@ def test_compiled_layers_contain_the_operators(pool, name):
 
 
 def test_separate_norms_of_transformer_engine_use_the_kernel(pool):
-    """Those of experts; its norms before dense projections are part of the projections."""
+    """The norms are those of experts: the backend fuses others with the dense projections."""
     experts = f"{LLAMA} --num-experts 4 --moe-router-topk 2 "
     te = "--transformer-impl transformer_engine"
     ((outcome, names),) = pool.run(train_with_operators, 1, experts + te)

@@ -83,7 +83,7 @@ with report.measuring("next part"):
 
 
 def test_termination_ends_measured_programs(tmp_path):
-    """Also the processes that they have started, here one that keeps a named pipe open."""
+    """Their child processes are stopped, too, here one that keeps a named pipe open."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     code = f"""
@@ -101,7 +101,7 @@ run(Report(None), ["-c", "import subprocess; subprocess.run('sleep 600 > {pipe}'
 
 
 def test_too_small_disk_is_reported(tmp_path, monkeypatch):
-    """Nothing is left on it."""
+    """All files on it are removed."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     models = {"huge vocabulary": replace(SMALL["small"], vocab=10**14)}
     report = Report(tmp_path / "results.txt")

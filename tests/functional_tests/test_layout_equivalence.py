@@ -51,7 +51,7 @@ class State:
 
 @dataclass
 class Curve:
-    """What one rank measured, and its state after the first and after the last step."""
+    """Measurements of one rank, and its state after the first and after the last step."""
 
     measured: Measurements
     states: list[State]

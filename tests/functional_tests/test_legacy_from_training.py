@@ -94,7 +94,7 @@ def test_legacy_checkpoints_resume(pool, tmp_path, layout):
     ],
 )
 def test_dropout_continues_after_a_resume(pool, tmp_path, world_size, layout):
-    """The generators are those of the run, whatever the device, unless there are replicas."""
+    """The generators are those of the run on any device, unless there are replicas."""
     flags = f"{DATA} {LLAMA} {layout} --hidden-dropout 0.2 --ckpt-format torch"
     straight = pool.run(train, world_size, flags)
     pool.run(train, world_size, f"{flags} --save {tmp_path} --exit-interval 2")

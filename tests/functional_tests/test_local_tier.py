@@ -216,7 +216,7 @@ def test_replaced_node_with_other_ranks_resumes(killed, undisturbed):
 
 
 def test_replication_interval(pool, tmp_path, undisturbed):
-    """Of the local checkpoints 2, 4, 6 and 8, the second and the last one are lost with node b."""
+    """Node b takes the local checkpoints 4 and 8 of 2, 4, 6 and 8 with it."""
     killed = Killed(pool, tmp_path / "run")
     interval = "--replication-interval 2"
     killed.run("aabb", more=interval, killed_in=10)

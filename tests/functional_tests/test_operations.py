@@ -92,7 +92,7 @@ class FlippedBit(Fault):
 
 @dataclass
 class Observed:
-    """What a rank has logged, its losses, and the error that has ended it."""
+    """Log and losses of a rank, and the error that has ended it."""
 
     messages: list[str] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)

@@ -145,7 +145,7 @@ DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
     ],
 )
 def test_resuming_at_the_same_layout_is_bitwise(pool, tmp_path, layout, precision):
-    """With dropout, so that the random numbers must continue, too."""
+    """The model has dropout, so that the random numbers must continue, too."""
     world_size, flags = SINGLE[layout]
     flags = f"{DATA} {MODELS['gpt2']} {DROPOUT} {precision} {flags}"
     straight = pool.run(train, world_size, flags)

@@ -28,7 +28,7 @@ from tests import ROOT
 from tests.fuzz.mutations import Mutation, damage
 from tests.support.limited_process import limit_address_space
 
-SECONDS = 20  # of processor time for one case, some hundred times what it takes
+SECONDS = 20  # of processor time for one case, which usually takes a hundredth
 MEMORY = 1 << 30  # bytes of address space beyond those of the process at the start
 EXIT_STATUSES: list[int] = []  # of all tools run by `run_main` in this process
 TARGETS = ("to", "data_text_document.bin", "data_text_document.idx", "report.html")
@@ -46,7 +46,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Reader:
-    """A reader to test: what is built, which files are damaged and how, and what is then done.
+    """A reader to test: its input, the files to damage and how, and the action.
 
     `files` maps patterns to a mutation that keeps the file well-formed, or None. All files are also
     damaged byte by byte.
@@ -139,7 +139,7 @@ def run_case(
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
     try:
         reader.action(Case(source, base, out, rng))
-    except BaseException as error:  # nothing but a clean error is allowed
+    except BaseException as error:  # only a clean error is allowed
         text = traceback.format_exc()[-1500:]
         report(f"{name} {number}: {type(error).__name__}: {text}")
     finally:
@@ -154,7 +154,7 @@ def run_case(
 def run_intact(
     name: str, reader: Reader, base: Path, work: Path, seeds: Iterable[int], report: Callable
 ) -> None:
-    """Run the action on intact files; it must succeed, or the fuzz would test nothing."""
+    """Run the action on intact files; it must succeed, or the fuzz would not test it."""
     for seed in seeds:
         out = work / "out"
         shutil.rmtree(out, ignore_errors=True)
@@ -171,7 +171,7 @@ def find_failures(
     memory: int = MEMORY,
     start_method: str = "fork",
 ) -> list[str]:
-    """Run `run_all(report)` in a limited child process and return what it reported.
+    """Run `run_all(report)` in a limited child process and return its reports.
 
     A crash of the child is a failure, too. With the start method "spawn", `run_all` must be
     picklable (see `tests.support.limited_process`).

@@ -1,4 +1,4 @@
-"""The readers under test: how a valid input is built, which files are damaged, and what is run."""
+"""The readers under test: a valid input, the files to damage, and the action of each."""
 
 from __future__ import annotations
 

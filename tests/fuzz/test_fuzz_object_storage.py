@@ -20,7 +20,7 @@ from tests.fuzz.harness import MEMORY, SECONDS, find_failures, print_usage, run_
 from tests.fuzz.hostile_object_server import HostileServer
 from tests.fuzz.readers import CONVERT, build_converted, run_inspect
 
-# The threads of the client reserve address space; what they use is checked case by case.
+# The threads of the client reserve address space; each case checks the memory that they use.
 ADDRESS_SPACE = 8 << 30
 
 pytest.importorskip("obstore")

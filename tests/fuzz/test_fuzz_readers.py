@@ -53,7 +53,7 @@ def check_intact_files(name: str, bases: Path, tmp_path: Path, seeds: Iterable[i
 
 @pytest.mark.parametrize("name", READERS)
 def test_intact_files_are_read(name: str, bases: Path, tmp_path: Path) -> None:
-    """Readers of one action have different seeds, which choose what it does."""
+    """Readers of one action have different seeds, which choose its steps."""
     check_intact_files(name, bases, tmp_path, seeds=[list(READERS).index(name)])
 
 

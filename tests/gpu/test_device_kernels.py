@@ -382,7 +382,7 @@ def test_experts_without_tokens_have_no_gradient(device):
 
 
 def test_gradient_norm(device):
-    """Of tensors in a buffer, with and without whole blocks, relative to fp64."""
+    """Compare sums over tensors in a buffer, with and without whole blocks, with fp64."""
     torch.manual_seed(0)
     sizes = (64, 3 * 65536 + 192, 1 << 20)
     host = torch.randn(sum(sizes)) * torch.logspace(-4, 0, sum(sizes))

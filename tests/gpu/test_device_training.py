@@ -98,7 +98,7 @@ def peak_of_a_run(rank, world_size, flags):
     forward_passes = []
 
     def step(chunk, batch, activation):
-        if not forward_passes:  # what building the model took is over
+        if not forward_passes:  # memory of building the model is free
             torch.cuda.reset_peak_memory_stats()
         forward_passes.append(True)
         return forward_step(chunk, batch, activation)

@@ -3,7 +3,7 @@
 
     python tests/interop/apex_check.py CHECKOUT
 
-`FusedAdam` and the norms compute what torch's do, on the CPU; the calls of compiled functions have as many arguments as
+`FusedAdam` and the norms give the results of torch's, on the CPU; the calls of compiled functions have as many arguments as
 the C++ declarations.
 """
 

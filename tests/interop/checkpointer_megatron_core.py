@@ -61,7 +61,7 @@ def main() -> None:
     assert megatron_checkpoint.Checkpointer.__module__.startswith("megatron_checkpoint.")
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel()
-    # megatron-core asks CUDA for the current device and the states of its generators.
+    # megatron-core requests from CUDA the current device and the states of its generators.
     torch.cuda.current_device = lambda: torch.device("cpu")
     tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True)
     tensor_parallel.model_parallel_cuda_manual_seed(1)

@@ -1,4 +1,4 @@
-"""Let DeepSpeed save checkpoints of its engine, and compare what we read with their oracles.
+"""Let DeepSpeed save checkpoints of its engine, and compare our readers with their oracles.
 
     python -m tests.interop.deepspeed_engine_check DIRECTORY PYTHON [CASE ...]
 

@@ -4,7 +4,7 @@
 
 Runs in a virtual environment with torch and megatron-core, without this project. The layout "one"
 comes first: it stores the shapes of all global tensors, from which every layout fills its
-parameters. `LAYOUT.pt` gets what `layout_table.py` compares. Norms of sequence parallelism, which
+parameters. `LAYOUT.pt` gets the values that `layout_table.py` compares. Norms of sequence parallelism, which
 the local layers refuse, are torch's, marked as megatron-core marks its own.
 """
 
@@ -329,7 +329,7 @@ def main() -> None:
         case_shapes = shapes.setdefault(case, {})
         try:
             results[case] = train(fields, masked, padding, layout, case_shapes)
-        except Exception as error:  # what megatron-core refuses or cannot do on a CPU
+        except Exception as error:  # refused by megatron-core, or impossible on a CPU
             if os.environ.get("VERBOSE"):
                 traceback.print_exc()
             results[case] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

@@ -72,7 +72,7 @@ def build_model(fields: dict[str, float]) -> GPTModel:
 
 
 def list_overrides(model: GPTModel, optimizer: str) -> dict[str, dict[str, float]]:
-    """Return what differs from the optimizer's hyperparameters, by parameter."""
+    """Return the differences from the optimizer's hyperparameters, by parameter."""
     config = OptimizerConfig(optimizer=optimizer, lr=1e-2, min_lr=1e-3, adam_eps=1e-6)
     overrides = get_standard_config_overrides(config)
     overrides |= get_mup_config_overrides(config, model.config.mup_width_mult, optimizer)

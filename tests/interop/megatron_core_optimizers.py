@@ -27,7 +27,7 @@ try:
     import triton  # noqa: F401
 except ImportError:  # its kernels run on a GPU only
     import torch._dynamo
-    import torch._inductor.compile_fx  # what torch imports of triton must be missing
+    import torch._inductor.compile_fx  # torch's imports of triton must fail
 
     sys.modules["triton"] = sys.modules["triton.language"] = MagicMock(__version__="3.0.0")
 

@@ -41,7 +41,7 @@ MODELS = {
     "llama": LLAMA + TP2_DP2,  # 61 tokens: the files hold no padding rows, the peer's model does
     "llama-bf16": LLAMA + TP2_DP2 + "--bf16 ",
     "llama-pp2-bf16": LLAMA + TP2_PP2 + "--bf16 ",
-    "gpt2": GPT2 + TP2_DP2 + "--vocab-size 63 ",  # 64 tokens: nobody pads
+    "gpt2": GPT2 + TP2_DP2 + "--vocab-size 63 ",  # 64 tokens: neither program pads
     "mixtral-ep2": LLAMA + EXPERTS + "--expert-model-parallel-size 2 ",
     "mixtral-tp2-ep2": LLAMA
     + EXPERTS

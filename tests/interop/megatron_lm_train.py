@@ -129,7 +129,7 @@ def record_losses(path: Path) -> None:
 
 def main() -> None:
     source, losses, *flags = sys.argv[1:]
-    sys.path.append(source)  # behind the package: it has megatron.core with its compiled helpers
+    sys.path.append(source)  # after the package: it has megatron.core with its compiled helpers
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     replace_cuda()
     leave_out_kernels()

@@ -111,7 +111,7 @@ def build_optimizer(model: DistributedDataParallel) -> Any:
 
 
 def compute_outputs(model: GPTModel, optimizer: Any) -> dict[str, np.ndarray]:
-    """Return what a reader must read from the checkpoint."""
+    """Return the values that a reader must read from the checkpoint."""
     sequence = model.max_sequence_length
     outputs = {"tokens": torch.randint(VOCAB_SIZE, (2, sequence))}
     positions = torch.arange(sequence).expand(2, sequence)

@@ -72,7 +72,7 @@ def main() -> None:
     content = json.dumps({"model": CONFIG.as_config_dict()})
     checkpointer.write_file(folder, "config.json", content)
 
-    # Weights and moments, converted alike
+    # Weights and moments, with the same conversion
     hf_config = Olmo2Config(num_hidden_layers=2)
     states = {"model": dict(model.named_parameters())}
     for state in ("exp_avg", "exp_avg_sq"):

@@ -1,4 +1,4 @@
-"""Train an export with peft and trl, and read what they save; merge adapters as peft does.
+"""Train an export with peft and trl, and read their files; merge adapters as peft does.
 
     python -m tests.interop.peft_trl_check PYTHON WORK
 

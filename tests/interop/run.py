@@ -105,7 +105,7 @@ def check_hybrid(python: Path, work: Path) -> None:
 
 def check_megatron_lm(python: Path, work: Path, source: Path) -> None:
     """Check that its training program continues our run with our losses."""
-    # 258 tokens with the end of a document, which 0.19 counts and 0.16 does not: nobody pads at TP1
+    # 258 tokens with the end of a document, which 0.19 counts and 0.16 does not: no padding at TP1
     # or TP2.
     vocabulary = ("--vocab-size", 258 if works(python, (3, 12)) else 257)
     tracker = "--inference-rng-tracker"  # the one that needs no CUDA
@@ -213,7 +213,7 @@ def check_nemo_directories(python: Path, work: Path) -> None:
 
 
 def check_quantized(python: Path, work: Path) -> None:
-    """Compare random matrices with what the libraries of their encodings decode."""
+    """Compare decoded random matrices with the libraries of their encodings."""
     # Only one file of each is used. They run with older versions of transformers and Python.
     packages = work / "packages"
     install = ("-m", "pip", "install", "-q", "--no-deps", "--target", packages)
@@ -365,7 +365,7 @@ def assert_close(found: dict[str, float], expected: dict[str, float]) -> None:
 
 
 def check_training_folders(python: Path, work: Path) -> None:
-    """Read what other trainers have saved, and compare it with the state that they gather."""
+    """Read checkpoints of other trainers, and compare them with the state that they gather."""
     runs = {
         "accelerate_fsdp1": ("accelerate_write.py", 1, "SHARDED_STATE_DICT"),
         "accelerate_fsdp2": ("accelerate_write.py", 2, "SHARDED_STATE_DICT"),
@@ -480,7 +480,7 @@ TRAINER = (
     "pydantic",
     "tqdm",
     "tensorboard",
-)  # what it imports beside megatron-core
+)  # its imports in addition to megatron-core
 PEERS = {
     "deepspeed": Peer(
         (
@@ -705,7 +705,7 @@ def works(python: Path, oldest: tuple[int, int]) -> bool:
 
 
 def run(python: Path, *words: object, quiet: bool = False) -> None:
-    """Run, and show what it printed: all of it if it failed, the last line if it is chatty.
+    """Run, and show the output: all of it if it failed, the last line if it is long.
 
     Our own programs run at the root of the repository, where their modules are found.
     """

@@ -2,7 +2,7 @@
 
     python -m tests.interop.slime_check PYTHON WORK SOURCE
 
-PYTHON is an interpreter with what the converter imports, WORK an empty directory, and SOURCE a
+PYTHON is an interpreter with the imports of the converter, WORK an empty directory, and SOURCE a
 checkout of slime.
 """
 

@@ -101,7 +101,7 @@ def _make_message(tensors: Sequence[torch.Tensor]) -> Message:
 
 
 def trace_training_step(rank: int, world_size: int, flags: str, device: torch.device) -> Trace:
-    """Return what a rank communicates in one training step of `pretrain_gpt.py COMMON FLAGS`."""
+    """Return the communication of a rank in one training step of `pretrain_gpt.py COMMON FLAGS`."""
     config = parse_args(shlex.split(COMMON + flags), world_size)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
 

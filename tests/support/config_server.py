@@ -79,7 +79,7 @@ def _connect(pid: int) -> config_fields._ConfigProcess:
 
 
 def use_config_server() -> None:
-    """Let this process and those that it forks ask the server, if there is one."""
+    """Let this process and its forks use the server, if there is one."""
     config_fields._config_process = _connect
 
 

@@ -107,7 +107,7 @@ class Job:
         return [code for code in self.codes if code is not None]
 
     def _fail_with_stacks(self, rank: int) -> None:
-        """Report what a rank that does not end is doing."""
+        """Report the stacks of a rank that does not end."""
         self.signal(rank, STACKS_SIGNAL)
         time.sleep(1)  # until the stacks are written
         raise AssertionError(f"rank {rank} does not end:\n{self.output(rank)}")

@@ -46,7 +46,7 @@ def hash_tensor(tensor: torch.Tensor) -> str:
 
 
 def read_signature(directory: Path) -> dict[str, object]:
-    """Return what determines the model in a config.json, without its dtype."""
+    """Return the fields of a config.json that determine the model, without its dtype."""
     hf = read_json(directory / "config.json")
     args = find_family(hf).read_config(hf, {})
     config = model_config(args, hf["vocab_size"], str(directory))

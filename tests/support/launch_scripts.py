@@ -71,7 +71,7 @@ def launched(command: list[str], directory: Path, **variables: str) -> Launch:
 
 @dataclass(frozen=True)
 class PodCommand:
-    """What the first pod of a Kubernetes resource runs."""
+    """Container of the first pod of a Kubernetes resource."""
 
     command: list[str]
     variables: dict[str, str]

@@ -1,7 +1,7 @@
 """Features of the trainer, layouts, and the combinations that the equivalence suite runs.
 
 A model has one value of each group of features. Models are computed, so that they cover pairs; the
-program itself says, with the reason, which combinations do not exist.
+program itself reports, with the reason, which combinations do not exist.
 """
 
 from __future__ import annotations

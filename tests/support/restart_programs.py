@@ -26,7 +26,7 @@ from megatron.training.restart import interruption
 from megatron.training.restart.monitor import run_restartable
 
 LOST_RANK = 1
-WING = "megatron.planning.goodput"  # a module that nothing else imports here
+WING = "megatron.planning.goodput"  # a module that is not imported otherwise
 
 
 def wait_in_python() -> None:

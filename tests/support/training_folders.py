@@ -1,4 +1,4 @@
-"""Checkpoints of other trainers, compared with what the programs gather themselves."""
+"""Checkpoints of other trainers, compared with the state that the programs gather."""
 
 import json
 import os

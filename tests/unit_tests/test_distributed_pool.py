@@ -1,4 +1,4 @@
-"""The pool that multi-process tests rely on: results, failures, hangs and deaths are told apart."""
+"""The pool of multi-process tests distinguishes results, failures, hangs and deaths."""
 
 import os
 import signal

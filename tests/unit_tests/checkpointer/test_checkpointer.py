@@ -586,7 +586,7 @@ def test_optimizer_step_waits_for_staging(tmp_path):
 
 
 def test_values_changed_before_staging_fail_the_save(tmp_path, caplog):
-    """A tensor that is changed while its save is in progress is named; nothing is committed."""
+    """A tensor that is changed while it is saved is named; the save is not committed."""
     model = nn.Linear(2000, 2000)
     failed = 0
     with Checkpointer(tmp_path, model, staging_mem_limit=1) as ckpt:

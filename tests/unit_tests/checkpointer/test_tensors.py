@@ -1,4 +1,4 @@
-"""The boxes of DTensors are what DTensor stores, for any placement on any mesh."""
+"""The boxes of DTensors are their local shards, for any placement on any mesh."""
 
 import itertools
 

@@ -64,7 +64,7 @@ def only(directory, pattern):
     return max(directory.rglob(pattern), key=lambda path: path.stat().st_size)
 
 
-DAMAGES = {  # format -> what happens to the source; returns what the error must say
+DAMAGES = {  # format -> damage of the source, which returns the expected message
     "hf": [
         lambda directory: remove(shards(directory)[1]),
         lambda directory: truncate(shards(directory)[1]),
@@ -281,7 +281,7 @@ def test_stop_between_renames_restores_the_old_target(sources, tmp_path, monkeyp
 
 
 def test_leftovers_of_a_replacement_are_removed(sources, tmp_path):
-    """From a conversion killed between the renames and the removal of the old target."""
+    """The conversion was killed between the renames and the removal of the old target."""
     shutil.copytree(sources / "hf", tmp_path / ".replaced-target")
     shutil.copytree(sources / "hf", tmp_path / "target")
     convert(sources / "legacy", tmp_path / "target", "hf", overwrite=True)

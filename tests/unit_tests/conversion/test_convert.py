@@ -171,7 +171,7 @@ def test_interrupted_conversion_leaves_nothing(tmp_path, saver, monkeypatch):
 
     with pytest.raises(
         (KeyboardInterrupt, CheckpointError)
-    ):  # the saver's threads report what stopped them
+    ):  # the saver's threads report the error that stopped them
         convert(tmp_path / "run", tmp_path / "out", saver, progress=out_of_patience)
 
     assert sorted(os.listdir(tmp_path)) == ["run"]

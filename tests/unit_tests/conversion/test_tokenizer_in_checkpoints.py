@@ -42,7 +42,7 @@ def test_every_conversion_carries_the_tokenizer(model: Path, tmp_path: Path) -> 
     for index, saver in enumerate(["torch_dist", "legacy", "universal", "legacy", "torch_dist"]):
         target = tmp_path / f"{index}_{saver}"
         convert(source, target, saver)
-        shutil.rmtree(source)  # nothing is found at the path of the source
+        shutil.rmtree(source)  # the path of the source no longer exists
         source = target
         check_files(find_directory(source) / "tokenizer")
     convert(source, tmp_path / "export", "hf")

@@ -158,7 +158,7 @@ def test_pipes_and_devices_are_refused(name: str, model: Path, tmp_path: Path) -
     assert "regular file" in said[0] or "the name of a file" in said[0]
 
 
-# What leaves with a model.
+# Files that are published with a model.
 
 
 def exported(

@@ -122,7 +122,7 @@ def test_private_operators_are_called_in_one_module():
     assert not calls, "\n".join(calls)
 
 
-# What nobody needs to understand or run the left side, although the layers would permit it.
+# Packages that the left side does not need, although the layers would permit the imports.
 FORBIDDEN = {
     "megatron.training": ["megatron.conversion", "megatron.planning"],
     "megatron.checkpointer": ["megatron.conversion"],

@@ -221,7 +221,7 @@ def test_missing_object_does_not_stop_deletion(monkeypatch):
     ],
 )
 def test_payload_is_signed_without_https(server, monkeypatch, environment, ours):
-    """What the environment says is not overruled."""
+    """Variables of the environment are not overridden."""
     for name, value in environment.items():
         if value is None:
             monkeypatch.delenv(name)

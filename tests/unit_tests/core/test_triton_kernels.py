@@ -397,7 +397,7 @@ def test_residual_norm_of_strided_tensors():
 
 
 def test_kernels_compile_for_gpus(tmp_path):
-    """In a process without the interpreter."""
+    """The kernels are compiled in a process without the interpreter."""
     environment = dict(os.environ, TRITON_CACHE_DIR=str(tmp_path))
     del environment["TRITON_INTERPRET"]
     program = [sys.executable, "-m", "tests.unit_tests.core.compile_triton_kernels"]

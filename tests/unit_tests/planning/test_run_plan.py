@@ -117,8 +117,8 @@ def test_weights_in_fp8():
 
 
 def test_bytes_per_parameter():
-    """In bf16: 2 for weights, 4 for gradients, 12 for main parameters and moments, sharded over DP
-    with the distributed optimizer.
+    """bf16 takes 2 bytes for weights, 4 for gradients, and 12 for main parameters and moments, which
+    the distributed optimizer shards over DP.
     """
     alone = planned("--global-batch-size 4", 1)
     copies = planned("--global-batch-size 4", 4)

@@ -40,7 +40,7 @@ def test_one_stage():
 
 
 def test_host_memory_of_asynchronous_saves():
-    """With two ranks, each stages half of the checkpoint."""
+    """Each of two ranks stages half of the checkpoint."""
     text = summary("--save /checkpoints --async-save --use-distributed-optimizer", 2)["checkpoint"]
     whole, staged = re.findall(r"([\d.]+) MB", text)
     assert float(staged) == pytest.approx(float(whole) / 2, rel=0.02)

@@ -434,7 +434,7 @@ def test_served_page_shows_the_run_in_progress(run):
         after = urllib.request.urlopen(address, timeout=60).read().decode()
         with pytest.raises(urllib.error.HTTPError, match="404"):
             urllib.request.urlopen(f"{address}/runs", timeout=60)
-        # A browser that shows an error asks again, too: the file may be repaired.
+        # A browser that shows an error reloads, too: the file may be repaired.
         damaged = run / "runs/20990101T000000-000000.jsonl"
         damaged.write_text('{"kind": "start", "time": "yesterday"}\n')
         with pytest.raises(urllib.error.HTTPError, match="500") as failed:
@@ -473,7 +473,7 @@ def read_facts(page):
 
 
 def relative_luminance(color):
-    """As defined by WCAG 2."""
+    """Return the relative luminance as defined by WCAG 2."""
     channels = []
     for index in (1, 3, 5):
         value = int(color[index : index + 2], 16) / 255
@@ -577,7 +577,7 @@ def run_browser(page, profile, width, theme, *arguments):
 
 
 def measure(page, output, width, theme="light"):
-    """Return what `MEASURE` reports about a page at a width in pixels."""
+    """Return the measurements of a page at a width in pixels."""
     measured = page.read_text().replace("</body>", MEASURE)
     (output / "measured.html").write_text(measured)
     (output / "wrapper.html").write_text(WRAPPER.format(width=width))

@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from .tensor import Fp8Tensor, Quantizer
 
-USER_BUFFERS = []  # what `initialize_ub` was told
-CALLS = []  # (module, what it was told) of every forward pass of a linear layer
+USER_BUFFERS = []  # arguments of `initialize_ub`
+CALLS = []  # (module, arguments) of every forward pass of a linear layer
 
 
 class _Fp8:

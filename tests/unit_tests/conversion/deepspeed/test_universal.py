@@ -155,7 +155,7 @@ def test_training_state_of_golden_checkpoints(golden: Path) -> None:
     assert bloom is not None
     assert bloom.param_groups is not None
     assert bloom.scheduler == training.scheduler  # other names, the same schedule
-    assert [group["step"] for group in bloom.param_groups] == [6, 6]  # counted: there is no step.pt
+    assert [group["step"] for group in bloom.param_groups] == [6, 6]  # counted: step.pt is missing
 
 
 @pytest.mark.parametrize("name", SETS)

@@ -165,7 +165,7 @@ ROPE_FIELDS = {"rope_theta", "rope_scaling", "rope_parameters", "rope_local_base
 
 _ORIGINAL_LENGTH = "original_max_position_embeddings"
 
-# Fields whose only accepted value is the default: stating it changes nothing.
+# Fields whose only accepted value is the default.
 CONSTANTS: Drawn = {
     "is_encoder_decoder": False,
     "add_cross_attention": False,

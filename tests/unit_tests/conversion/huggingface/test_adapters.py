@@ -56,7 +56,7 @@ def test_adapter_next_to_a_model_is_not_ignored(llama: Path) -> None:
 
 
 def test_adapter_alone_is_refused_with_its_base_model(tmp_path: Path) -> None:
-    """Also where training would start from random weights."""
+    """They are refused also where training would start from random weights."""
     directory = tmp_path / "adapter"
     add_adapter(directory)
     with pytest.raises(NoCheckpointError, match=r"base model 'org/base'.*--load-dir BASE --lora "):

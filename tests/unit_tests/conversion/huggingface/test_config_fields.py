@@ -283,7 +283,7 @@ def test_mixtral_defaults(dropped: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3", "youtu"])
 def test_width_of_rotated_parts_of_latent_attention(model_type: str) -> None:
-    """transformers takes the rotary frequencies of `head_dim`, whatever `qk_rope_head_dim` is."""
+    """transformers takes the rotary frequencies of `head_dim`, for any `qk_rope_head_dim`."""
     hf = DEEPSEEK | {"model_type": model_type}
     if model_type == "youtu":
         hf = {"model_type": model_type, "qk_rope_head_dim": 8} | SIZES | {"num_key_value_heads": 4}
@@ -722,7 +722,7 @@ def test_solar_open_as_transformers_saves_it(tmp_path: Path) -> None:
 
 
 def test_cohere2_moe_as_transformers_saves_it(tmp_path: Path) -> None:
-    """With the default base of the model, and the one that it reads among rope_parameters."""
+    """Return the default base of the model, and the one that it reads from rope_parameters."""
     rope = {"rope_type": "default", "rope_theta": 500.0}
     fields = SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "num_shared_experts": 1}
     fields |= {"head_dim": 8, "rope_theta": 10000.0, "rope_parameters": rope, "rms_norm_eps": None}

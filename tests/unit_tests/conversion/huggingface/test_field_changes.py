@@ -1,5 +1,5 @@
-"""Fields of config.json, dropped, null or changed one at a time: the import is refused, or computes
-what transformers computes from the same directory.
+"""Fields of config.json, dropped, null or changed one at a time: the import is refused, or gives
+the results of transformers from the same directory.
 """
 
 import contextlib

@@ -310,7 +310,7 @@ def test_model_without_weights_of_a_zero_3_run(llama: Path) -> None:
 
 
 def test_tensor_with_two_values_is_refused(llama: Path, tmp_path: Path) -> None:
-    """transformers takes the value of the last shard, whatever the index states."""
+    """transformers takes the value of the last shard and ignores the index."""
     tensors = load_file(llama / "model.safetensors")
     shards = {f"model-0000{number}-of-00002.safetensors": dict(tensors) for number in (1, 2)}
     first, second = shards

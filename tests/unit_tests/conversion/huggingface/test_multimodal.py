@@ -334,7 +334,7 @@ ANY_LANGUAGE_MODEL = {
 
 
 def test_other_language_models_are_read(tmp_path: Path) -> None:
-    """Those that are not in `MODELS`."""
+    """Models of transformers that are not in `MODELS` are refused."""
     tested = {text.get("model_type") for text, _ in MODELS.values()}
     (llava,) = (wrapper for wrapper in WRAPPERS if wrapper.model_type == "llava")
     untested = {family.model_type for family in llava.families} - tested

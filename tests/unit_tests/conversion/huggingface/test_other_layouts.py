@@ -98,7 +98,7 @@ def test_dcp_directory_with_config(tmp_path, model, names, prefix):
 
 @pytest.mark.parametrize("model", ["llama", "qwen2"])
 def test_fused_queries_keys_and_values_of_torchtitan(tmp_path, model):
-    """For each query group: its queries, its key, its value."""
+    """Return the rows of each query group: its queries, its key, its value."""
     config, weights = load_golden(model, NEW_TITAN)
     heads = config["num_attention_heads"]
     groups = config["num_key_value_heads"]

@@ -19,7 +19,7 @@ from tests.support.memory_source import GPT_ARGS, LLAMA_ARGS, random_source
 
 GOLDEN = ROOT / "tests/golden" / "megatron_lm/mcore_0.19.2/llama_fp32_tp2pp2"
 
-# What Megatron-Bridge 0.6.2 takes from the arguments of a checkpoint.
+# Arguments of a checkpoint that Megatron-Bridge 0.6.2 uses.
 READ_BY_BRIDGE = (
     "multi_latent_attention", "heterogeneous_layers_config_path", "no_persist_layer_norm", "overlap_p2p_comm",
     "num_experts", "rotary_interleaved", "fp8_param_gather", "bias_swiglu_fusion", "bias_gelu_fusion",

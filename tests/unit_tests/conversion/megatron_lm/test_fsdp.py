@@ -141,7 +141,7 @@ def test_version_1_is_read_with_its_optimizer(tmp_path, case):
 
 
 def test_foreign_tensors_are_copied_bitwise(tmp_path):
-    """Tensors of the model that are not its parameters, whatever their shape and dtype."""
+    """Tensors of the model that are not its parameters, of any shape and dtype."""
     foreign = {
         "visual.patch_embed.weight": torch.randn(6, 3, 2).bfloat16(),
         "decoder.layers.0.indexer.weight_w": torch.arange(12, dtype=torch.int8).view(3, 4),

@@ -77,7 +77,7 @@ def test_written_legacy_directory_equals_megatrons(directory, tmp_path):
             assert_equal(seeds(expected.pop("rng_state")), seeds(got.pop("rng_state")), "seeds")
             assert got["args"].pop("model_vocab_size") == 288
             assert got["args"]["norm_epsilon"] == expected["args"].setdefault("norm_epsilon", 1e-5)
-            if not expected["args"]["group_query_attention"]:  # theirs says 1, and does not use it
+            if not expected["args"]["group_query_attention"]:  # theirs is 1, and is not used
                 expected["args"]["num_query_groups"] = expected["args"]["num_attention_heads"]
 
         assert_equal(expected, got, path.name)

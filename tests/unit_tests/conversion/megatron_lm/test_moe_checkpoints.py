@@ -94,7 +94,7 @@ def test_read_without_distributed_optimizer(archive):
         ).abs().max() < 1e-6
 
 
-# (a form to write from, what Megatron-LM wrote of the same state, its files)
+# (a form to write from, files of Megatron-LM with the same state, their names)
 THEIR_FILES = [
     ("mixtral_fp32/single_fully_reshardable", "mixtral_fp32/single_legacy", 2),
     ("mixtral_fp32/tp2ep2etp2_dp_reshardable", "mixtral_fp32/tp2ep2etp2_legacy", 8),
@@ -197,7 +197,7 @@ def test_sidecar_of_a_mixtral_round_trip(archive, tmp_path):
     [(1, 1, 1, None), (2, 1, 1, None), (1, 2, 1, None), (2, 2, 4, 1)],
 )
 def test_resharding_round_trip_is_bitwise(archive, tmp_path, tp, pp, ep, etp):
-    """From EP 2 and ETP 2 to legacy files at other layouts, then torch_dist."""
+    """Convert from EP 2 and ETP 2 to legacy files at other layouts, then to torch_dist."""
     source = open_checkpoint(archive("tp2ep2etp2_dp_reshardable"))
     expected = read_all(source)
     write_legacy(source, tmp_path / "iter_0000005", Layout.of(2, tp, pp, experts=(ep, etp)))
@@ -279,7 +279,7 @@ def test_legacy_grouped_gemm_experts_are_read(archive, tmp_path):
 
 @pytest.mark.parametrize("distributed", [True, False])
 def test_experts_with_biases_have_two_parameter_groups(tmp_path, distributed):
-    """As in gpt-oss, with EP 2."""
+    """The biases are those of gpt-oss, with EP 2."""
     sizes = {"num_experts": 4, "moe_ffn_hidden_size": 24, "use_distributed_optimizer": distributed}
     source = random_source(LLAMA_ARGS | sizes | {"add_bias_linear": True})
     assert "decoder.layers.0.mlp.experts.experts.linear_fc1.bias" in source.values

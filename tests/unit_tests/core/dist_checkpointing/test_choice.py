@@ -262,7 +262,7 @@ def test_choice(launch, inventory, expected, passed_over):
 
 @dataclass
 class History:
-    """A run in one directory: what its launches have saved, and what exists now.
+    """A run in one directory: the saves of its launches, and those that exist now.
 
     A launch trains from the chosen checkpoint and saves to both tiers, as `RunSaver` does. Saves
     can be damaged, and the user can edit the tracker.
@@ -361,7 +361,7 @@ def test_no_launch_loses_progress_without_a_reason(seed):
             assert is_named_damaged or all(c.problem is not None for c in usable)
             return
 
-        # Nothing newer is left out without a reason, and without a request for that.
+        # A newer checkpoint is left out only with a reason or on request.
         usable = (*inventory.shared, *inventory.newer, *inventory.local)
         reasons = dict(choice.passed_over)
         is_requested = request in ("return", "replace") or history.was_edited
@@ -373,7 +373,7 @@ def test_no_launch_loses_progress_without_a_reason(seed):
             assert candidate.problem is not None or is_requested or inventory.newer
         if choice.candidate is not None:
             assert choice.candidate.problem is None
-        # The same command again continues from what this launch saves.
+        # The same command again continues from the saves of this launch.
         history.launch(choice, rng.randrange(1, 10))
         again = choose(
             launch._replace(override=False), history.describe()._replace(named=inventory.named)

@@ -430,7 +430,7 @@ def test_load_detects_data_file_of_another_checkpoint(pristine, checkpoint, tmp_
 
 
 def test_load_without_verification_is_optional(checkpoint):
-    """`verify=False` reads what is in the files; it is the only way to salvage damaged data."""
+    """`verify=False` reads damaged data; it is the only way to salvage them."""
     shard = max(checkpoint.glob("*.distcp"), key=lambda path: path.stat().st_size)
     flip(shard, shard.stat().st_size // 2, 3)
     first = shard.stat().st_size // 2 // BLOCK_SIZE * BLOCK_SIZE

@@ -81,7 +81,7 @@ def test_invalid_file_means_generation_0(tmp_path, content):
 def test_error_of_the_storage_is_not_a_missing_file(tmp_path):
     """A checkpoint that cannot be read at the moment must not look like one of another program."""
     assert read_lineage(tmp_path / "iter_0000005") == Lineage((Segment(0, 5),))
-    unreadable = tmp_path / ("x" * 300)  # ENAMETOOLONG stands for EIO and ESTALE
+    unreadable = tmp_path / ("x" * 300)  # ENAMETOOLONG represents EIO and ESTALE
     with pytest.raises(OSError, match="too long"):
         read_lineage(unreadable)
 

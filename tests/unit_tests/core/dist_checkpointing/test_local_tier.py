@@ -1,4 +1,4 @@
-"""Checkpoints on the nodes' disks: who keeps whose replicas, and what a save promises when a
+"""Checkpoints on the nodes' disks: placement of replicas, and guarantees of a save when a
 neighbour fails.
 """
 
@@ -158,7 +158,7 @@ def test_a_neighbour_without_room_costs_a_warning_and_a_rank_without_room_the_sa
 
 
 def long_names(rank, size, root):
-    """What rank 1 answers is cut in the middle of a character, in one of these two at least."""
+    """Save with a message of rank 1 that is cut in the middle of a character in one of two cases."""
     warnings = []
     for number in (1, 2):
         node = Node(rank, Path(root, "x" * number, "\N{EURO SIGN}" * 80, "\N{EURO SIGN}" * 80))
@@ -377,7 +377,7 @@ def test_ranks_of_a_node_agree_on_its_name_without_hard_links(pool, tmp_path):
 
 
 def superseded(rank, size, root):
-    """The start before goes on saving; what it saves does not count, and takes nothing away."""
+    """The earlier launch continues to save; its saves do not count and replace no files."""
     new = Node(rank, root)
     old = Node(rank, root)
     new.nodes = LocalSaver(new.tier, Generation(Path(root), 2, ""), None)

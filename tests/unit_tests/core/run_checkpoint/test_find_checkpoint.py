@@ -167,7 +167,7 @@ def branch(*segments):
         # The run of one start, and one that Megatron-LM began.
         ({4: branch((1, 4)), 6: branch((1, 6)), 8: branch((1, 8)), 12: branch((1, 12))}, 8),
         ({4: None, 6: None, 8: branch((0, 6), (1, 8))}, 8),
-        # An abandoned branch of Megatron-LM, and one that began anew.
+        # An abandoned branch of Megatron-LM, and one from the start.
         ({4: None, 6: None, 8: branch((1, 8))}, 6),
     ],
 )

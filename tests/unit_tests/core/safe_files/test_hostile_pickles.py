@@ -128,7 +128,7 @@ PAYLOADS = {
 def try_to_read(read: Callable[[], object], size: int) -> str:
     """Return "refused", "loaded", or a description of another outcome.
 
-    The process has what SECURITY.md grants for a file of `size` bytes.
+    The process has the limits of SECURITY.md for a file of `size` bytes.
     """
 
     def attempt() -> str:

@@ -1,4 +1,4 @@
-"""Links inside a checkpoint: none may lead out of it, unless the user asks for that."""
+"""Links inside a checkpoint may not lead out of it, unless the user enables that."""
 
 import itertools
 import os
@@ -53,7 +53,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def replace_with_link(run: Path, pattern: str) -> None:
-    """Move what matches `pattern` out of `run` and leave a link in its place."""
+    """Move files that match `pattern` out of `run` and replace them by links."""
     inside = sorted(run.glob(pattern))[0]
     outside = run.with_name("private") / inside.name
     outside.parent.mkdir()
@@ -85,7 +85,7 @@ def test_links_that_leave_the_checkpoint_are_refused(
 def test_tracker_that_leaves_the_run_is_not_read(
     kind: str, tracker: str, checkpoints: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As for a damaged tracker, the newest checkpoint is used."""
+    """The newest checkpoint is used, as for a damaged tracker."""
     run = tmp_path / "run"
     shutil.copytree(checkpoints / kind, run)
     replace_with_link(run, tracker)
@@ -125,7 +125,7 @@ def test_named_directory_may_move_and_leave_a_link(checkpoints: Path, tmp_path: 
 
 
 def test_cache_of_hugging_face_keeps_working(checkpoints: Path, tmp_path: Path) -> None:
-    """In the cache every file of a snapshot is a link to a blob of the same model."""
+    """Every file of a snapshot in the cache is a link to a blob of the same model."""
     blobs = tmp_path / "models--a--b/blobs"
     snapshot = tmp_path / "models--a--b/snapshots/0123"
     blobs.mkdir(parents=True)

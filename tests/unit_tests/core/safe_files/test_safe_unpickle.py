@@ -1,4 +1,4 @@
-"""Nothing runs from a file, and what honest files hold comes back."""
+"""Files cannot run code, and the values of honest files are restored."""
 
 import argparse
 import collections
@@ -244,7 +244,7 @@ ATTACKS = {
     "webbrowser": b"cwebbrowser\nopen\n(S'x'\ntR.",
     "pip": b"cpip\nmain\n(S'x'\ntR.",
     "extension registry": b"\x80\x02\x82\x01.",
-    # BUILD on what an allowed global gives: (state, slot state) sets attributes
+    # BUILD on the result of an allowed global: (state, slot state) sets attributes
     "build on a function": b"ctorch\nSize\n(N}S'_call'\ncsomeproject\nX\nstb.",
     "build on a placeholder class": b"csomeproject\nX\n(N}S'__setstate__'\ncsomeproject\nY\nstb.",
     "build on a placeholder class, dict": b"csomeproject\nX\n}S'a'\nI1\nsb.",

@@ -115,7 +115,7 @@ def test_gradients_are_those_of_decoded_weights(config, num_layers, encoding, ta
 
 
 def test_memory_is_that_of_the_encoding():
-    """Neither the model nor what is kept for the backward pass contains decoded weights."""
+    """Neither the model nor tensors saved for the backward pass contain decoded weights."""
     encoded, plain = build_both(DENSE)
     layers = index_encoded_layers([encoded])
     num_elements = sum(weight.numel() for weight in layers)
@@ -148,7 +148,7 @@ def test_nf4_has_the_bytes_of_bitsandbytes():
 
 
 def test_nf4_rounds_to_the_nearest_value(monkeypatch):
-    """Also in blocks of zeros, and if a matrix is encoded in several runs of blocks."""
+    """The bytes are equal also in blocks of zeros, and with several runs of blocks per matrix."""
     values = torch.randn(6, 128, generator=torch.Generator().manual_seed(0))
     values[2, 64:] = 0.0
     scales = values.view(-1, 64).abs().amax(1).view(6, 2)

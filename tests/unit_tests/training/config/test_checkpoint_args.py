@@ -28,7 +28,7 @@ def configure(flags, world_size=1):
 
 
 def test_model_and_tokenizer_come_from_the_checkpoint(monkeypatch):
-    """Without a process group, whatever the environment of the launcher contains."""
+    """The arguments are read without a process group, in any environment of a launcher."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     config = configure(f"--use-checkpoint-args --load {CHECKPOINT}", world_size=2)
     assert (config.model.num_layers, config.model.query_groups) == (4, 2)

@@ -1,4 +1,4 @@
-"""Command lines of Megatron-DeepSpeed: what each option and each field of its file becomes."""
+"""Command lines of Megatron-DeepSpeed: translation of each option and each field of its file."""
 
 import json
 import shlex

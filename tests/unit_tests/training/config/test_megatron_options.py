@@ -270,7 +270,7 @@ def _same(ours: object, theirs: str) -> bool:
     ("hidden", "expected"), [(4096, 10880), (6144, 16384), (1024, 2688), (64, 128)]
 )
 def test_ffn_size_of_swiglu_is_rounded_down(hidden, expected):
-    """As Megatron-LM does since 0.10: int((4 * h * 2 / 3) / 64) * 64."""
+    """The default is Megatron-LM's since 0.10: int((4 * h * 2 / 3) / 64) * 64."""
     config = TransformerConfig(num_layers=1, hidden_size=hidden, num_attention_heads=4, swiglu=True)
     assert config.ffn_hidden_size == expected == int((4 * hidden * 2 / 3) / 64) * 64
 

@@ -102,7 +102,7 @@ def test_sentencepiece(sentencepiece_models):
 
 
 def test_gpt_sentencepiece_and_llama2(sentencepiece_models):
-    """GPTSentencePieceTokenizer adds nothing; Llama2Tokenizer begins every text with BOS."""
+    """GPTSentencePieceTokenizer adds no tokens; Llama2Tokenizer begins every text with BOS."""
     model = str(sentencepiece_models / "plain.model")
     oracle = sentencepiece.SentencePieceProcessor(model_file=model)
     plain, llama = (
@@ -454,7 +454,7 @@ def test_nested_json_is_an_error(tmp_path, kind):
 
 
 def test_tokenizer_code_requires_trust_remote_code(tmp_path):
-    """A directory can contain Python code, which is neither run nor asked about without the flag."""
+    """A directory can contain Python code, which is not run without the flag."""
     (tmp_path / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", None]}})
     )

@@ -78,7 +78,7 @@ def fail(directory, clock, record=False):
 def test_failed_launches_are_recorded(tmp_path):
     fail(None, 500)
     fail(tmp_path, 500)
-    assert not list(tmp_path.iterdir())  # there is no run yet
+    assert not list(tmp_path.iterdir())  # the run has not started
 
     record_of(tmp_path, 1000)
     fail(tmp_path, 2000)

@@ -5,7 +5,7 @@ import torch
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """With `capturable` alone: everything that changes is a tensor on the device."""
+    """Stand-in for `capturable=True` only: every value that changes is a tensor on the device."""
 
     def __init__(
         self, params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8, adam_w_mode=True, weight_decay=0.0,

@@ -43,7 +43,7 @@ def test_bytes_and_digests(implementation, misalignment):
 
     assert torch.equal(slot.tensor[BLOCK_SIZE : 4 * BLOCK_SIZE], content)
     assert digests == hash_blocks(memoryview(content.numpy()))
-    # Nothing around the target was changed.
+    # The memory around the target is unchanged.
     assert torch.all(slot.tensor[:BLOCK_SIZE] == MARK)
     assert torch.all(slot.tensor[4 * BLOCK_SIZE :] == MARK)
 

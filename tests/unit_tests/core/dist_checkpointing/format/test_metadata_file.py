@@ -1,4 +1,4 @@
-"""`.metadata`: plain DCP reads what we write, our own reader reads it tensor by tensor, and
+"""`.metadata`: plain DCP reads our files, our own reader reads them tensor by tensor, and
 neither is fooled.
 """
 

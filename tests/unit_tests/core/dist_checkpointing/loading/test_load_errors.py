@@ -1,4 +1,4 @@
-"""What cannot be loaded is explained: damaged, missing, misshaped, or not what was asked for."""
+"""Errors explain why a checkpoint cannot be loaded: damaged, missing, misshaped or unexpected."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""Asynchronous saves: isolated from what training does, committed without collectives."""
+"""Asynchronous saves: isolated from training, committed without collectives."""
 
 import argparse
 import errno
@@ -516,7 +516,7 @@ def test_what_is_read_while_it_is_staged_is_saved_as_from_memory(tmp_path):
 
 
 def test_an_interrupted_save_is_cancelled(tmp_path):
-    """The exception of the caller comes through, and nothing is left behind."""
+    """The exception of the caller is raised, and all files are removed."""
     begun = threading.Event()
     go_on = threading.Event()
 

@@ -185,7 +185,7 @@ def test_newest_exports_are_kept(tmp_path):
     plan = make_plan()
     for iteration in (1, 2, 3, 9):
         save(tmp_path, plan, iteration)
-    # A run that has returned to iteration 3 replaces it, and keeps what another branch has left.
+    # A run that has returned to iteration 3 replaces it, and keeps the exports of another branch.
     save(tmp_path, plan, 3, keep_last=2)
     names = sorted(path.name for path in (tmp_path / "exports").iterdir())
     assert names == ["iter_0000002", "iter_0000003", "iter_0000009"]
@@ -205,7 +205,7 @@ def save_forever(directory, iteration):
 
 
 def test_kill_leaves_complete_exports_or_none(tmp_path):
-    """Killed at random moments: what has its name is complete, and the rest can be removed."""
+    """After a kill at a random moment, an export with its name is complete."""
     rng = random.Random(5)
     exports = tmp_path / "exports"
     _, matrix, *_ = make_state()

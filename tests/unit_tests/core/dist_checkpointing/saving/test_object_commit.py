@@ -99,7 +99,7 @@ def test_async_save_is_loaded_at_another_layout(root, pool):
 
 
 def test_local_checkpoint_is_copied_by_the_owner_only(root, tmp_path):
-    """An owner that is superseded in the meantime commits nothing."""
+    """An owner that is superseded in the meantime does not commit."""
     generation = take_generation(root, {})
     training = Training(1, ROWS)
     nodes = LocalSaver(LocalTier.create(tmp_path), generation, None)
@@ -190,7 +190,7 @@ def test_suspended_owner_changes_nothing_at_any_request(root, monkeypatch, endin
     """Delay a request until another launch has taken over and saved the same iteration."""
     directory = root / "iter_0000004"
     old = take_generation(root, {"host": "old"})
-    if again:  # the place was taken before: by another branch, say
+    if again:  # the name was taken before, e.g., by another branch
         assert save_one(directory, 0, old).error is None
     elif ending == "delete":
         pytest.skip("nothing is deleted")
@@ -406,7 +406,7 @@ def test_lost_answer_after_the_commit(root, server, monkeypatch, repeatedly):
     assert lost
     if not repeatedly:
         assert report.error is None
-    if is_complete(root / "iter_0000001"):  # whatever was reported: what is committed is whole
+    if is_complete(root / "iter_0000001"):  # after any error
         assert_holds(root / "iter_0000001", 1, ROWS)
     assert save_one(root / "iter_0000001", 2, generation).error is None
     assert_holds(root / "iter_0000001", 2, ROWS)

@@ -310,7 +310,7 @@ def test_kill_at_every_step_leaves_a_complete_newest_checkpoint(tmp_path):
         outcomes.add(present)
         if not died:
             break
-        # The next launch cleans up, and the next save removes what this one could not.
+        # The next launch cleans up, and the next save removes the remaining checkpoints.
         job = start(root, after=read_tracker(root))
         lineage = make(job, 4)
         apply(job, rules, 4, lineage)

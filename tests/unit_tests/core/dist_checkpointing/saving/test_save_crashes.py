@@ -1,4 +1,4 @@
-"""Saves of processes that are killed at any moment, and what many saves leave behind: nothing."""
+"""Saves of processes that are killed at any moment; many saves leave no files or threads."""
 
 import os
 import subprocess

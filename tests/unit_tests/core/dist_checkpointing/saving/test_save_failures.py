@@ -1,4 +1,4 @@
-"""A save that fails says why and leaves nothing, on every rank, and the next one succeeds."""
+"""A failed save reports the reason and leaves no files, on every rank; the next one succeeds."""
 
 import contextlib
 import errno
@@ -83,8 +83,8 @@ def test_a_failed_save_leaves_nothing_and_training_goes_on(tmp_path, name, code)
 
 
 def test_a_file_system_that_fails_again_when_files_are_closed(tmp_path):
-    """As a network file system without room: it must not take the thread that the training thread
-    waits for.
+    """Closing fails again, as on a full network file system: it must not end the thread that the
+    training thread waits for.
     """
     training = Training(0)
     really_close = os.close
@@ -153,7 +153,7 @@ def test_files_of_a_failed_save_that_cannot_be_removed_are_removed_by_the_next(
 
 
 def test_unreadable_owner_is_not_a_removed_generation(tmp_path, monkeypatch):
-    """As a network file system or a process without file descriptors left."""
+    """Opening fails as on a network file system, or in a process without free file descriptors."""
     generation = Generation.take(tmp_path, {})
     real = os.open
 
@@ -404,7 +404,7 @@ def test_wait_at_exit_for_other_ranks_is_bounded(pool, tmp_path, wait):
 
 
 def silent_rank(rank, size, root, victim):
-    """What the other rank says of a save to which `victim` does not come."""
+    """Return the error of the other rank for a save that `victim` does not join."""
     answered = Path(root, "answered")
     with AsyncSaver() as saver:
         assert saver.save(sharded(rank, size, 0), f"{root}/0", common={}).wait().error is None
