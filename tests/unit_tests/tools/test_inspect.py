@@ -39,6 +39,7 @@ spec.loader.exec_module(tool)
 main = tool.main
 GOLDEN = ROOT / "tests" / "golden" / "megatron_lm" / "mcore_0.16.1"
 LLAMA = GOLDEN / "llama_fp32_tp2pp2"
+PNG = b"\x89PNG"
 
 
 def save_run(root, iteration, **tensors):
@@ -51,19 +52,26 @@ def save_run(root, iteration, **tensors):
 
 @pytest.fixture
 def run(tmp_path):
+    """Return the directory of a run with a weight and a bias."""
     torch.manual_seed(1)
-    return save_run(
-        tmp_path / "run", 30, weight=torch.randn(30, 20), bias=torch.randn(20).bfloat16()
-    )
+    weight = torch.randn(30, 20)
+    bias = torch.randn(20).bfloat16()
+    return save_run(tmp_path / "run", 30, weight=weight, bias=bias)
 
 
-def json_of(capsys, *arguments):
-    code = main([*map(str, arguments), "--json"])
+def inspect(*arguments):
+    """Return the exit code of a command."""
+    return main([str(argument) for argument in arguments])
+
+
+def inspect_json(capsys, *arguments):
+    """Return the exit code of a command, and its output."""
+    code = inspect(*arguments, "--json")
     return code, json.loads(capsys.readouterr().out)
 
 
 def test_show(run, capsys):
-    code, shown = json_of(capsys, "show", run)
+    code, shown = inspect_json(capsys, "show", run)
     assert code == 0
     assert shown["iteration"] == 30
     assert shown["format"] == "torch_dist"
@@ -74,73 +82,105 @@ def test_show(run, capsys):
     assert shown["objects"] == ["rng_state/shard_0.0_1.1"]
     assert shown["bytes"] == 2440
     assert shown["checksums"]
+
     directory = run / "iter_0000030"
-    assert shown["files"] == {path.name: path.stat().st_size for path in directory.glob("*.distcp")}
-    assert main(["show", str(directory), "--keys", "w*"]) == 0
+    assert shown["files"] == measure_files(directory)
+    assert inspect("show", directory, "--keys", "w*") == 0
     text = capsys.readouterr().out
+
     assert "30x20" in text
     assert "bias" not in text
 
 
+def measure_files(directory):
+    """Return the sizes of the files of tensors by name."""
+    return {path.name: path.stat().st_size for path in directory.glob("*.distcp")}
+
+
 def test_show_prints_the_largest_tensors(tmp_path, capsys):
-    tensors = {f"w{number:02d}": torch.zeros(number + 1) for number in range(12)}
+    tensors = {f"w{index:02d}": torch.zeros(index + 1) for index in range(12)}
     run = save_run(tmp_path / "run", 1, **tensors)
-    assert main(["show", str(run)]) == 0
+    assert inspect("show", run) == 0
     text = capsys.readouterr().out
+
     assert "w11" in text
     assert "w01" not in text
     assert "... and 2 smaller tensors" in text
-    assert main(["show", str(run), "--all"]) == 0
+    assert inspect("show", run, "--all") == 0
     text = capsys.readouterr().out
-    assert all(key in text for key in tensors)
+
+    for key in tensors:
+        assert key in text
     assert "smaller" not in text
 
 
-def test_show_plots_which_file_holds_what(run, tmp_path, capsys):
-    shares = compute_file_shares(run / "iter_0000030")
-    held = [kinds for parts in shares.values() for kinds in parts.values()]
-    assert sum(kinds.get("weights", 0) for kinds in held) >= 2440
-    assert sum("objects" in kinds for kinds in held) == 1
-    sizes = {path.name: path.stat().st_size for path in (run / "iter_0000030").glob("*.distcp")}
-    for name, parts in shares.items():  # apart from padding between items
-        assert 0 <= sizes.pop(name) - sum(sum(kinds.values()) for kinds in parts.values()) < 128
-    assert not sizes
+def test_shares_of_files_add_up_to_their_sizes(run):
+    directory = run / "iter_0000030"
+    sizes = measure_files(directory)
+    shares = compute_file_shares(directory)
+    assert shares.keys() == sizes.keys()
+
+    weight_bytes = 0
+    num_objects = 0
+    for name, groups in shares.items():
+        file_bytes = 0
+        for bytes_by_content in groups.values():
+            file_bytes += sum(bytes_by_content.values())
+            weight_bytes += bytes_by_content.get("weights", 0)
+            num_objects += "objects" in bytes_by_content
+        padding = sizes[name] - file_bytes
+        assert 0 <= padding < 128
+
+    assert weight_bytes >= 2440
+    assert num_objects == 1
+
+
+def test_show_plots_the_content_of_files(run, tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="the extra plots is not installed")
-    assert main(["show", str(run), "--plot", str(tmp_path / "files.png")]) == 0
-    assert (tmp_path / "files.png").read_bytes().startswith(b"\x89PNG")
-    assert main(["show", str(LLAMA / "legacy"), "--plot", str(tmp_path / "none.png")]) == 2
+    picture = tmp_path / "files.png"
+    assert inspect("show", run, "--plot", picture) == 0
+    assert picture.read_bytes().startswith(PNG)
+    assert inspect("show", LLAMA / "legacy", "--plot", tmp_path / "none.png") == 2
     assert "use plan --plot" in capsys.readouterr().err
 
 
 def test_show_of_megatron_checkpoints(capsys):
-    code, shown = json_of(capsys, "show", LLAMA / "torch_dist_fully_reshardable")
+    code, shown = inspect_json(capsys, "show", LLAMA / "torch_dist_fully_reshardable")
     assert shown["iteration"] == 5
     assert shown["args"]["num_layers"] == 4
     assert not shown["checksums"]
     assert shown["layout"] == {"tp": 2, "pp": 2, "dp": 1, "world": 4}
-    code, legacy = json_of(capsys, "show", LLAMA / "legacy")
+
+    code, legacy = inspect_json(capsys, "show", LLAMA / "legacy")
     assert code == 0
     assert legacy["format"] == "legacy"
     assert legacy["layout"] == shown["layout"]
     assert legacy["bytes"] == shown["bytes"]
-    main(["show", str(LLAMA / "torch_dist_fully_reshardable")])
-    objects = next(line for line in capsys.readouterr().out.splitlines() if "  objects " in line)
+
+    inspect("show", LLAMA / "torch_dist_fully_reshardable")
+    output = capsys.readouterr().out
+    (objects,) = [line for line in output.splitlines() if "  objects " in line]
+
     assert "16 extra states: " in objects, objects
     assert "_extra_state" not in objects, objects
 
 
 def test_verify(run, capsys):
-    assert main(["verify", str(run)]) == 0
+    assert inspect("verify", run) == 0
     assert "intact (2 tensors, 1 objects" in capsys.readouterr().out
-    shard = next(path for path in (run / "iter_0000030").iterdir() if path.name == "__0_0.distcp")
+
+    directory = run / "iter_0000030"
+    shard = directory / "__0_0.distcp"
     content = bytearray(shard.read_bytes())
     content[700] ^= 16
     shard.write_bytes(content)
-    code, report = json_of(capsys, "verify", run)
+    code, report = inspect_json(capsys, "verify", run)
+
     assert code == 1
     assert len(report["problems"]) == 1
     assert "__0_0.distcp: damaged" in report["problems"][0]
-    (run / "iter_0000030" / ".metadata").unlink()
+
+    (directory / ".metadata").unlink()
     assert main(["verify", str(run), "--ckpt-step", "30"]) == 1
     assert "DAMAGED" in capsys.readouterr().out
 
@@ -157,6 +197,7 @@ def test_diff_finds_what_differs(run, tmp_path, capsys):
     weight = torch.randn(30, 20)
     bias = torch.randn(20).bfloat16()
     same = save_run(tmp_path / "same", 7, weight=weight, bias=bias)
+
     assert main(["diff", str(run), str(same)]) == 0
     assert "2 tensors compared: equal bitwise" in capsys.readouterr().out
 
@@ -164,19 +205,22 @@ def test_diff_finds_what_differs(run, tmp_path, capsys):
     changed[3, 4] += 0.25
     changed[5, 6] = float("nan")
     other = save_run(tmp_path / "other", 7, weight=changed, bias=bias.float(), extra=torch.zeros(2))
-    code, result = json_of(capsys, "diff", run, other)
+    code, result = inspect_json(capsys, "diff", run, other)
+
     assert code == 1
     assert result["compared"] == 2
-    found = {entry["key"]: entry for entry in result["differences"]}
-    assert found["weight"]["what"] == "2 of 600 values differ"
-    assert found["weight"]["max_abs"] == float("inf")
-    assert found["bias"]["what"] == "bfloat16 and float32, 0 of 20 values differ"
-    assert found["extra"]["what"] == f"only in {other / 'iter_0000007'}"
+
+    differences = {entry["key"]: entry for entry in result["differences"]}
+    assert differences["weight"]["what"] == "2 of 600 values differ"
+    assert differences["weight"]["max_abs"] == float("inf")
+    assert differences["bias"]["what"] == "bfloat16 and float32, 0 of 20 values differ"
+    assert differences["extra"]["what"] == f"only in {other / 'iter_0000007'}"
 
     near = save_run(tmp_path / "near", 7, weight=weight + 1e-4, bias=bias)
     assert main(["diff", str(run), str(near)]) == 1
     assert "by at most 0.0001" in capsys.readouterr().out
     assert main(["diff", str(run), str(near), "--atol", "1e-3"]) == 0
+
     wide = save_run(tmp_path / "wide", 7, weight=torch.zeros(31, 20), bias=bias)
     assert main(["diff", str(run), str(wide)]) == 1
     assert "shape (30, 20) and (31, 20)" in capsys.readouterr().out
@@ -186,21 +230,23 @@ def test_diff_finds_what_differs(run, tmp_path, capsys):
 def test_diff_and_digest_across_formats(other, capsys):
     """The formats store the same state stacked or by layer, in model space or in flat buckets."""
     first = LLAMA / "torch_dist_fully_reshardable"
-    code, result = json_of(capsys, "diff", first, LLAMA / other)
+    code, result = inspect_json(capsys, "diff", first, LLAMA / other)
+
     assert code == 0
     assert result["compared"] == 108
     assert result["differences"] == []
-    assert (
-        json_of(capsys, "digest", first)[1]["digests"]
-        == json_of(capsys, "digest", LLAMA / other)[1]["digests"]
-    )
+
+    _, first_result = inspect_json(capsys, "digest", first)
+    _, other_result = inspect_json(capsys, "digest", LLAMA / other)
+    assert first_result["digests"] == other_result["digests"]
 
 
 def test_digest(run, capsys):
     torch.manual_seed(1)
     weight = torch.randn(30, 20)
-    _, result = json_of(capsys, "digest", run, "--keys", "weight")
-    assert result["digests"] == {"weight": xxhash.xxh3_128_hexdigest(weight.numpy().tobytes())}
+    expected = xxhash.xxh3_128_hexdigest(weight.numpy().tobytes())
+    _, result = inspect_json(capsys, "digest", run, "--keys", "weight")
+    assert result["digests"] == {"weight": expected}
 
 
 def test_errors_are_one_line(tmp_path, capsys):
@@ -228,6 +274,7 @@ def test_scripts_find_the_standard_library(script, tmp_path):
     result = subprocess.run(
         command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=120
     )
+
     assert result.returncode == 0, result.stderr
     assert "usage" in result.stdout, result.stderr
 
@@ -238,23 +285,34 @@ def test_plan_says_what_every_rank_reads(capsys, tp, pp, vpp):
     directory = LLAMA / "torch_dist_fully_reshardable"
     layout = ["--tensor-model-parallel-size", tp, "--pipeline-model-parallel-size", pp]
     layout += ["--virtual-pipeline-model-parallel-size", vpp]
-    code, planned = json_of(capsys, "plan", directory, *layout)
+    code, planned = inspect_json(capsys, "plan", directory, *layout)
+
     assert code == 0
     assert planned["loadable"]
     assert len(planned["ranks"]) == tp * pp
-    tensors = open_checkpoint(directory).tensors
-    weights = {key: info for key, info in tensors.items() if not key.startswith("optimizer.")}
-    replicated = sum(
-        info.nbytes for key, info in weights.items() if "layer_norm" in key or "layernorm" in key
-    )
-    assert sum(rank["weight_bytes"] for rank in planned["ranks"]) == (
-        sum(info.nbytes for info in weights.values()) + (tp - 1) * replicated
-    )
-    layers = [chunk for rank in planned["ranks"] if rank["tp"] == 0 for chunk in rank["layers"]]
-    assert sorted(number for start, stop in layers for number in range(start, stop)) == list(
-        range(4)
-    )
-    _, shared = json_of(capsys, "plan", directory, *layout, "--data-parallel-size", 2)
+
+    split = 0
+    replicated = 0
+    for key, tensor in open_checkpoint(directory).tensors.items():
+        if key.startswith("optimizer."):
+            continue
+        if "layer_norm" in key or "layernorm" in key:
+            replicated += tensor.nbytes
+        else:
+            split += tensor.nbytes
+
+    weight_bytes = sum(rank["weight_bytes"] for rank in planned["ranks"])
+    assert weight_bytes == split + tp * replicated
+
+    layers = []
+    for rank in planned["ranks"]:
+        if rank["tp"] == 0:
+            for start, stop in rank["layers"]:
+                layers += range(start, stop)
+
+    assert sorted(layers) == [0, 1, 2, 3]
+
+    _, shared = inspect_json(capsys, "plan", directory, *layout, "--data-parallel-size", 2)
     for whole, half in zip(planned["ranks"], shared["ranks"], strict=True):
         assert half["optimizer_bytes"] == -(-whole["optimizer_bytes"] // 2) > 0
     assert main(["plan", str(directory), *map(str, layout)]) == 0
@@ -263,9 +321,8 @@ def test_plan_says_what_every_rank_reads(capsys, tp, pp, vpp):
 
 @pytest.mark.parametrize(("flag", "reason"), [("tensor", "3"), ("pipeline", "4")])
 def test_plan_says_why_a_layout_is_impossible(capsys, flag, reason):
-    code, planned = json_of(
-        capsys, "plan", LLAMA / "torch_dist_fully_reshardable", f"--{flag}-model-parallel-size", 3
-    )
+    directory = LLAMA / "torch_dist_fully_reshardable"
+    code, planned = inspect_json(capsys, "plan", directory, f"--{flag}-model-parallel-size", 3)
     assert code == 1
     assert not planned["loadable"]
     assert "3" in planned["reason"]
@@ -273,7 +330,7 @@ def test_plan_says_why_a_layout_is_impossible(capsys, flag, reason):
 
 
 def test_plan_of_something_that_is_no_model(run, capsys):
-    assert main(["plan", str(run)]) in (1, 2)
+    assert inspect("plan", run) in (1, 2)
     assert main(["plan", str(run / "absent")]) == 2
     assert "absent" in capsys.readouterr().err
 
@@ -283,7 +340,7 @@ def test_plan_plots_who_reads_what(tmp_path):
     picture = tmp_path / "load.png"
     layout = ["--pipeline-model-parallel-size", "2", "--plot", str(picture)]
     assert main(["plan", str(LLAMA / "torch_dist_fully_reshardable"), *layout]) == 0
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert picture.read_bytes().startswith(PNG)
 
 
 def test_verify_writes_the_hashes_of_megatron_lm(run, capsys):
@@ -291,22 +348,24 @@ def test_verify_writes_the_hashes_of_megatron_lm(run, capsys):
     a damaged checkpoint.
     """
     directory = run / "iter_0000030"
-    assert main(["verify", str(run), "--write-integrity-json"]) == 0
+    assert inspect("verify", run, "--write-integrity-json") == 0
+
     manifest = json.loads((directory / "integrity.json").read_text())
-    files = {
-        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in directory.iterdir()
-    }
-    files.pop("integrity.json")
-    assert manifest == {"algorithm": "sha256", "files": files}
+    hashes = {}
+    for path in directory.iterdir():
+        if path.name != "integrity.json":
+            hashes[path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
+    assert manifest == {"algorithm": "sha256", "files": hashes}
+
     (directory / "common.pt").write_bytes(b"something else")
     capsys.readouterr()
-    code, report = json_of(capsys, "verify", run)
+    code, report = inspect_json(capsys, "verify", run)
+
     assert code == 1
-    assert any(
-        "does not match the hash in integrity.json" in problem for problem in report["problems"]
-    )
+    assert "does not match the hash in integrity.json" in "\n".join(report["problems"])
+
     (directory / "integrity.json").unlink()
-    assert main(["verify", str(run), "--write-integrity-json"]) == 1
+    assert inspect("verify", run, "--write-integrity-json") == 1
     assert not (directory / "integrity.json").exists()
 
 
@@ -322,36 +381,38 @@ def test_choose_prints_the_choice_of_a_launch_and_writes_nothing(tmp_path, capsy
     save_with_lineage(local, 11)
     content = b"".join(seal_checksums(encode_checksum_records({})))
     (local / ".done-0-of-1").write_bytes(content)
-    flags = ["--save", str(run), "--load", str(run), "--tensor-model-parallel-size", "64"]
-    flags += ["--non-persistent-ckpt-type", "local", "--non-persistent-local-ckpt-dir", str(nodes)]
-    flags += ["--non-persistent-save-interval", "1"]
+    common_flags = ["--tensor-model-parallel-size", "64", "--non-persistent-save-interval", "1"]
+    common_flags += ["--non-persistent-ckpt-type", "local"]
+    common_flags += ["--non-persistent-local-ckpt-dir", str(nodes)]
+    flags = ["--save", str(run), "--load", str(run), *common_flags]
+    tracker = run / "latest_checkpointed_iteration.txt"
     before = sorted(tmp_path.rglob("*"))
 
-    (run / "latest_checkpointed_iteration.txt").write_text("10")
+    tracker.write_text("10")
     assert main(["choose", *flags]) == 0
     output = capsys.readouterr().out
     assert f"starts from {local.name} on the disks of the nodes: it is the newest" in output
-    (run / "latest_checkpointed_iteration.txt").write_text("5")
+
+    tracker.write_text("5")
     assert main(["choose", *flags]) == 0
     output = capsys.readouterr().out
+
     assert f"starts from {run}/iter_0000005: the tracker names it" in output
     assert f"{run}/iter_0000010 is not used: the tracker has been edited" in output
     assert f"{local.name} on the disks of the nodes is not used" in output
-    tracker = run / "latest_checkpointed_iteration.txt"
     assert sorted(tmp_path.rglob("*")) == sorted([*before, tracker])
+
     assert main(["choose", "--load", str(run), "--save", str(run), "--ckpt-step", "7"]) == 2
     assert "--ckpt-step 7" in capsys.readouterr().err
 
     # The directory moves: its local checkpoints are reported, without the one in progress.
     (local.parent / "iter_0000012-0000001.x").mkdir()
-    run.rename(tmp_path / "moved")
-    assert (
-        main(["choose", *[flag.replace(str(run), str(tmp_path / "moved")) for flag in flags]]) == 0
-    )
+    moved = tmp_path / "moved"
+    run.rename(moved)
+    assert main(["choose", "--save", str(moved), "--load", str(moved), *common_flags]) == 0
     output = capsys.readouterr().out
-    assert (
-        f"{local} on the disks of the nodes is not used: it has the lineage of this run" in output
-    )
+    reason = "it has the lineage of this run"
+    assert f"{local} on the disks of the nodes is not used: {reason}" in output
 
 
 def save_with_lineage(directory, iteration):

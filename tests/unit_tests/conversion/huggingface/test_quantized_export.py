@@ -36,8 +36,9 @@ def export(args: dict[str, Any], directory: Path) -> MemorySource:
 def dequantize(values: torch.Tensor, scales: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
     """Return the matrix and the scale of each element in float64."""
     rows, columns = values.shape
-    spread = np.kron(scales.double().numpy(), np.ones((128, 128)))[:rows, :columns]
-    return values.double().numpy() * spread, spread
+    block = np.ones((128, 128))
+    scale_of_elements = np.kron(scales.double().numpy(), block)[:rows, :columns]
+    return values.double().numpy() * scale_of_elements, scale_of_elements
 
 
 @pytest.mark.parametrize("args", [DENSE, EXPERTS, TIED, DENSE | {"hidden_size": 192}])
@@ -47,18 +48,23 @@ def test_errors_are_those_of_rounding_to_fp8(args: dict[str, Any], tmp_path: Pat
     quantized = load_file(tmp_path / "fp8" / "model.safetensors")
     plain = load_file(tmp_path / "plain" / "model.safetensors")
     assert plain.keys() == {name for name in quantized if not name.endswith("_scale_inv")}
+
     for name, original in plain.items():
-        stored = quantized[name]
+        values = quantized[name]
         if "_proj." not in name and ".experts." not in name:
-            assert torch.equal(stored, original.bfloat16()), name
+            assert torch.equal(values, original.bfloat16()), name
             continue
+
         scales = quantized[f"{name}_scale_inv"]
-        assert (stored.dtype, scales.dtype) == (torch.float8_e4m3fn, torch.float32)
-        assert scales.shape == tuple(-(-extent // 128) for extent in original.shape)
-        found, spread = dequantize(stored, scales)
+        assert values.dtype == torch.float8_e4m3fn
+        assert scales.dtype == torch.float32
+        assert scales.shape == tuple(-(-size // 128) for size in original.shape)
+
+        decoded, scale_of_elements = dequantize(values, scales)
         expected = original.double().numpy()
-        bound = np.maximum(np.abs(expected) * 2.0**-4, spread * 2.0**-10)
-        assert np.all(np.abs(found - expected) <= bound * (1 + 1e-6)), name
+        errors = np.abs(decoded - expected)
+        bound = np.maximum(np.abs(expected) * 2.0**-4, scale_of_elements * 2.0**-10)
+        assert np.all(errors <= bound * (1 + 1e-6)), name
 
 
 @pytest.mark.parametrize("args", [DENSE, EXPERTS, TIED])
@@ -66,25 +72,30 @@ def test_transformers_reads_the_numbers(args: dict[str, Any], tmp_path: Path) ->
     """Dequantized by transformers to bf16, the model has the values that numpy dequantizes."""
     export(args, tmp_path)
     quantized = load_file(tmp_path / "fp8" / "model.safetensors")
-    reference = load_file(tmp_path / "plain" / "model.safetensors")
-    for name in reference:
+    decoded = {}
+    for name, values in quantized.items():
+        if name.endswith("_scale_inv"):
+            continue
         if f"{name}_scale_inv" in quantized:
-            values, _ = dequantize(quantized[name], quantized[f"{name}_scale_inv"])
-            reference[name] = torch.from_numpy(values).float()
+            matrix, _ = dequantize(values, quantized[f"{name}_scale_inv"])
+            decoded[name] = torch.from_numpy(matrix).float()
         else:
-            reference[name] = quantized[name].float()
-    save_file(reference, tmp_path / "plain" / "model.safetensors", {"format": "pt"})
+            decoded[name] = values.float()
 
-    found = AutoModelForCausalLM.from_pretrained(
+    save_file(decoded, tmp_path / "plain" / "model.safetensors", {"format": "pt"})
+
+    model = AutoModelForCausalLM.from_pretrained(
         tmp_path / "fp8",
         dtype=torch.float32,
         quantization_config=FineGrainedFP8Config(dequantize=True),
     )
-    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32)
-    assert found.state_dict().keys() == expected.state_dict().keys()
-    for name, value in expected.state_dict().items():
-        dequantized = found.state_dict()[name].float()
-        torch.testing.assert_close(dequantized, value, rtol=2.0**-8, atol=0)
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32)
+    actual = model.state_dict()
+    expected = reference.state_dict()
+
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(actual[name].float(), value, rtol=2.0**-8, atol=0)
 
 
 def test_modules_without_scales_are_listed(tmp_path: Path) -> None:
@@ -103,11 +114,12 @@ def test_modules_without_scales_are_listed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("args", [DENSE | {"hidden_size": 192}, EXPERTS])
 def test_export_is_read_back(args: dict[str, Any], tmp_path: Path) -> None:
     source = export(args, tmp_path)
-    found = HuggingFaceSource(tmp_path / "fp8")
-    assert found.unused == []
-    for key in found.tensors:
+    exported = HuggingFaceSource(tmp_path / "fp8")
+    assert exported.unused == []
+    for key in exported.tensors:
         expected = read_whole(source, full_precision_key(key, source.tensors))
-        torch.testing.assert_close(read_whole(found, key).float(), expected, rtol=0.07, atol=1e-3)
+        actual = read_whole(exported, key).float()
+        torch.testing.assert_close(actual, expected, rtol=0.07, atol=1e-3)
 
 
 def test_blocks_of_zeros_and_of_denormal_numbers(tmp_path: Path) -> None:
@@ -116,11 +128,12 @@ def test_blocks_of_zeros_and_of_denormal_numbers(tmp_path: Path) -> None:
     matrix[:128, :128] = 0
     matrix[128:, :128] = 1e-39
     write_huggingface(source, tmp_path / "fp8", QUANTIZE)
-    stored = load_file(tmp_path / "fp8" / "model.safetensors")
+    quantized = load_file(tmp_path / "fp8" / "model.safetensors")
     name = "model.layers.0.self_attn.o_proj.weight"
-    found, _ = dequantize(stored[name], stored[f"{name}_scale_inv"])
-    assert np.all(found[:128, :128] == 0)
-    np.testing.assert_allclose(found[128:, :128], 1e-39, rtol=0.07)
+    decoded, _ = dequantize(quantized[name], quantized[f"{name}_scale_inv"])
+
+    assert np.all(decoded[:128, :128] == 0)
+    np.testing.assert_allclose(decoded[128:, :128], 1e-39, rtol=0.07)
 
 
 def test_values_that_are_not_finite_are_refused(tmp_path: Path) -> None:

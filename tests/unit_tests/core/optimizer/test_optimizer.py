@@ -6,8 +6,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig
-from megatron.core.parallel_config import ParallelConfig
-from megatron.core.parallel_state import Axis, ParallelState
 from tests.support.compare import assert_same
 from tests.support.tiny_ddp_model import (
     HIDDEN,
@@ -17,74 +15,18 @@ from tests.support.tiny_ddp_model import (
     backward_pass,
     batch,
     build,
-    microbatches,
     run,
     snapshot,
 )
-
-ONE = ParallelState.for_rank(ParallelConfig())
-BUCKETS = DistributedDataParallelConfig(ddp_bucket_size=600, overlap_grad_reduce=True)
-ADAM = {"lr": 0.01, "weight_decay": 0.1, "adam_beta2": 0.95}
-SGD = {"optimizer": "sgd", "lr": 0.05, "weight_decay": 0.01}
-
-
-def train_ours(config, steps, ddp=BUCKETS, dtype=torch.float32, **kwargs):
-    chunk, optimizer = build(ONE, ddp, OptimizerConfig(**config), dtype, **kwargs)
-    return chunk, optimizer, run(chunk, optimizer, range(steps))
-
-
-def make_torch_groups(params, config, model):
-    """Return torch.optim groups of the main copies: no weight decay for 1-D parameters."""
-    decayed = {name: p.dim() > 1 for name, p in model.named_parameters()}
-    weight_decay = config["weight_decay"]
-    return [
-        {
-            "params": [p for name, p in params.items() if decayed[name]],
-            "weight_decay": weight_decay,
-        },
-        {"params": [p for name, p in params.items() if not decayed[name]], "weight_decay": 0.0},
-    ]
-
-
-def train_with_torch_optim(config, steps, dtype=torch.float32, clip=1.0, fused=True, **kwargs):
-    """Train with a plain loop and fp32 main copies of the parameters."""
-    model = TinyModel(dtype, **kwargs)
-    model.initialize(seed=7)
-    main = {name: p.detach().float().clone() for name, p in model.named_parameters()}
-    groups = make_torch_groups(main, config, model)
-    if config.get("optimizer") == "sgd":
-        optimizer = torch.optim.SGD(groups, lr=config["lr"], momentum=0.9, fused=fused)
-    else:
-        optimizer = torch.optim.AdamW(groups, lr=config["lr"], betas=(0.9, 0.95), fused=fused)
-    norms = []
-    for step in range(steps):
-        for value in main.values():
-            value.grad = torch.zeros_like(value)
-        for tokens, labels in microbatches(step, Axis(), 2):
-            model.zero_grad()
-            (model(tokens, labels) / 2).backward()
-            for name, param in model.named_parameters():
-                main[name].grad += param.grad.float()
-        norms.append(
-            torch.cat([value.grad.flatten().double() for value in main.values()]).norm().item()
-        )
-        if clip:
-            for value in main.values():
-                value.grad *= min(1.0, clip / (norms[-1] + 1e-6))
-        optimizer.step()
-        with torch.no_grad():
-            for name, param in model.named_parameters():
-                param.copy_(main[name])
-    return main, optimizer, norms
-
-
-def main_params(chunk, optimizer):
-    """Return the fp32 main parameters by name, read through their boxes."""
-    prefix = "optimizer.state.param."
-    state = snapshot(chunk, optimizer)
-    return {
-        key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)
-    }
+from tests.unit_tests.core.optimizer.torch_training import (
+    ADAM,
+    ONE,
+    SGD,
+    read_main_params,
+    train_ours,
+    train_with_torch_optim,
+    without_padding,
+)
 
 
 @pytest.mark.parametrize("config", [ADAM, SGD], ids=["adamw", "sgd"])
@@ -93,8 +35,8 @@ def test_25_steps_match_torch_optim_bitwise(config, dtype):
     """Without clipping the gradients are equal, and the fused kernels are elementwise."""
     chunk, optimizer, _ = train_ours({**config, "clip_grad": 0.0}, 25, dtype=dtype)
     expected, _, _ = train_with_torch_optim(config, 25, dtype, clip=0.0)
-    for name, value in main_params(chunk, optimizer).items():
-        assert torch.equal(value, expected[name][: len(value)]), name
+    for name, value in read_main_params(chunk, optimizer).items():
+        assert torch.equal(value, without_padding(expected[name], value)), name
     for name, param in chunk.module.named_parameters():
         assert torch.equal(param, expected[name].to(dtype)), name
 
@@ -108,10 +50,14 @@ def test_25_clipped_steps_match_torch_optim(config, bucket_size, tied):
     expected, _, norms = train_with_torch_optim(config, 25, clip=4.0, fused=False, tied=tied)
     # Rounding errors of the parameters add up over the steps; they depend on the processor
     # (measured: 1.3e-6).
-    assert [result.grad_norm.item() for _, result in results] == pytest.approx(norms, rel=5e-6)
+    our_norms = [result.grad_norm.item() for _, result in results]
+
+    assert our_norms == pytest.approx(norms, rel=5e-6)
     assert max(norms) > 4.0 > min(norms), "both sides of the clipping threshold"
-    for name, value in main_params(chunk, optimizer).items():
-        torch.testing.assert_close(value, expected[name][: len(value)], rtol=1e-5, atol=1e-6)
+
+    for name, value in read_main_params(chunk, optimizer).items():
+        expected_value = without_padding(expected[name], value)
+        torch.testing.assert_close(value, expected_value, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("rounded", [("exp_avg",), ("exp_avg_sq",), ("exp_avg", "exp_avg_sq")])
@@ -130,11 +76,15 @@ def test_rounded_moments_match_torch_optim_with_rounding_bitwise(rounded):
         expected, _, _ = train_with_torch_optim(ADAM, 10, clip=0.0)
     finally:
         hook.remove()
-    plain, _, _ = train_with_torch_optim(ADAM, 10, clip=0.0)
-    found = main_params(chunk, optimizer)
-    for name, value in found.items():
-        assert torch.equal(value, expected[name][: len(value)]), name
-    assert any(not torch.equal(value, plain[name][: len(value)]) for name, value in found.items())
+
+    unrounded, _, _ = train_with_torch_optim(ADAM, 10, clip=0.0)
+    num_changed = 0
+    for name, value in read_main_params(chunk, optimizer).items():
+        assert torch.equal(value, without_padding(expected[name], value)), name
+        num_changed += not torch.equal(value, without_padding(unrounded[name], value))
+
+    assert num_changed > 0, "rounding must matter"
+
     for shard in optimizer.shards:
         for name, state in shard.state.items():
             assert state.dtype == (torch.bfloat16 if name in rounded else torch.float32)
@@ -143,21 +93,27 @@ def test_rounded_moments_match_torch_optim_with_rounding_bitwise(rounded):
 def test_moments_match_torch_optim():
     chunk, optimizer, _ = train_ours({**ADAM, "clip_grad": 0.0}, 3)
     expected, reference, _ = train_with_torch_optim(ADAM, 3, clip=0.0)
-    whole = snapshot(chunk, optimizer)
-    assert len(whole) == 4 * len(expected)
+    tensors = snapshot(chunk, optimizer)
+    assert len(tensors) == 4 * len(expected)
+
     for name, param in expected.items():
-        for state in ("exp_avg", "exp_avg_sq"):
-            value = whole[f"optimizer.state.{state}.{name}"]
-            assert torch.equal(value, reference.state[param][state][: len(value)]), name
+        for moment in ("exp_avg", "exp_avg_sq"):
+            value = tensors[f"optimizer.state.{moment}.{name}"]
+            expected_value = reference.state[param][moment]
+            assert torch.equal(value, without_padding(expected_value, value)), name
 
 
 def test_loss_scale_does_not_change_the_result():
-    plain_run = train_ours(ADAM, 5)
-    scaled = train_ours({**ADAM, "loss_scale": 1024.0}, 5)
-    for (loss, result), (scaled_loss, scaled_result) in zip(plain_run[2], scaled[2], strict=True):
-        assert loss == scaled_loss
-        assert torch.equal(result.grad_norm, scaled_result.grad_norm)
-    assert all(map(torch.equal, plain_run[0].parameters(), scaled[0].parameters()))
+    chunk, _, results = train_ours(ADAM, 5)
+    scaled_chunk, _, scaled_results = train_ours({**ADAM, "loss_scale": 1024.0}, 5)
+    for plain, scaled in zip(results, scaled_results, strict=True):
+        loss, result = plain
+        scaled_loss, scaled_result = scaled
+        assert scaled_loss == loss
+        assert torch.equal(scaled_result.grad_norm, result.grad_norm)
+
+    for param, scaled_param in zip(chunk.parameters(), scaled_chunk.parameters(), strict=True):
+        assert torch.equal(scaled_param, param)
 
 
 def initial_params(dtype=torch.float32, **kwargs):
@@ -168,54 +124,64 @@ def initial_params(dtype=torch.float32, **kwargs):
 
 def test_decoupled_lr_applies_to_embedding_and_output_layer():
     config = {**SGD, "sgd_momentum": 0.0, "weight_decay": 0.0, "clip_grad": 0.0}
-    before = initial_params(tied=False)
-    coupled, decoupled = (
-        dict(train_ours({**config, **extra}, 1, tied=False)[0].module.named_parameters())
-        for extra in ({}, {"decoupled_lr": 0.1})
-    )
-    for name, start in before.items():
+    chunk, _, _ = train_ours(config, 1, tied=False)
+    decoupled_chunk, _, _ = train_ours({**config, "decoupled_lr": 0.1}, 1, tied=False)
+    coupled = dict(chunk.module.named_parameters())
+    decoupled = dict(decoupled_chunk.module.named_parameters())
+    for name, start in initial_params(tied=False).items():
         ratio = 2.0 if name in ("word_embeddings.weight", "output_layer.weight") else 1.0
-        torch.testing.assert_close(
-            decoupled[name] - start, ratio * (coupled[name] - start), rtol=1e-4, atol=1e-6
-        )
+        update = coupled[name] - start
+        decoupled_update = decoupled[name] - start
+        torch.testing.assert_close(decoupled_update, ratio * update, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 def test_nonfinite_gradient_changes_nothing(dtype, bad):
-    chunk, optimizer, _ = train_ours(
-        {**ADAM, "initial_loss_scale": 64.0, "hysteresis": 1}, 2, dtype=dtype
-    )
+    config = {**ADAM, "initial_loss_scale": 64.0, "hysteresis": 1}
+    chunk, optimizer, _ = train_ours(config, 2, dtype=dtype)
     before = snapshot(chunk, optimizer)
     plain_before = optimizer.state_dict()
+
+    # A step with one bad value
     backward_pass(chunk, 2, loss_scale=optimizer.loss_scale)
     chunk.module.decoder.layers[1].norm.main_grad[3] = bad
     finalize_model_grads([chunk], ONE)
     result = optimizer.step()
+
     assert result.skipped
     assert not torch.isfinite(result.grad_norm)
     assert_same(before, snapshot(chunk, optimizer))
-    assert optimizer.state_dict()["optimizer"] == plain_before["optimizer"], (
-        "the skipped step must not be counted"
-    )
+    # The skipped step is not counted.
+    assert optimizer.state_dict()["optimizer"] == plain_before["optimizer"]
     assert optimizer.loss_scale == (32.0 if dtype == torch.float16 else 1.0)
+
+    # A good step
     ((_, result),) = run(chunk, optimizer, [3])
     assert not result.skipped
-    assert optimizer.state_dict()["optimizer"]["param_groups"][0]["step"] == 3
+    assert count_steps(optimizer) == 3
+
+
+def count_steps(optimizer):
+    groups = optimizer.state_dict()["optimizer"]["param_groups"]
+    return groups[0]["step"]
 
 
 def test_fp16_lowers_its_loss_scale_until_gradients_fit():
     """Training continues once the initial scale, which is too high, has been lowered."""
-    chunk, optimizer, results = train_ours(
-        {**ADAM, "initial_loss_scale": 2.0**24, "hysteresis": 1}, 20, dtype=torch.float16
-    )
+    config = {**ADAM, "initial_loss_scale": 2.0**24, "hysteresis": 1}
+    _, optimizer, results = train_ours(config, 20, dtype=torch.float16)
     skipped = [bool(result.skipped) for _, result in results]
-    first = skipped.index(False)
-    assert first > 0
-    assert not any(skipped[first:])
-    assert optimizer.loss_scale == 2.0 ** (24 - first)
-    assert optimizer.state_dict()["optimizer"]["param_groups"][0]["step"] == 20 - first
-    assert results[-1][0] < results[0][0]
+    num_skipped = skipped.index(False)
+
+    assert num_skipped > 0
+    assert not any(skipped[num_skipped:])
+    assert optimizer.loss_scale == 2.0 ** (24 - num_skipped)
+    assert count_steps(optimizer) == 20 - num_skipped
+
+    first_loss, _ = results[0]
+    last_loss, _ = results[-1]
+    assert last_loss < first_loss
 
 
 def test_norm_and_zeros_match_the_model():
@@ -224,11 +190,17 @@ def test_norm_and_zeros_match_the_model():
     grads = torch.cat([p.main_grad.flatten() for p in chunk.module.parameters()])
     zeros = (grads == 0).sum().item()
     assert zeros > 2 * (PADDED_VOCAB - VOCAB) * HIDDEN - 1
+
     finalize_model_grads([chunk], ONE)
+    norm = grads.double().norm().item()
     result = optimizer.step(count_zeros=True)
-    assert result.grad_norm.item() == pytest.approx(grads.double().norm().item(), rel=1e-6)
+
+    assert result.grad_norm.item() == pytest.approx(norm, rel=1e-6)
     assert result.num_zeros.item() == zeros
-    assert build(ONE)[1].step().num_zeros is None
+
+    # Zeros are counted on request only.
+    _, another_optimizer = build(ONE)
+    assert another_optimizer.step().num_zeros is None
 
 
 def test_per_token_loss_is_divided_by_all_tokens():
@@ -243,8 +215,10 @@ def test_per_token_loss_is_divided_by_all_tokens():
     reference.zero_grad_buffer()
     reference(tokens, labels).backward()
     finalize_model_grads([reference], ONE)
-    results = [o.step().grad_norm.item() for o in (optimizer, reference_optimizer)]
-    assert results[0] == pytest.approx(results[1], rel=1e-5)
+
+    norm = optimizer.step().grad_norm.item()
+    expected_norm = reference_optimizer.step().grad_norm.item()
+    assert norm == pytest.approx(expected_norm, rel=1e-5)
     for param, expected in zip(chunk.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(param, expected, rtol=1e-5, atol=1e-6)
 

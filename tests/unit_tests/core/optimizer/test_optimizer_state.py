@@ -59,16 +59,18 @@ def test_resumed_run_equals_uninterrupted_run(config, dtype):
     fill({**model_state, **other_optimizer.sharded_state_dict(model_state)}, stored)
     other_optimizer.load_state_dict(plain_state, model_state)
     run(other, other_optimizer, range(3, 6))
+
     assert_same(snapshot(chunk, optimizer), snapshot(other, other_optimizer))
     assert repr(optimizer.state_dict()) == repr(other_optimizer.state_dict())
 
 
 def test_weight_decay_of_norms_follows_the_checkpoint():
-    """As from DeepSpeed's own optimizer: without gradients, all weights shrink alike."""
+    """As from DeepSpeed's own optimizer: without gradients, all weights shrink by the same factor."""
     config = OptimizerConfig(**ADAM, clip_grad=0.0)
     chunk, optimizer = build(ONE, config=config)
     state = optimizer.state_dict()
     assert [group["wd_mult"] for group in state["optimizer"]["param_groups"]] == [1.0, 0.0]
+
     for group in state["optimizer"]["param_groups"]:
         group["wd_mult"] = 1.0
     optimizer.load_state_dict(state, chunk.sharded_state_dict())
@@ -77,8 +79,10 @@ def test_weight_decay_of_norms_follows_the_checkpoint():
     before = snapshot(chunk, optimizer)
     optimizer.step()
     after = snapshot(chunk, optimizer)
+
     for name in chunk.sharded_state_dict():
         torch.testing.assert_close(after[name], before[name] * (1 - 0.01 * 0.1))
+
     saved = optimizer.state_dict()["optimizer"]["param_groups"]
     assert [group["wd_mult"] for group in saved] == [1.0, 1.0]
 
@@ -93,23 +97,25 @@ def test_weights_are_computed_from_loaded_main_parameters():
     fill(model_state, stored)
     fill(other_optimizer.sharded_state_dict(model_state), stored)
     other_optimizer.load_state_dict(optimizer.state_dict(), model_state)
+    tensors = snapshot(other, other_optimizer)
+
     for name in model_state:
-        assert torch.equal(
-            snapshot(other, other_optimizer)[name], stored[f"optimizer.state.param.{name}"]
-        )
+        assert torch.equal(tensors[name], stored[f"optimizer.state.param.{name}"])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_reload_after_loading_only_weights(dtype):
-    donor, other = build(ONE, dtype=dtype)
-    run(donor, other, range(2))
+    donor, donor_optimizer = build(ONE, dtype=dtype)
+    run(donor, donor_optimizer, range(2))
     chunk, optimizer = build(ONE, SHARDED, dtype=dtype)
     fill_with_garbage(chunk, optimizer)
     model_state = chunk.sharded_state_dict()
     fill(model_state, assemble([boxes_of(donor.sharded_state_dict())]))
     optimizer.reload_model_params(model_state)
+    expected = dict(donor.module.named_parameters())
+
     for name, param in chunk.module.named_parameters():
-        assert torch.equal(param, dict(donor.module.named_parameters())[name]), name
+        assert torch.equal(param, expected[name]), name
     for shard in optimizer.shards:
         assert torch.equal(shard.param, shard.bucket.param_shard.float())
 
@@ -117,42 +123,54 @@ def test_reload_after_loading_only_weights(dtype):
 @pytest.mark.parametrize("config", [ADAM, SGD], ids=["adamw", "sgd"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_padding_stays_zero(config, dtype):
-    chunk, optimizer = build(
-        ONE, SHARDED, OptimizerConfig(**config, initial_loss_scale=2.0**10), dtype, tied=False
-    )
+    config = OptimizerConfig(**config, initial_loss_scale=2.0**10)
+    chunk, optimizer = build(ONE, SHARDED, config, dtype, tied=False)
     run(chunk, optimizer, range(10))
     padded = {id(chunk.module.word_embeddings.weight), id(chunk.module.output_layer.weight)}
-    seen = 0
+    num_checked = 0
     for shard in optimizer.shards:
-        for data in (*shard.tensors.values(), shard.bucket.param_shard, shard.bucket.grad_shard):
-            gaps = torch.ones_like(data, dtype=torch.bool)
-            for piece in shard.bucket.pieces():
-                gaps[piece.start : piece.stop] = False
+        bucket = shard.bucket
+        for data in (*shard.tensors.values(), bucket.param_shard, bucket.grad_shard):
+            is_gap = torch.ones_like(data, dtype=torch.bool)
+            for piece in bucket.pieces():
+                is_gap[piece.start : piece.stop] = False
                 if id(piece.param) in padded:
-                    assert not data[piece.start : piece.stop].view(PADDED_VOCAB, -1)[VOCAB:].any()
-                    seen += 1
-            assert not data[gaps].any(), "elements of no parameter"
-    assert seen >= 2 * 3
+                    rows = data[piece.start : piece.stop].view(PADDED_VOCAB, -1)
+                    assert not rows[VOCAB:].any()
+                    num_checked += 1
+            assert not data[is_gap].any(), "elements of no parameter"
+
+    assert num_checked >= 2 * 3
 
 
 def test_state_dict_has_megatron_lms_form():
-    _, optimizer = build(
-        ONE, config=OptimizerConfig(lr=0.01, decoupled_lr=0.02), dtype=torch.float16
-    )
+    config = OptimizerConfig(lr=0.01, decoupled_lr=0.02)
+    _, optimizer = build(ONE, config=config, dtype=torch.float16)
     state = optimizer.state_dict()
     assert state["param_state_sharding_type"] == "fully_reshardable"
+
     groups = state["optimizer"]["param_groups"]
-    assert [(g["wd_mult"], g["is_decoupled_lr"]) for g in groups] == [
-        (1.0, False),
-        (0.0, False),
-        (1.0, True),
-    ]
+    assert [group["wd_mult"] for group in groups] == [1.0, 0.0, 1.0]
+    assert [group["is_decoupled_lr"] for group in groups] == [False, False, True]
+
     for group in groups:
         assert set(group) == {
-            "is_expert_parallel", "default_config", "wd_mult", "lr_mult", "is_decoupled_lr", "max_lr", "min_lr", "lr",
-            "bias_correction", "betas", "eps", "weight_decay", "step",
-        }  # fmt: skip
+            "is_expert_parallel",
+            "default_config",
+            "wd_mult",
+            "lr_mult",
+            "is_decoupled_lr",
+            "max_lr",
+            "min_lr",
+            "lr",
+            "bias_correction",
+            "betas",
+            "eps",
+            "weight_decay",
+            "step",
+        }
         assert type(group["step"]) is int
+
     assert set(state["grad_scaler"]) == {"scale", "growth_tracker", "hysteresis_tracker"}
 
 
@@ -164,6 +182,7 @@ def test_missing_or_ambiguous_step_is_an_error(steps):
         group["step"] = step
         if step is None:
             del group["step"]
+
     with pytest.raises(ValueError, match="--no-load-optim"):
         optimizer.load_state_dict(state, chunk.sharded_state_dict())
 
@@ -200,37 +219,48 @@ def test_boxes_match_slices_of_dense_tensors(tp, dp, dtype):
         for shard in optimizer.shards:
             for piece in shard.bucket.pieces():
                 for prefix, data in shard.tensors.items():
-                    dense = local_values(prefix + names[id(piece.param)], piece, ps)
-                    got = data[piece.start : piece.stop]
-                    assert torch.equal(got, dense.flatten()[piece.param_start :][: len(got)])
+                    actual = data[piece.start : piece.stop]
+                    dense = local_values(prefix + names[id(piece.param)], piece, ps).flatten()
+                    expected = dense[piece.param_start :][: len(actual)]
+                    assert torch.equal(actual, expected)
+
         boxes.append(boxes_of(state))
-    whole = assemble(boxes)
-    assert len(whole) == 3 * len(names)
-    assert_same(whole, {key: random_values(key, value.shape) for key, value in whole.items()})
+
+    tensors = assemble(boxes)
+    assert len(tensors) == 3 * len(names)
+    for key, tensor in tensors.items():
+        assert torch.equal(tensor, random_values(key, tensor.shape)), key
 
 
 def random_values(key, shape):
-    return torch.rand(shape, generator=torch.Generator().manual_seed(sum(key.encode())))
+    """Return values that depend on the key only."""
+    generator = torch.Generator().manual_seed(sum(key.encode()))
+    return torch.rand(shape, generator=generator)
 
 
 def local_values(key, piece, ps):
     """Return the values of the rank's parameter, computed without boxes."""
-    rows, *columns = piece.param.shape
+    local_rows, *columns = piece.param.shape
     if not piece.info.sharding.is_split:
         return random_values(key, piece.param.shape)
-    rows *= ps.tp.size
-    vocabulary = "embeddings" in key or "output" in key
-    assert rows == (PADDED_VOCAB if vocabulary else HIDDEN)
-    dense = torch.zeros(rows, *columns)
-    values = random_values(key, (VOCAB if vocabulary else rows, *columns))
-    dense[: len(values)] = values
+    padded_rows = HIDDEN
+    rows = HIDDEN
+    if "embeddings" in key or "output" in key:
+        padded_rows = PADDED_VOCAB
+        rows = VOCAB
+    assert local_rows * ps.tp.size == padded_rows
+
+    dense = torch.zeros(padded_rows, *columns)
+    dense[:rows] = random_values(key, (rows, *columns))
     return dense.chunk(ps.tp.size)[ps.tp.rank]
 
 
 @pytest.mark.parametrize("name", UPDATE_RULES)
 def test_unchanged_hyperparameters_load_without_warning(name, caplog):
-    extra = {"ademamix_beta3": 0.99, "ademamix_alpha": 4.0} if name == "ademamix" else {}
-    chunk, optimizer = build(ONE, config=OptimizerConfig(name, lr=0.01, **extra))
+    options = {}
+    if name == "ademamix":
+        options = {"ademamix_beta3": 0.99, "ademamix_alpha": 4.0}
+    chunk, optimizer = build(ONE, config=OptimizerConfig(name, lr=0.01, **options))
     state = copy.deepcopy(optimizer.state_dict())
     optimizer.load_state_dict(state, chunk.sharded_state_dict())
     assert not caplog.records

@@ -13,20 +13,19 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.module import MegatronModule, Normal, ParamInfo, make_parameter
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig
 from megatron.core.optimizer.flat_shard import compute_scale, store_with_new_scale
-from megatron.core.parallel_config import ParallelConfig
-from megatron.core.parallel_state import ParallelState
 from megatron.core.sharding import Sharding
 from tests.support.tiny_ddp_model import backward_pass, build, snapshot
-from tests.unit_tests.core.optimizer.test_optimizer import (
+from tests.unit_tests.core.optimizer.torch_training import (
     ADAM,
-    main_params,
+    ONE,
+    read_main_params,
     train_ours,
     train_with_torch_optim,
+    without_padding,
 )
 
 DTYPES = {"fp16": torch.float16, "fp8": torch.float8_e4m3fn}
 LIMITS = {"fp16": 32752.0, "fp8": 448.0}
-ONE = ParallelState.for_rank(ParallelConfig())
 
 
 def round_to_fp8(values):
@@ -51,9 +50,9 @@ def round_as_transformer_engine(values, dtype, scale=None):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_stored_values_are_those_of_transformer_engine(dtype):
     generator = torch.Generator().manual_seed(3)
-    for number in range(200):
-        size = 10.0 ** (number % 30 - 25)
-        values = torch.randn(257, generator=generator).pow(3) * size
+    for index in range(200):
+        magnitude = 10.0 ** (index % 30 - 25)
+        values = torch.randn(257, generator=generator).pow(3) * magnitude
         stored = torch.zeros(257, dtype=DTYPES[dtype])
         scale = torch.ones(())
         store_with_new_scale(stored, values, scale)
@@ -64,7 +63,7 @@ def test_stored_values_are_those_of_transformer_engine(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_storing_stored_values_changes_nothing(dtype):
-    """For each fp32 mantissa of the largest value, the same scale follows from what is stored."""
+    """For each fp32 mantissa of the largest value, the stored value leads to the same scale."""
     limit = LIMITS[dtype]
     mantissas = torch.arange(1 << 23, dtype=torch.int32)
     for exponent in (1, 127):
@@ -73,7 +72,8 @@ def test_storing_stored_values_changes_nothing(dtype):
         stored = (largest * scale.reciprocal()).half()
         if exponent > 1:  # otherwise the scale is the smallest normal number
             assert torch.all(stored == limit)
-        assert torch.equal(compute_scale(stored.float() * scale, DTYPES[dtype]), scale)
+        restored = stored.float() * scale
+        assert torch.equal(compute_scale(restored, DTYPES[dtype]), scale)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -88,6 +88,11 @@ def test_zeros_and_subnormal_values(dtype, largest):
     assert (restored - values).abs().max() <= 2.0**-126
 
 
+def make_dtype_options(rounded):
+    """Return the options of the optimizer for the dtypes of its tensors."""
+    return {f"{name}_dtype": dtype for name, dtype in rounded.items()}
+
+
 ROUNDED = [
     {"exp_avg": "fp16"},
     {"exp_avg": "fp8", "exp_avg_sq": "fp16"},
@@ -97,9 +102,9 @@ ROUNDED = [
 
 @pytest.mark.parametrize("rounded", ROUNDED, ids=str)
 def test_steps_match_torch_optim_with_rounding_bitwise(rounded):
-    """10 steps, each followed by rounding the state of torch.optim.AdamW in numpy."""
-    dtypes = {f"{name}_dtype": dtype for name, dtype in rounded.items()}
-    chunk, optimizer, _ = train_ours({**ADAM, **dtypes, "clip_grad": 0.0}, 10, dtype=torch.bfloat16)
+    """The reference rounds the state of torch.optim.AdamW in numpy after each of 10 steps."""
+    config = {**ADAM, **make_dtype_options(rounded), "clip_grad": 0.0}
+    chunk, optimizer, _ = train_ours(config, 10, dtype=torch.bfloat16)
 
     def round_tensor(values, dtype):
         if dtype == "bf16":
@@ -131,38 +136,47 @@ def test_steps_match_torch_optim_with_rounding_bitwise(rounded):
     finally:
         for hook in hooks:
             hook.remove()
-    plain, _, _ = train_with_torch_optim(ADAM, 10, torch.bfloat16, clip=0.0)
-    found = main_params(chunk, optimizer)
-    for name, value in found.items():
-        assert torch.equal(value, expected[name][: len(value)]), name
-    assert any(not torch.equal(value, plain[name][: len(value)]) for name, value in found.items())
-    whole = snapshot(chunk, optimizer)
+
+    # Main parameters, and the effect of rounding on them
+    unrounded, _, _ = train_with_torch_optim(ADAM, 10, torch.bfloat16, clip=0.0)
+    num_changed = 0
+    for name, value in read_main_params(chunk, optimizer).items():
+        assert torch.equal(value, without_padding(expected[name], value)), name
+        num_changed += not torch.equal(value, without_padding(unrounded[name], value))
+    assert num_changed > 0
+
+    # Moments and weights
+    tensors = snapshot(chunk, optimizer)
     for name, param in expected.items():
-        for state in ("exp_avg", "exp_avg_sq"):
-            value = whole[f"optimizer.state.{state}.{name}"]
-            assert torch.equal(value, reference.state[param][state][: len(value)]), name
+        for moment in ("exp_avg", "exp_avg_sq"):
+            value = tensors[f"optimizer.state.{moment}.{name}"]
+            expected_value = reference.state[param][moment]
+            assert torch.equal(value, without_padding(expected_value, value)), name
+
     for name, param in chunk.module.named_parameters():
         assert torch.equal(param, expected[name].bfloat16()), name
 
 
 def collect_tensors(optimizer):
+    """Return copies of the state and its scales."""
     tensors = {}
-    for number, shard in enumerate(optimizer.shards):
+    for index, shard in enumerate(optimizer.shards):
         for prefix, data in (*shard.tensors.items(), *shard.scales.items()):
-            tensors[number, prefix, data.dtype] = data.clone()
+            tensors[index, prefix, data.dtype] = data.clone()
     return tensors
 
 
 @pytest.mark.parametrize("rounded", ROUNDED, ids=str)
 def test_skipped_step_changes_nothing(rounded):
-    dtypes = {f"{name}_dtype": dtype for name, dtype in rounded.items()}
-    chunk, optimizer = build(ONE, config=OptimizerConfig(lr=0.01, **dtypes), dtype=torch.bfloat16)
+    config = OptimizerConfig(lr=0.01, **make_dtype_options(rounded))
+    chunk, optimizer = build(ONE, config=config, dtype=torch.bfloat16)
     for step in range(3):
         backward_pass(chunk, step)
         optimizer.step()
     before = collect_tensors(optimizer)
     backward_pass(chunk, 3)
     optimizer.shards[0].bucket.grad_shard[5] = float("inf")
+
     assert optimizer.step().skipped
     for key, data in collect_tensors(optimizer).items():
         assert torch.equal(data.float(), before[key].float()), key
@@ -179,58 +193,62 @@ class Wide(MegatronModule):
 
 
 class LargestTemporary(TorchDispatchMode):
-    """Records the largest number of elements of a new tensor."""
+    """Recorder of the largest number of elements of a new tensor."""
 
     numel = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         inputs = [arg for arg in args if isinstance(arg, torch.Tensor)]
-        known = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+        input_addresses = {tensor.untyped_storage().data_ptr() for tensor in inputs}
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() not in known:
-            self.numel = max(self.numel, result.numel())
+        if isinstance(result, torch.Tensor):
+            is_view = result.untyped_storage().data_ptr() in input_addresses
+            if not is_view:
+                self.numel = max(self.numel, result.numel())
         return result
+
+
+def round_trip(values, dtype):
+    """Return the values after storing them in a dtype, None for fp32."""
+    if dtype is None:
+        return values
+    if dtype == "bf16":
+        return values.bfloat16().float()
+    scale = compute_scale(values.abs().max(), DTYPES[dtype])
+    stored = (values * scale.reciprocal()).to(DTYPES[dtype])
+    return stored.float() * scale
 
 
 @pytest.mark.parametrize("rounded", [{"exp_avg": "bf16", "exp_avg_sq": "bf16"}, ROUNDED[2]])
 def test_large_parameters_are_updated_in_slices(rounded):
     """Slices give the values of one update of whole tensors, without large temporary tensors."""
-    dtypes = {f"{name}_dtype": dtype for name, dtype in rounded.items()}
     module = Wide()
     module.initialize(seed=7)
-    ddp = DistributedDataParallelConfig()
-    chunk = DistributedDataParallel(module, ddp, ONE.dp)
-    optimizer = MegatronOptimizer([chunk], OptimizerConfig(lr=0.01, clip_grad=0.0, **dtypes), ONE)
+    chunk = DistributedDataParallel(module, DistributedDataParallelConfig(), ONE.dp)
+    config = OptimizerConfig(lr=0.01, clip_grad=0.0, **make_dtype_options(rounded))
+    optimizer = MegatronOptimizer([chunk], config, ONE)
+
+    # The reference has the initial main parameters, which are rounded, and the same gradients.
     main = {}
     for name, param in module.named_parameters():
-        main[name] = param.detach().float()
-        if "main_params" in rounded:
-            stored, scale = torch.zeros_like(param, dtype=torch.float16), torch.ones(())
-            store_with_new_scale(stored.view(-1), main[name].view(-1), scale)
-            main[name] = stored.float() * scale
+        main[name] = round_trip(param.detach().float(), rounded.get("main_params"))
     reference = torch.optim.AdamW(main.values(), lr=0.01, weight_decay=0.01, fused=True)
     for param, values in zip(module.parameters(), main.values(), strict=True):
         generator = torch.Generator().manual_seed(param.numel())
         param.main_grad.copy_(torch.randn(param.shape, generator=generator).pow(3))
         values.grad = param.main_grad.clone()
+
     reference.step()
 
     with LargestTemporary() as largest:
         optimizer.step()
     assert largest.numel <= 1 << 22
-    found = main_params(chunk, optimizer)
-    moments = snapshot(chunk, optimizer)
-    kinds = {"exp_avg": moments, "exp_avg_sq": moments}
+
+    params = read_main_params(chunk, optimizer)
+    tensors = snapshot(chunk, optimizer)
     for name, values in main.items():
-        expected = {"param": values, **reference.state[values]}
-        for kind in ("param", *kinds):
-            dtype = rounded.get("main_params" if kind == "param" else kind)
-            wanted = expected[kind]
-            if dtype == "bf16":
-                wanted = wanted.bfloat16().float()
-            elif dtype is not None:
-                scale = compute_scale(wanted.abs().max(), DTYPES[dtype])
-                stored = (wanted * scale.reciprocal()).to(DTYPES[dtype])
-                wanted = stored.float() * scale
-            actual = found[name] if kind == "param" else moments[f"optimizer.state.{kind}.{name}"]
-            assert torch.equal(actual, wanted), (name, kind)
+        expected = round_trip(values, rounded.get("main_params"))
+        assert torch.equal(params[name], expected), name
+        for moment in ("exp_avg", "exp_avg_sq"):
+            expected = round_trip(reference.state[values][moment], rounded.get(moment))
+            assert torch.equal(tensors[f"optimizer.state.{moment}.{name}"], expected), name

@@ -20,16 +20,13 @@ def list_groups(pp: int, vpp: int) -> list[tuple[int, int]]:
     """Return (microbatches, group size) with groups larger than the pipeline."""
     if vpp == 1:
         return []
-    return [
-        (m, g)
-        for g in (pp, pp + 1, 2 * pp + 1)
-        for m in (g, g + pp, 3 * g, 2 * g + pp + 1, pp)
-        if _possible(m, g, pp)
-    ]
-
-
-def _possible(m: int, g: int, pp: int) -> bool:
-    return m % g == 0 or m % g >= pp
+    groups = []
+    for size in (pp, pp + 1, 2 * pp + 1):
+        for m in (size, size + pp, 3 * size, 2 * size + pp + 1, pp):
+            last_group = m % size or size
+            if last_group >= pp:
+                groups.append((m, size))
+    return groups
 
 
 def list_ticks(
@@ -53,28 +50,34 @@ def textbook_warmup(rank: int, pp: int, vpp: int, size: int | None = None) -> in
     """Return the forward passes before the first (forward, backward) pair (Narayanan et al.
     2021).
     """
-    return pp - rank - 1 if vpp == 1 else 2 * (pp - rank - 1) + (vpp - 1) * (size or pp)
+    later_stages = pp - rank - 1
+    if vpp == 1:
+        return later_stages
+    return 2 * later_stages + (vpp - 1) * (size or pp)
 
 
 def textbook_order(rank: int, pp: int, vpp: int, m: int, size: int | None = None) -> list[Action]:
     """Return warmup, pairs and cooldown, from an explicit loop."""
     count = m * vpp
-    size = size or pp if vpp > 1 else m
-    visits = [
-        (chunk, microbatch)
-        for group in range(0, m, size)
-        for chunk in range(vpp)
-        for microbatch in range(group, min(group + size, m))
-    ]
+    if vpp == 1:
+        size = m
+    elif size is None:
+        size = pp
+
+    forward = []
+    backward = []
+    for start in range(0, m, size):
+        group = range(start, min(start + size, m))
+        for chunk in range(vpp):
+            for microbatch in group:
+                forward.append(Action("forward", chunk, microbatch))
+                backward.append(Action("backward", vpp - 1 - chunk, microbatch))
+
     warmup = min(textbook_warmup(rank, pp, vpp, min(size, m)), count)
-    forward = [Action("forward", chunk, microbatch) for chunk, microbatch in visits]
-    backward = [Action("backward", vpp - 1 - chunk, microbatch) for chunk, microbatch in visits]
-    pairs = zip(forward[warmup:], backward, strict=False)
-    return (
-        forward[:warmup]
-        + [action for pair in pairs for action in pair]
-        + backward[count - warmup :]
-    )
+    order = forward[:warmup]
+    for pair in zip(forward[warmup:], backward, strict=False):
+        order += pair
+    return order + backward[count - warmup :]
 
 
 def peak_in_flight(actions: list[Action]) -> int:
@@ -95,12 +98,14 @@ def test_number_of_configurations():
 @pytest.mark.parametrize("pp,vpp", LAYOUTS)
 def test_no_deadlock_matching_messages_and_ideal_bubble(pp, vpp, forward_only, mode):
     for m in list_microbatch_counts(pp, vpp):
-        traces = simulate(list_ticks(pp, vpp, m, forward_only), mode, forward=1.0, backward=2.0)
+        ticks = list_ticks(pp, vpp, m, forward_only)
+        traces = simulate(ticks, mode, forward=1.0, backward=2.0)
         per_action = 1.0 if forward_only else 3.0
         ideal = m * vpp * per_action
         bubble = (pp - 1) * per_action
-        assert max(trace.end for trace in traces) == ideal + bubble, (pp, vpp, m)
-        assert max(trace.peak_unused_inputs for trace in traces) <= 2, (pp, vpp, m)
+        case = (pp, vpp, m)
+        assert max(trace.end for trace in traces) == ideal + bubble, case
+        assert max(trace.peak_unused_inputs for trace in traces) <= 2, case
 
 
 @pytest.mark.parametrize("pp,vpp", LAYOUTS)
@@ -108,16 +113,20 @@ def test_passes_have_the_textbook_order(pp, vpp):
     for m, rank, ticks in iterate_ranks(pp, vpp):
         actions = list_actions(ticks)
         assert actions == textbook_order(rank, pp, vpp, m)
-        everything = [(chunk, microbatch) for chunk in range(vpp) for microbatch in range(m)]
-        place = {action: i for i, action in enumerate(actions)}
-        assert len(place) == len(actions) == 2 * len(everything)
-        assert all(place[("forward", *work)] < place[("backward", *work)] for work in everything)
+        time = {action: i for i, action in enumerate(actions)}
+        assert len(actions) == 2 * vpp * m
+        assert len(time) == len(actions), "an action is repeated"
+        for chunk in range(vpp):
+            for microbatch in range(m):
+                forward = time["forward", chunk, microbatch]
+                backward = time["backward", chunk, microbatch]
+                assert forward < backward
 
 
 @pytest.mark.parametrize("pp,vpp", LAYOUTS)
 def test_peak_of_activations_in_flight(pp, vpp):
     for m, rank, ticks in iterate_ranks(pp, vpp):
-        textbook = pp - rank if vpp == 1 else (vpp - 1) * pp + 2 * (pp - rank) - 1
+        textbook = textbook_warmup(rank, pp, vpp) + 1
         assert peak_in_flight(list_actions(ticks)) == min(textbook, m * vpp)
 
 
@@ -127,20 +136,12 @@ def test_groups_larger_than_the_pipeline(pp, vpp):
         ticks = list_ticks(pp, vpp, m, group=size)
         for mode in ("rendezvous", "overlap", "buffered"):
             traces = simulate(ticks, mode, forward=1.0, backward=2.0)
-            assert max(trace.end for trace in traces) == 3.0 * (m * vpp + pp - 1), (
-                pp,
-                vpp,
-                m,
-                size,
-                mode,
-            )
-            assert max(trace.peak_unused_inputs for trace in traces) <= 2 + 2 * (size - pp), (
-                pp,
-                vpp,
-                m,
-                size,
-                mode,
-            )
+            end = max(trace.end for trace in traces)
+            unused_inputs = max(trace.peak_unused_inputs for trace in traces)
+            case = (m, size, mode)
+            assert end == 3.0 * (m * vpp + pp - 1), case
+            assert unused_inputs <= 2 + 2 * (size - pp), case
+
         for rank in range(pp):
             actions = list_actions(ticks[rank])
             assert actions == textbook_order(rank, pp, vpp, m, size)
@@ -156,12 +157,16 @@ def test_no_messages_beyond_the_ends_of_the_model(pp, vpp):
         for tick in ticks:
             if tick.action:
                 virtual_stage = tick.action.chunk * pp + rank
-                first, final = (0, last) if tick.action.kind == "forward" else (last, 0)
-                assert (tick.action in received) == (virtual_stage != first)
-                assert (tick.send is not None) == (virtual_stage != final)
+                is_first = virtual_stage == 0
+                is_last = virtual_stage == last
+                if tick.action.kind == "backward":
+                    is_first, is_last = is_last, is_first
+                assert (tick.action in received) == (not is_first)
+                assert (tick.send is not None) == (not is_last)
             else:
                 assert tick.send is None
                 assert tick.receive is not None
+
             if tick.receive:
                 received.add(tick.receive.input_of)
 
@@ -171,24 +176,26 @@ def test_warmup_steady_and_cooldown_phases(pp, vpp):
     for m, rank, ticks in iterate_ranks(pp, vpp):
         phases = [tick.phase for tick in ticks]
         assert phases == sorted(phases, key=["warmup", "steady", "cooldown"].index)
-        kinds = {
-            phase: [t.action.kind for t in ticks if t.action and t.phase == phase]
-            for phase in phases
-        }
+        passes = {"warmup": [], "steady": [], "cooldown": []}
+        for tick in ticks:
+            if tick.action:
+                passes[tick.phase].append(tick.action.kind)
         warmup = min(textbook_warmup(rank, pp, vpp), m * vpp - 1)
-        assert kinds.get("warmup", []) == ["forward"] * warmup
-        assert kinds["steady"] == ["forward", "backward"] * (m * vpp - warmup)
-        assert kinds.get("cooldown", []) == ["backward"] * warmup
+        assert passes["warmup"] == ["forward"] * warmup
+        assert passes["steady"] == ["forward", "backward"] * (m * vpp - warmup)
+        assert passes["cooldown"] == ["backward"] * warmup
 
 
 @pytest.mark.parametrize("pp,vpp", LAYOUTS)
 def test_forward_only_has_only_forward_passes(pp, vpp):
     m = list_microbatch_counts(pp, vpp)[-1]
-    for both, forward_only in zip(
-        list_ticks(pp, vpp, m), list_ticks(pp, vpp, m, forward_only=True), strict=True
-    ):
-        assert [a for a in list_actions(both) if a.kind == "forward"] == list_actions(forward_only)
-        assert {tick.phase for tick in forward_only} == {"steady"}
+    training = list_ticks(pp, vpp, m)
+    evaluation = list_ticks(pp, vpp, m, forward_only=True)
+    for training_ticks, ticks in zip(training, evaluation, strict=True):
+        actions = list_actions(training_ticks)
+        forward = [action for action in actions if action.kind == "forward"]
+        assert list_actions(ticks) == forward
+        assert {tick.phase for tick in ticks} == {"steady"}
 
 
 def test_one_stage_is_gradient_accumulation():
@@ -198,7 +205,9 @@ def test_one_stage_is_gradient_accumulation():
         Action("forward", 0, 1),
         Action("backward", 0, 1),
     ]
-    assert all(tick.send is None and tick.receive is None for tick in schedule(0, 1, 1, 4))
+    for tick in schedule(0, 1, 1, 4):
+        assert tick.send is None
+        assert tick.receive is None
 
 
 def test_ticks_of_two_stages():
@@ -227,11 +236,12 @@ def test_simulator_detects_deadlocks():
     for ticks in pipeline:
         arrivals = {tick.receive.input_of: tick.receive for tick in ticks if tick.receive}
         acting = [tick for tick in ticks if tick.action]
-        following = [arrivals.get(tick.action) for tick in acting[1:]] + [None]
-        first = Tick(-1, "warmup", None, None, arrivals.get(acting[0].action))
-        late.append(
-            [first] + [t._replace(receive=r) for t, r in zip(acting, following, strict=True)]
-        )
+        inputs = [arrivals.get(tick.action) for tick in acting]
+        late_ticks = [Tick(-1, "warmup", None, None, inputs[0])]
+        for tick, next_input in zip(acting, [*inputs[1:], None], strict=True):
+            late_ticks.append(tick._replace(receive=next_input))
+        late.append(late_ticks)
+
     simulate(late, "buffered")
     with pytest.raises(Deadlock):
         simulate(late, "rendezvous")
@@ -239,13 +249,12 @@ def test_simulator_detects_deadlocks():
 
 def test_simulator_detects_wrong_message_order():
     pipeline = list_ticks(2, 1, 2)
-    first, second = (i for i, tick in enumerate(pipeline[1]) if tick.receive)
-    a = pipeline[1][first]
-    b = pipeline[1][second]
-    pipeline[1][first], pipeline[1][second] = (
-        a._replace(receive=b.receive),
-        b._replace(receive=a.receive),
-    )
+    ticks = pipeline[1]
+    first, second = (i for i, tick in enumerate(ticks) if tick.receive)
+    first_message = ticks[first].receive
+    ticks[first] = ticks[first]._replace(receive=ticks[second].receive)
+    ticks[second] = ticks[second]._replace(receive=first_message)
+
     with pytest.raises(AssertionError, match="is sent where"):
         simulate(pipeline, "buffered")
 

@@ -26,15 +26,12 @@ HEADS = 4
 CUDA = torch.device("cuda")
 EFFICIENT = "_scaled_dot_product_efficient_attention_backward"
 FLASH = "_flash_attention_backward"
-LOCAL = {  # size of a head, whether there is a mask (ALiBi), and documents
-    "alibi": (16, True, False),
-    "alibi, documents": (16, True, True),
-    "wide heads": (264, False, False),
-    "wide heads, documents": (264, False, True),
-    "misaligned heads, alibi": (12, True, False),
-    "misaligned heads, alibi, documents": (12, True, True),
+LOCAL = {  # head_dim, and whether there is a mask (ALiBi)
+    "alibi": (16, True),
+    "wide heads": (264, False),
+    "misaligned heads, alibi": (12, True),
 }
-BLOCKWISE = {  # size of a head, and position embedding
+BLOCKWISE = {  # head_dim, and position embedding
     "alibi": (16, "alibi"),
     "wide heads": (264, "rope"),
     "misaligned heads, alibi": (12, "alibi"),
@@ -49,43 +46,51 @@ def make_heads(head_dim, num_heads=HEADS):
 
 
 def assert_kernels_are_not_misled(calls):
-    """The layouts that kernel_backward.h and flash_bwd_kernel.h of torch assume."""
+    """Check the layouts that kernel_backward.h and flash_bwd_kernel.h of torch assume."""
     num_checked = 0
     for operator, args in calls:
         if operator == EFFICIENT:
             num_checked += 1
             out = args[5]
+            lse = args[6]
             _, heads, _, head_dim = out.shape
             assert out.stride()[2:] == (heads * head_dim, 1), (tuple(out.shape), out.stride())
-            assert args[6].stride(2) == 1
+            assert lse.stride(2) == 1
         elif operator == FLASH:
             num_checked += 1
             lse = args[5]
             assert lse.is_contiguous(), (tuple(lse.shape), lse.stride())
+
     assert num_checked > 0
 
 
+def make_documents():
+    """Return two documents in sample 0 and one in sample 1."""
+    every_head = slice(None)
+    slices = (
+        (slice(0, 1), every_head, slice(0, 9)),
+        (slice(1, 2), every_head, slice(0, LENGTH)),
+        (slice(0, 1), every_head, slice(9, LENGTH)),
+    )
+    offsets = torch.empty(4, dtype=torch.int32, device=CUDA)
+    return Documents(slices, offsets, LENGTH)
+
+
+@pytest.mark.parametrize("has_documents", [False, True])
 @pytest.mark.parametrize("name", LOCAL)
-def test_local_attention(name):
-    head_dim, is_masked, has_documents = LOCAL[name]
-    slices = []
-    for sample, length in ((0, 9), (1, LENGTH)):
-        samples = slice(sample, sample + 1)
-        slices.append((samples, slice(None), slice(0, length)))
-    slices.append((slice(0, 1), slice(None), slice(9, LENGTH)))
+def test_local_attention(name, has_documents):
+    head_dim, is_masked = LOCAL[name]
     with record_fake_calls() as calls:
         query = make_heads(head_dim)
         key = make_heads(head_dim, 2)
         value = make_heads(head_dim, 2)
-        documents = None
-        if has_documents:
-            offsets = torch.empty(4, dtype=torch.int32, device=CUDA)
-            documents = Documents(tuple(slices), offsets, LENGTH)
+        documents = make_documents() if has_documents else None
         mask = None
         if is_masked:
             mask = torch.empty(1, HEADS, LENGTH, LENGTH, device=CUDA, dtype=torch.bfloat16)
         every = slice(None)
-        block = Block(every, every, causal=mask is None, mask=mask, documents=documents)
+        block = Block(every, every, causal=not is_masked, mask=mask, documents=documents)
+
         out, lse = attend(query, key, value, block, Scoring())
         dout = make_heads(head_dim)
         attend_backward(dout, query, key, value, out, lse, block, Scoring())
@@ -120,46 +125,67 @@ def refuse(message, function, *args):
         function(*args)
 
 
-def test_misleading_layouts_are_refused():
-    """What kernels would misread raises an error before the call."""
+def make_lse():
+    return torch.empty(BATCH, HEADS, LENGTH, device=CUDA)
+
+
+def make_strided_lse():
+    return torch.empty(BATCH, LENGTH, HEADS, device=CUDA).transpose(1, 2)
+
+
+def test_misleading_layouts_of_efficient_attention_are_refused():
+    """Layouts that the kernel would misread raise an error before the call."""
     with record_fake_calls() as calls:
         heads = make_heads(16)
-        lse = torch.empty(BATCH, HEADS, LENGTH, device=CUDA)
-        efficient = private_operators.run_efficient_attention_backward
+        lse = make_lse()
         out, _ = private_operators.run_efficient_attention(heads, heads, heads, None, True, None)
+        backward = private_operators.run_efficient_attention_backward
         inputs = (heads, heads, heads, heads, None)
         options = (True, None)
-        efficient(*inputs, out, lse, *options)
-        refuse("lay it out as", efficient, *inputs, heads, lse, *options)
-        refuse("lay it out as", efficient, *inputs, out.contiguous(), lse, *options)
-        refuse("reads it as torch.bfloat16", efficient, *inputs, out.float(), lse, *options)
-        refuse("lse has", efficient, *inputs, out, lse.bfloat16(), *options)
-        refuse("lse has", efficient, *inputs, out, lse[:, :, :31], *options)
-        strided_rows = torch.empty(BATCH, LENGTH, HEADS, device=CUDA).transpose(1, 2)
-        refuse("lse has", efficient, *inputs, out, strided_rows, *options)
+        backward(*inputs, out, lse, *options)
 
-        flash = private_operators.run_flash_attention_backward
-        packed = heads.transpose(1, 2)
+        refuse("lay it out as", backward, *inputs, heads, lse, *options)
+        refuse("lay it out as", backward, *inputs, out.contiguous(), lse, *options)
+        refuse("reads it as torch.bfloat16", backward, *inputs, out.float(), lse, *options)
+        refuse("lse has", backward, *inputs, out, lse.bfloat16(), *options)
+        refuse("lse has", backward, *inputs, out, lse[:, :, :31], *options)
+        refuse("lse has", backward, *inputs, out, make_strided_lse(), *options)
+
+    assert [operator for operator, _ in calls].count(EFFICIENT) == 1
+
+
+def test_misleading_layouts_of_flash_attention_are_refused():
+    with record_fake_calls() as calls:
+        packed = make_heads(16).transpose(1, 2)
         sizes = (None, LENGTH, LENGTH, True, None, None)
-        flash(packed, packed, packed, packed, packed, lse, *sizes)
-        refuse("lse has", flash, *[packed] * 5, strided_rows, *sizes)
+
+        backward = private_operators.run_flash_attention_backward
+        inputs = (packed, packed, packed, packed, packed)
+        backward(*inputs, make_lse(), *sizes)
+        refuse("lse has", backward, *inputs, make_strided_lse(), *sizes)
         longer = torch.empty(BATCH, HEADS, 2 * LENGTH, device=CUDA)
-        refuse("lse has", flash, *[packed] * 5, longer[:, :, LENGTH:], *sizes)
-        odd = torch.empty(BATCH, LENGTH, HEADS, 18, device=CUDA, dtype=torch.bfloat16)
+        refuse("lse has", backward, *inputs, longer[:, :, LENGTH:], *sizes)
+
         forward = private_operators.run_flash_attention
+        odd = torch.empty(BATCH, LENGTH, HEADS, 18, device=CUDA, dtype=torch.bfloat16)
         refuse("align rows of heads", forward, odd, odd, odd, *sizes)
         refuse("align rows of heads", forward, odd[..., 1:17], packed, packed, *sizes)
-        offset = torch.empty(4 + packed.numel(), device=CUDA, dtype=torch.bfloat16)[4:]
-        refuse("align rows of heads", forward, packed, offset.view(packed.shape), packed, *sizes)
+        memory = torch.empty(4 + packed.numel(), device=CUDA, dtype=torch.bfloat16)
+        misaligned = memory[4:].view(packed.shape)
+        refuse("align rows of heads", forward, packed, misaligned, packed, *sizes)
 
-        ends = torch.empty(8, 2, dtype=torch.int32, device=CUDA)[:, 0]
+    assert [operator for operator, _ in calls].count(FLASH) == 1
+
+
+def test_misleading_offsets_of_grouped_products_are_refused():
+    with record_fake_calls():
+        multiply = private_operators.multiply_groups
         matrices = torch.empty(8, 16, 32, device=CUDA, dtype=torch.bfloat16)
         rows = torch.empty(64, 16, device=CUDA, dtype=torch.bfloat16)
-        refuse("contiguous int32", private_operators.multiply_groups, rows, matrices, ends)
+        strided_ends = torch.empty(8, 2, dtype=torch.int32, device=CUDA)[:, 0]
+        refuse("contiguous int32", multiply, rows, matrices, strided_ends)
         wide_ends = torch.empty(8, dtype=torch.int64, device=CUDA)
-        refuse("contiguous int32", private_operators.multiply_groups, rows, matrices, wide_ends)
-    assert [operator for operator, _ in calls].count(EFFICIENT) == 1
-    assert [operator for operator, _ in calls].count(FLASH) == 1
+        refuse("contiguous int32", multiply, rows, matrices, wide_ends)
 
 
 def test_misleading_tensors_of_the_cpu_are_refused():
