@@ -183,8 +183,8 @@ def test_conversion(tmp_path, saved_runs, check_resume, optimizer, saver, layout
 
 def convert(source: Path, target: Path, saver: str, *more: str):
     sidecar = () if "--no-optim" in more else FORMATS[saver]
-    words = ("--load-dir", source, "--save-dir", target, "--saver", saver, "--verify")
-    return run_convert(*words, *sidecar, *more)
+    arguments = ("--load-dir", source, "--save-dir", target, "--saver", saver, "--verify")
+    return run_convert(*arguments, *sidecar, *more)
 
 
 @pytest.mark.parametrize("layout", ["dp2", "zero"])

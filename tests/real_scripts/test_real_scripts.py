@@ -34,9 +34,9 @@ def count_ranks(options):
 def test_it_trains_saves_and_goes_on(pool, tmp_path, argv):
     options = list_options(argv)
     world_size = count_ranks(options)
-    words = [*reduce_flags(options, world_size, 4), "--distributed-backend", "gloo"]
-    words += ["--save", str(tmp_path), "--load", str(tmp_path), "--save-interval", "2"]
-    flags = shlex.join(words)
+    arguments = [*reduce_flags(options, world_size, 4), "--distributed-backend", "gloo"]
+    arguments += ["--save", str(tmp_path), "--load", str(tmp_path), "--save-interval", "2"]
+    flags = shlex.join(arguments)
     first = pool.run(train, world_size, f"{flags} --exit-interval 2", "")
     assert first[0].iteration == 2
 

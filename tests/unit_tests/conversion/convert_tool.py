@@ -12,23 +12,25 @@ from megatron.commands import conversion_options
 from tools.checkpoint import convert, merge
 
 
-def run_convert(*words: object) -> subprocess.CompletedProcess[str]:
+def run_convert(*arguments: object) -> subprocess.CompletedProcess[str]:
     """Return the output and the exit status of `tools/checkpoint/convert.py`."""
-    return run_tool(convert, *words)
+    return run_tool(convert, *arguments)
 
 
-def run_merge(*words: object) -> subprocess.CompletedProcess[str]:
+def run_merge(*arguments: object) -> subprocess.CompletedProcess[str]:
     """Return the output and the exit status of `tools/checkpoint/merge.py`."""
-    return run_tool(merge, *words)
+    return run_tool(merge, *arguments)
 
 
-def run_tool(tool: ModuleType, *words: object) -> subprocess.CompletedProcess[str]:
+def run_tool(tool: ModuleType, *arguments: object) -> subprocess.CompletedProcess[str]:
     """Return the output and the exit status of the tool for this command line."""
     out = io.StringIO()
     err = io.StringIO()
     status = 0
-    command = [tool.__name__, *map(str, words)]
-    handlers = {number: signal.getsignal(number) for number in conversion_options.STOPPING}
+    command = [tool.__name__, *map(str, arguments)]
+    handlers = {}
+    for signal_number in conversion_options.STOPPING:
+        handlers[signal_number] = signal.getsignal(signal_number)
     try:
         with (
             mock.patch.object(sys, "argv", command),
@@ -40,6 +42,6 @@ def run_tool(tool: ModuleType, *words: object) -> subprocess.CompletedProcess[st
         status = error.code if isinstance(error.code, int) else 1
         err.write("" if isinstance(error.code, int) else f"{error.code}\n")
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        for signal_number, handler in handlers.items():
+            signal.signal(signal_number, handler)
     return subprocess.CompletedProcess(command, status, out.getvalue(), err.getvalue())

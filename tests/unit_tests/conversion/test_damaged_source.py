@@ -50,14 +50,14 @@ def test_damage_is_not_blamed_on_the_writer(tmp_path: Path, pristine: Path) -> N
     shutil.copytree(pristine, run)
     weights = run / "__0_0.distcp"
     flip_bit(weights, 4 * weights.stat().st_size)
-    words = ["--load-dir", run, "--save-dir", tmp_path / "hf", "--saver", "hf"]
-    done = run_convert(*words)
+    arguments = ["--load-dir", run, "--save-dir", tmp_path / "hf", "--saver", "hf"]
+    done = run_convert(*arguments)
 
     assert done.returncode == 1
     assert "Megatron" not in done.stderr
     assert "__0_0.distcp: damaged" in done.stderr
 
-    done = run_convert(*words, "--no-verify-source")
+    done = run_convert(*arguments, "--no-verify-source")
     assert "damaged" not in done.stderr
 
 

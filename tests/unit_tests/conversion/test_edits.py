@@ -1,5 +1,6 @@
 """Edits of a model: other layers and another vocabulary, compared with numpy and transformers."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from megatron.conversion.opening import open_checkpoint
 from megatron.conversion.options import EditOptions, WriteOptions, parse_layers
 from megatron.core.dist_checkpointing import Reader, ShardedTensor, load_common, save
 from megatron.core.run_checkpoint.keys import WORD_EMBEDDINGS
+from tests.support.boxes import index_box
 from tests.support.compare import read_whole
 from tests.support.memory_source import GPT_ARGS, LLAMA_ARGS, MemorySource, random_source
 from tests.unit_tests.conversion.convert_tool import run_convert, run_merge
@@ -36,14 +38,15 @@ OLMO2_ARGS = LLAMA_ARGS | {
 
 
 def edit(source, **fields):
-    return apply_edits(source, WriteOptions(edits=EditOptions(**fields)))
+    options = WriteOptions(edits=EditOptions(**fields))
+    return apply_edits(source, options)
 
 
 def convert_run(tmp_path: Path, source: MemorySource, *flags: object, saver: str = "torch_dist"):
     """Write the source, convert it with `flags`, and return the result and the output."""
     write_torch_dist(source, tmp_path / "run")
-    words = ("--load-dir", tmp_path / "run", "--save-dir", tmp_path / "out", "--saver", saver)
-    done = run_convert(*words, "--verify-target", *flags)
+    arguments = ("--load-dir", tmp_path / "run", "--save-dir", tmp_path / "out", "--saver", saver)
+    done = run_convert(*arguments, "--verify-target", *flags)
     assert done.returncode == 0, done.stderr
     return open_checkpoint(tmp_path / "out"), done.stdout
 
@@ -89,8 +92,8 @@ def test_lists_of_layers(text, layers):
 )
 def test_bad_layers_are_one_error(tmp_path, text, message):
     write_torch_dist(random_source(LLAMA_ARGS), tmp_path / "run")
-    words = ("--load-dir", tmp_path / "run", "--save-dir", tmp_path / "out", "--saver", "hf")
-    done = run_convert(*words, f"--layers={text}")
+    arguments = ("--load-dir", tmp_path / "run", "--save-dir", tmp_path / "out", "--saver", "hf")
+    done = run_convert(*arguments, f"--layers={text}")
     assert done.returncode
     assert message in done.stderr
     assert "Traceback" not in done.stderr
@@ -105,26 +108,25 @@ def test_layers_and_their_optimizer_state_are_those_of_the_source(tmp_path, save
         *(tmp_path, source, "--layers", layers, "--save-optim-sidecar"),
         saver=saver,
     )
-    numbers = parse_layers(layers)
-
-    assert result.args["num_layers"] == len(numbers)
+    selected = parse_layers(layers)
+    assert result.args["num_layers"] == len(selected)
     assert result.training.param_groups == source.training.param_groups
 
-    count = 0
+    num_compared = 0
     for key, value in source.values.items():
-        before, found, rest = key.partition("decoder.layers.")
-        if not found:
+        match = re.fullmatch(r"(.*decoder\.layers\.)(\d+)(\..*)", key)
+        if match is None:
             assert torch.equal(read_whole(result, key), value)
-            count += 1
+            num_compared += 1
             continue
-        number, _, name = rest.partition(".")
-        for new, old in enumerate(numbers):
-            if old == int(number):
-                new_key = f"{before}decoder.layers.{new}.{name}"
+        prefix, layer, suffix = match.groups()
+        for new_layer, old_layer in enumerate(selected):
+            if old_layer == int(layer):
+                new_key = f"{prefix}{new_layer}{suffix}"
                 assert torch.equal(read_whole(result, new_key), value), new_key
-                count += 1
+                num_compared += 1
 
-    assert len(result.tensors) == count
+    assert len(result.tensors) == num_compared
 
 
 @pytest.mark.parametrize("args", [LLAMA_ARGS, GPT_ARGS], ids=["llama", "gpt2"])
@@ -134,20 +136,33 @@ def test_transformers_computes_the_selected_layers(tmp_path, args):
         random_source(args | {"num_layers": 4}, optimizer=False),
         tmp_path / "original",
     )
-    words = ("--load-dir", tmp_path / "original", "--save-dir", tmp_path / "deep", "--saver", "hf")
-    assert run_convert(*words, "--layers", "0-2,1-3").returncode == 0
+    arguments = (
+        "--load-dir",
+        tmp_path / "original",
+        "--save-dir",
+        tmp_path / "deep",
+        "--saver",
+        "hf",
+    )
+    assert run_convert(*arguments, "--layers", "0-2,1-3").returncode == 0
 
     model = load_in_transformers(tmp_path / "original")
-    base = model.model if hasattr(model, "model") else model.transformer
-    name = "layers" if hasattr(base, "layers") else "h"
-    original = getattr(base, name)
-    setattr(base, name, nn.ModuleList([original[number] for number in (0, 1, 2, 1, 2, 3)]))
+    if hasattr(model, "model"):
+        base = model.model
+        base.layers = select_modules(base.layers, (0, 1, 2, 1, 2, 3))
+    else:
+        base = model.transformer
+        base.h = select_modules(base.h, (0, 1, 2, 1, 2, 3))
     base.config.num_hidden_layers = 6
     tokens = torch.arange(24).view(2, 12)
     with torch.no_grad():
         expected = model.eval()(tokens, use_cache=False).logits
     deep = load_in_transformers(tmp_path / "deep")
     torch.testing.assert_close(logits_of(deep, tokens), expected, rtol=0, atol=0)
+
+
+def select_modules(modules, indices):
+    return nn.ModuleList([modules[index] for index in indices])
 
 
 def test_patterns_of_experts_and_windows_move_with_the_layers():
@@ -176,31 +191,46 @@ def test_new_rows_are_the_mean_and_old_rows_are_kept(tmp_path, saver):
         saver=saver,
     )
     for key in (WORD_EMBEDDINGS, OUTPUT):
-        main = source.values[optimizer_key("param", key)].double().numpy()
-        actual = read_whole(result, optimizer_key("param", key))
-        assert actual.shape == (80, 32)
-        assert torch.equal(actual[:ROWS], source.values[optimizer_key("param", key)])
-        mean = np.broadcast_to(main.mean(axis=0), (80 - ROWS, 32))
-        np.testing.assert_allclose(actual[ROWS:].double().numpy(), mean, rtol=1e-6, atol=1e-8)
-        assert torch.equal(read_whole(result, key)[ROWS:], actual[ROWS:].bfloat16())
+        # Main parameters
+        original = source.values[optimizer_key("param", key)]
+        main = read_whole(result, optimizer_key("param", key))
+        old_rows, new_rows = main.split([ROWS, 80 - ROWS])
+        assert main.shape == (80, 32)
+        assert torch.equal(old_rows, original)
+        mean = original.double().numpy().mean(axis=0)
+        expected = np.broadcast_to(mean, new_rows.shape)
+        np.testing.assert_allclose(new_rows.double().numpy(), expected, rtol=1e-6, atol=1e-8)
+
+        # Weights and moments
+        weight = read_whole(result, key)
+        assert torch.equal(weight[ROWS:], new_rows.bfloat16())
         for state in ADAM[1:]:
             moment = read_whole(result, optimizer_key(state, key))
             assert torch.equal(moment[:ROWS], source.values[optimizer_key(state, key)])
             assert not moment[ROWS:].any()
 
-    unchanged = [k for k in source.values if WORD_EMBEDDINGS not in k and OUTPUT not in k]
-    assert len(unchanged) > 40
-    for key in unchanged:
-        assert torch.equal(read_whole(result, key), source.values[key])
+    num_unchanged = 0
+    for key, value in source.values.items():
+        if WORD_EMBEDDINGS not in key and OUTPUT not in key:
+            assert torch.equal(read_whole(result, key), value)
+            num_unchanged += 1
+    assert num_unchanged > 40
 
 
 @pytest.mark.parametrize("new_rows", ["mean", "init", "zero"])
 @pytest.mark.parametrize("args", [LLAMA_ARGS, GPT_ARGS], ids=["untied", "tied"])
 def test_logits_of_old_tokens_are_equal(tmp_path, args, new_rows):
     write_huggingface(random_source(args, optimizer=False), tmp_path / "original")
-    words = ("--load-dir", tmp_path / "original", "--save-dir", tmp_path / "grown", "--saver", "hf")
+    arguments = (
+        "--load-dir",
+        tmp_path / "original",
+        "--save-dir",
+        tmp_path / "grown",
+        "--saver",
+        "hf",
+    )
     flags = ("--target-vocab-size", 96, "--new-rows", new_rows)
-    assert run_convert(*words, *flags).returncode == 0
+    assert run_convert(*arguments, *flags).returncode == 0
 
     expected = logits_of(load_in_transformers(tmp_path / "original"))
     actual = logits_of(load_in_transformers(tmp_path / "grown"))
@@ -250,22 +280,21 @@ def test_sizes_in_the_arguments_follow(tmp_path):
 
 
 def write_tokenizer(directory: Path, count: int) -> None:
-    vocabulary = {f"t{number}": number for number in range(count)}
-    tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="t0")).save(
-        str(directory / "tokenizer.json")
-    )
+    vocabulary = {f"t{token}": token for token in range(count)}
+    model = tokenizers.models.WordLevel(vocabulary, unk_token="t0")
+    tokenizers.Tokenizer(model).save(str(directory / "tokenizer.json"))
 
 
 def test_rows_beyond_the_tokenizer_are_removed(tmp_path):
     source = random_source(LLAMA_ARGS, optimizer=False)
     write_huggingface(source, tmp_path / "hf")
     write_tokenizer(tmp_path / "hf", 60)
-    words = ("--load-dir", tmp_path / "hf", "--save-dir", tmp_path / "out", "--saver", "hf")
-    done = run_convert(*words, "--target-vocab-size", 59)
+    arguments = ("--load-dir", tmp_path / "hf", "--save-dir", tmp_path / "out", "--saver", "hf")
+    done = run_convert(*arguments, "--target-vocab-size", 59)
 
     assert done.returncode
     assert "removes rows in use: the tokenizer has 60 tokens" in done.stderr
-    assert run_convert(*words, "--target-vocab-size", 60).returncode == 0
+    assert run_convert(*arguments, "--target-vocab-size", 60).returncode == 0
 
     result = open_checkpoint(tmp_path / "out")
     for key in (WORD_EMBEDDINGS, OUTPUT):
@@ -303,8 +332,8 @@ def test_without_a_tokenizer_only_zero_rows_are_removed(tmp_path):
 def test_damaged_tokenizers_are_one_error(tmp_path, name, content, message):
     write_huggingface(random_source(LLAMA_ARGS, optimizer=False), tmp_path / "hf")
     (tmp_path / "hf" / name).write_text(content)
-    words = ("--load-dir", tmp_path / "hf", "--save-dir", tmp_path / "out", "--saver", "hf")
-    done = run_convert(*words, "--target-vocab-size", 60)
+    arguments = ("--load-dir", tmp_path / "hf", "--save-dir", tmp_path / "out", "--saver", "hf")
+    done = run_convert(*arguments, "--target-vocab-size", 60)
 
     assert done.returncode, done.stderr
     assert message in done.stderr, done.stderr
@@ -323,11 +352,10 @@ def test_merges_can_be_edited(tmp_path):
 
     result = open_checkpoint(tmp_path / "out")
     name = "mlp.linear_fc2.weight"
-    main = optimizer_key("param", f"decoder.layers.0.{name}")
-    expected = (sources[0].values[main].double() + sources[1].values[main].double()) / 2
+    main_key = optimizer_key("param", f"decoder.layers.0.{name}")
+    first, second = [source.values[main_key].double() for source in sources]
     actual = read_whole(result, f"decoder.layers.1.{name}").double()
-
-    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(actual, (first + second) / 2, rtol=1e-6, atol=1e-8)
     assert result.tensors[OUTPUT].shape == (70, 32)
     assert result.args["num_layers"] == 3
 
@@ -348,21 +376,23 @@ def test_experts_are_copies_of_the_dense_mlp(tmp_path, saver, args):
     assert result.args["num_experts"] == 4
     assert result.args["moe_router_topk"] == 3
 
-    copied = 0
+    num_copied = 0
     routers = []
     for key in result.tensors:
         value = read_whole(result, key)
         if ".mlp.router." in key:
             routers.append(value)
             continue
-        dense = key.replace(".experts.experts.", ".")
-        dense = dense.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
-        main = source.values[optimizer_key("param", dense)]
+        dense_key = key.replace(".experts.experts.", ".")
+        dense_key = dense_key.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
+        main = source.values[optimizer_key("param", dense_key)]
         assert torch.equal(value, main.expand(value.shape)), key
-        copied += 1
+        num_copied += 1
 
-    assert copied == sum(not key.startswith("optimizer.") for key in source.values)
-    assert all(torch.isfinite(router).all() and router.std() > 0 for router in routers)
+    assert num_copied == sum(not key.startswith("optimizer.") for key in source.values)
+    for router in routers:
+        assert torch.isfinite(router).all()
+        assert router.std() > 0
     assert not torch.equal(routers[0], routers[-1])
 
 
@@ -377,8 +407,15 @@ def test_experts_are_copies_of_the_dense_mlp(tmp_path, saver, args):
 )
 def test_equal_experts_compute_the_function_of_the_dense_model(tmp_path, args, model_type, topk):
     write_huggingface(random_source(args, optimizer=False), tmp_path / "dense")
-    words = ("--load-dir", tmp_path / "dense", "--save-dir", tmp_path / "experts", "--saver", "hf")
-    done = run_convert(*words, "--upcycle-experts", 4, "--topk", topk)
+    arguments = (
+        "--load-dir",
+        tmp_path / "dense",
+        "--save-dir",
+        tmp_path / "experts",
+        "--saver",
+        "hf",
+    )
+    done = run_convert(*arguments, "--upcycle-experts", 4, "--topk", topk)
     assert done.returncode == 0, done.stderr
 
     experts = load_in_transformers(tmp_path / "experts")
@@ -414,10 +451,11 @@ def test_boxes_of_experts_fit_together():
     for name in ("experts.experts.linear_fc1.weight", "router.weight"):
         key = f"decoder.layers.0.mlp.{name}"
         whole = read_whole(result, key)
+        # Leave out one row, two columns, ... at each end.
         offset = tuple(range(1, 1 + whole.dim()))
-        shape = tuple(n - 2 * start for n, start in zip(whole.shape, offset, strict=True))
-        box = tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
-        assert torch.equal(result.tensors[key].read(offset, shape), whole[box])
+        shape = tuple(size - 2 * start for size, start in zip(whole.shape, offset, strict=True))
+        box = result.tensors[key].read(offset, shape)
+        assert torch.equal(box, whole[index_box(offset, shape)])
 
 
 @pytest.mark.parametrize(
@@ -435,8 +473,8 @@ def test_boxes_of_experts_fit_together():
 )
 def test_bad_experts_are_one_error(tmp_path, flags, message):
     write_torch_dist(random_source(LLAMA_ARGS), tmp_path / "run")
-    words = ("--load-dir", tmp_path / "run", "--save-dir", tmp_path / "out", "--saver", "hf")
-    done = run_convert(*words, *flags)
+    arguments = ("--load-dir", tmp_path / "run", "--save-dir", tmp_path / "out", "--saver", "hf")
+    done = run_convert(*arguments, *flags)
     assert done.returncode, done.stderr
     assert message in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
@@ -464,10 +502,17 @@ def test_foreign_names_of_transformers_are_read_under_new_names(tmp_path):
     write_huggingface(source, tmp_path / "hf")
     names = {"lm_head.weight": "head"}
     rename_stored_weights(tmp_path / "hf", lambda name: names.get(name, f"text.{name}"))
-    words = ("--load-dir", tmp_path / "hf", "--save-dir", tmp_path / "out", "--saver", "torch_dist")
-    assert run_convert(*words).returncode
+    arguments = (
+        "--load-dir",
+        tmp_path / "hf",
+        "--save-dir",
+        tmp_path / "out",
+        "--saver",
+        "torch_dist",
+    )
+    assert run_convert(*arguments).returncode
 
-    done = run_convert(*words, "--rename", "text.*=*", "head=lm_head.weight")
+    done = run_convert(*arguments, "--rename", "text.*=*", "head=lm_head.weight")
     assert done.returncode == 0, done.stderr
 
     result = open_checkpoint(tmp_path / "out")
@@ -485,10 +530,10 @@ def test_foreign_names_of_torch_dist_are_read_under_new_names(tmp_path):
         value = reader.read(key, (0,) * len(info.shape), info.shape)
         state[key] = ShardedTensor.replicated(key.replace("linear_proj", "dense"), value)
     save(state, tmp_path / "foreign", common=load_common(tmp_path / "run"))
-    words = ("--load-dir", tmp_path / "foreign", "--save-dir", tmp_path / "out", "--saver")
-    assert "linear_proj" in run_convert(*words, "torch_dist").stderr
+    arguments = ("--load-dir", tmp_path / "foreign", "--save-dir", tmp_path / "out", "--saver")
+    assert "linear_proj" in run_convert(*arguments, "torch_dist").stderr
 
-    done = run_convert(*words, "torch_dist", "--rename", "*.dense.weight=*.linear_proj.weight")
+    done = run_convert(*arguments, "torch_dist", "--rename", "*.dense.weight=*.linear_proj.weight")
     assert done.returncode == 0, done.stderr
 
     result = open_checkpoint(tmp_path / "out")
@@ -510,8 +555,8 @@ def test_foreign_names_of_torch_dist_are_read_under_new_names(tmp_path):
 )
 def test_bad_renames_are_one_error(tmp_path, renames, message):
     write_huggingface(random_source(LLAMA_ARGS, optimizer=False), tmp_path / "hf")
-    words = ("--load-dir", tmp_path / "hf", "--save-dir", tmp_path / "out", "--saver", "legacy")
-    done = run_convert(*words, "--rename", *renames)
+    arguments = ("--load-dir", tmp_path / "hf", "--save-dir", tmp_path / "out", "--saver", "legacy")
+    done = run_convert(*arguments, "--rename", *renames)
     assert done.returncode, done.stderr
     assert message in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
@@ -521,7 +566,7 @@ def test_bad_renames_are_one_error(tmp_path, renames, message):
 def test_names_of_legacy_files_are_fixed(tmp_path):
     write_torch_dist(random_source(LLAMA_ARGS), tmp_path / "run")
     convert(tmp_path / "run", tmp_path / "old", "legacy")
-    words = ("--load-dir", tmp_path / "old", "--save-dir", tmp_path / "out", "--saver", "hf")
-    done = run_convert(*words, "--rename", "a=b")
+    arguments = ("--load-dir", tmp_path / "old", "--save-dir", tmp_path / "out", "--saver", "hf")
+    done = run_convert(*arguments, "--rename", "a=b")
     assert done.returncode
     assert "is a legacy checkpoint; tensors of torch_dist" in done.stderr

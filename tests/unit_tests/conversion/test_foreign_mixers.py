@@ -323,8 +323,8 @@ def test_merged_mixers_are_weighted_sums(tmp_path: Path) -> None:
         changed[name] = tensor + torch.randn(tensor.shape, generator=rng)
     save_file(changed, inputs[1] / "model.safetensors", metadata={"format": "pt"})
     second = follow_chain(inputs[1], tmp_path / "kept", "torch_dist")
-    words = ("--input", f"{inputs[0]}:0.25", f"{second}:0.75", "--output", tmp_path / "out")
-    done = run_merge(*words, "--saver", "hf", "--keep-foreign")
+    arguments = ("--input", f"{inputs[0]}:0.25", f"{second}:0.75", "--output", tmp_path / "out")
+    done = run_merge(*arguments, "--saver", "hf", "--keep-foreign")
 
     assert done.returncode == 0, done.stderr
     assert "foreign, merged: model.layers.0.conv.in_proj.weight" in done.stdout
@@ -335,7 +335,7 @@ def test_merged_mixers_are_weighted_sums(tmp_path: Path) -> None:
         torch.testing.assert_close(merged[name].double(), expected, rtol=1e-6, atol=1e-6)
     assert read_config(tmp_path / "out") == read_config(inputs[0])
 
-    without = run_merge(*words, "--saver", "hf", "--overwrite")
+    without = run_merge(*arguments, "--saver", "hf", "--overwrite")
     assert "short convolution in layers" in without.stderr
 
 

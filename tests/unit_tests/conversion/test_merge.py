@@ -62,8 +62,8 @@ def make_run(root: Path, iterations, args=BF16) -> list[MemorySource]:
 def sum_in_float64(sources, weights, key, state="param") -> np.ndarray:
     total = np.zeros(sources[0].tensors[key].shape, np.float64)
     for source, weight in zip(sources, weights, strict=True):
-        stored = optimizer_key(state, key) if state else key
-        total += weight * source.values[stored].double().numpy()
+        summed_key = optimizer_key(state, key) if state else key
+        total += weight * source.values[summed_key].double().numpy()
     return total
 
 
@@ -73,9 +73,9 @@ def assert_merged(result, sources, weights, state="param") -> None:
         if key.startswith("optimizer."):
             continue
         expected = sum_in_float64(sources, weights, key, state)
-        found = read_whole(result, key).double().numpy()
+        actual = read_whole(result, key).double().numpy()
         limit = TOLERANCE[info.dtype] * np.maximum(np.abs(expected), 0.3)
-        assert (np.abs(found - expected) <= limit).all(), key
+        assert (np.abs(actual - expected) <= limit).all(), key
 
 
 # ---- Sums ----
@@ -127,17 +127,16 @@ def test_files_of_transformers_merge_like_numpy_arrays(tmp_path):
     assert merged.keys() == inputs[0].keys()
 
     for name, value in merged.items():
-        parts = [
-            w * x[name].astype(np.float64) for w, x in zip((0.2, 0.3, 0.5), inputs, strict=True)
-        ]
-        np.testing.assert_allclose(value, sum(parts), rtol=1e-6, atol=1e-7)
+        first, second, third = [tensors[name].astype(np.float64) for tensors in inputs]
+        expected = 0.2 * first + 0.3 * second + 0.5 * third
+        np.testing.assert_allclose(value, expected, rtol=1e-6, atol=1e-7)
 
 
 def test_main_parameters_are_merged_and_rounded_once(tmp_path):
     sources = make_run(tmp_path / "run", [1, 2, 3])
-    words = ("--input", tmp_path / "run", "--average-last", 3)
-    assert run_merge(*words, "--output", tmp_path / "bf16").returncode == 0
-    assert run_merge(*words, "--output", tmp_path / "fp32", "--dtype", "fp32").returncode == 0
+    arguments = ("--input", tmp_path / "run", "--average-last", 3)
+    assert run_merge(*arguments, "--output", tmp_path / "bf16").returncode == 0
+    assert run_merge(*arguments, "--output", tmp_path / "fp32", "--dtype", "fp32").returncode == 0
 
     full = open_checkpoint(tmp_path / "fp32")
     rounded = open_checkpoint(tmp_path / "bf16")
@@ -145,8 +144,9 @@ def test_main_parameters_are_merged_and_rounded_once(tmp_path):
     assert rounded.args["bf16"] is True
     assert_merged(full, sources, [1 / 3] * 3)
 
-    weights = sum_in_float64(sources, [1 / 3] * 3, QKV, state=None)
-    assert np.abs(read_whole(full, QKV).double().numpy() - weights).max() > 1e-4
+    sum_of_weights = sum_in_float64(sources, [1 / 3] * 3, QKV, state=None)
+    difference = read_whole(full, QKV).double().numpy() - sum_of_weights
+    assert np.abs(difference).max() > 1e-4
     for key, info in rounded.tensors.items():
         assert info.dtype == torch.bfloat16
         assert torch.equal(read_whole(rounded, key), read_whole(full, key).bfloat16())
@@ -154,8 +154,8 @@ def test_main_parameters_are_merged_and_rounded_once(tmp_path):
 
 def test_no_optim_merges_the_weights(tmp_path):
     sources = make_run(tmp_path / "run", [1, 2])
-    words = ("--input", tmp_path / "run", "--average-last", 2, "--dtype", "fp32", "--no-optim")
-    assert run_merge(*words, "--output", tmp_path / "out").returncode == 0
+    arguments = ("--input", tmp_path / "run", "--average-last", 2, "--dtype", "fp32", "--no-optim")
+    assert run_merge(*arguments, "--output", tmp_path / "out").returncode == 0
     assert_merged(open_checkpoint(tmp_path / "out"), sources, [0.5, 0.5], state=None)
 
 
@@ -193,18 +193,18 @@ def test_normalized_weights(tmp_path):
     assert_merged(open_checkpoint(tmp_path / "out"), sources, [0.75, 0.25])
 
 
-@pytest.mark.parametrize("which, base", [("LAST", 2), ("FIRST", 0), ("2", 1)])
-def test_optimizer_of_one_input_is_kept(tmp_path, which, base):
+@pytest.mark.parametrize("choice, index", [("LAST", 2), ("FIRST", 0), ("2", 1)])
+def test_optimizer_of_one_input_is_kept(tmp_path, choice, index):
     sources = make_run(tmp_path / "run", [4, 5, 6])
     done = run_merge(
-        *("--input", tmp_path / "run", "--average-last", 3, "--optimizer", f"from={which}"),
+        *("--input", tmp_path / "run", "--average-last", 3, "--optimizer", f"from={choice}"),
         *("--output", tmp_path / "out", "--saver", "legacy", "--verify-target"),
     )
     assert done.returncode == 0, done.stderr
 
     result = open_checkpoint(tmp_path / "out")
-    assert result.training.iteration == 4 + base
-    assert result.training.param_groups == sources[base].training.param_groups
+    assert result.training.iteration == 4 + index
+    assert result.training.param_groups == sources[index].training.param_groups
     assert_merged(result, sources, [1 / 3] * 3)
 
     main = sum_in_float64(sources, [1 / 3] * 3, QKV)
@@ -213,7 +213,7 @@ def test_optimizer_of_one_input_is_kept(tmp_path, which, base):
 
     for state in ("exp_avg", "exp_avg_sq"):
         key = optimizer_key(state, QKV)
-        assert torch.equal(read_whole(result, key), sources[base].values[key])
+        assert torch.equal(read_whole(result, key), sources[index].values[key])
 
 
 # ---- Schedules ----
@@ -233,7 +233,7 @@ def test_schedules_are_learning_rate_decays(schedule, decay, count):
     updates = np.random.default_rng(0).normal(size=count)
     checkpoints = np.cumsum(updates)  # the first update leads to the first checkpoint
     merged = np.dot(compute_schedule_weights(schedule, count), checkpoints)
-    decayed = sum(decay(number / count) * update for number, update in enumerate(updates))
+    decayed = sum(decay(index / count) * update for index, update in enumerate(updates))
     np.testing.assert_allclose(merged, decayed, rtol=1e-12)
 
 
@@ -251,7 +251,7 @@ def test_ema_schedule_is_the_recursion(decay, count):
 
 def test_schedule_of_listed_inputs(tmp_path):
     sources = make_run(tmp_path / "run", [1, 2, 3])
-    paths = [tmp_path / f"run/iter_000000{number}" for number in (1, 2, 3)]
+    paths = [tmp_path / f"run/iter_000000{iteration}" for iteration in (1, 2, 3)]
     done = run_merge("--input", *paths, "--schedule", "ema:0.5", "--output", tmp_path / "out")
     assert done.returncode == 0, done.stderr
     assert_merged(open_checkpoint(tmp_path / "out"), sources, [0.25, 0.25, 0.5])
@@ -302,7 +302,7 @@ def test_copies_under_other_names_are_not_merged(pool, tmp_path):
     ],
 )
 def test_input_that_its_run_removes_is_named(tmp_path, monkeypatch, module, step, inputs):
-    """It is removed before it is opened, or before it is read."""
+    """The run removes the input before the merge opens it, or before the merge reads it."""
     make_run(tmp_path / "run", [1, 2, 3])
     original = getattr(module, step)
 
@@ -325,8 +325,8 @@ def test_averages_of_inputs_are_left_out_with_a_note(tmp_path):
     for key in list(filter(is_weight, first.values)):
         first.values[average_key(key)] = first.values[key].float()
     write_torch_dist(first, tmp_path / "averaged")
-    words = ["--input", f"{tmp_path / 'averaged'}:0.5", f"{tmp_path / 'run'}:0.5"]
-    result = run_merge(*words, "--output", tmp_path / "out")
+    arguments = ["--input", f"{tmp_path / 'averaged'}:0.5", f"{tmp_path / 'run'}:0.5"]
+    result = run_merge(*arguments, "--output", tmp_path / "out")
 
     assert result.returncode == 0, result.stderr
     assert "averages of the weights (ema.*) of the inputs: left out" in result.stdout
@@ -344,15 +344,15 @@ def test_averages_are_merged_in_fp32_and_rounded_once(tmp_path):
         paths.append(tmp_path / f"input-{seed}")
         sources.append(averages)
 
-    words = ["--input", f"{paths[0]}:0.25", f"{paths[1]}:0.75", "--weights", "ema"]
-    done = run_merge(*words, "--output", tmp_path / "out", "--saver", "hf", "--verify-target")
+    arguments = ["--input", f"{paths[0]}:0.25", f"{paths[1]}:0.75", "--weights", "ema"]
+    done = run_merge(*arguments, "--output", tmp_path / "out", "--saver", "hf", "--verify-target")
     assert done.returncode == 0, done.stderr
 
     result = open_checkpoint(tmp_path / "out")
     assert {info.dtype for info in result.tensors.values()} == {torch.bfloat16}
     assert_merged(result, sources, [0.25, 0.75], state=None)
 
-    run_merge(*words, "--output", tmp_path / "fp32", "--dtype", "fp32")
+    run_merge(*arguments, "--output", tmp_path / "fp32", "--dtype", "fp32")
     result = open_checkpoint(tmp_path / "fp32")
     assert not any(key.startswith("optimizer.") for key in result.tensors)
     assert_merged(result, sources, [0.25, 0.75], state=None)
@@ -382,21 +382,27 @@ def test_foreign_tensors_are_merged_and_codes_must_be_equal(tmp_path):
     assert "codes (torch.int8) differs from that of" in done.stderr
 
     write_torch_dist(random_source(LLAMA_ARGS, optimizer=False), tmp_path / "without")
-    words = ["--input", inputs[0], f"{tmp_path / 'without'}:0.5", "--output", tmp_path / "other"]
-    assert "a has shape None in" in run_merge(*words, *flags).stderr
+    arguments = [
+        "--input",
+        inputs[0],
+        f"{tmp_path / 'without'}:0.5",
+        "--output",
+        tmp_path / "other",
+    ]
+    assert "a has shape None in" in run_merge(*arguments, *flags).stderr
 
     note = "unused tensors are merged with --keep-foreign"
-    assert note in run_merge(*words, "--saver", "hf").stdout
+    assert note in run_merge(*arguments, "--saver", "hf").stdout
 
 
 @pytest.mark.parametrize("form", ["legacy", "universal"])
 def test_last_checkpoints_of_other_formats(tmp_path, form):
     sources = make_run(tmp_path / "run", [8, 9])
     for iteration in (8, 9):
-        part = tmp_path / f"part{iteration}"
-        convert(tmp_path / f"run/iter_{iteration:07d}", part, form)
+        converted = tmp_path / f"converted{iteration}"
+        convert(tmp_path / f"run/iter_{iteration:07d}", converted, form)
         (tmp_path / "other").mkdir(exist_ok=True)
-        for path in part.iterdir():
+        for path in converted.iterdir():
             path.rename(tmp_path / "other" / path.name)
 
     done = run_merge(
@@ -410,8 +416,21 @@ def test_last_checkpoints_of_other_formats(tmp_path, form):
 # ---- Refused merges ----
 
 
+@pytest.fixture(scope="module")
+def named_inputs(tmp_path_factory):
+    """Return the paths of a run, of its checkpoints a and b, and of other models, by name."""
+    root = tmp_path_factory.mktemp("named_inputs")
+    paths = {name: root / name for name in ("run", "other", "hf")}
+    paths["a"] = root / "run/iter_0000001"
+    paths["b"] = root / "run/iter_0000002"
+    make_run(paths["run"], [1, 2])
+    write_torch_dist(random_source(GPT_ARGS), paths["other"])
+    write_huggingface(random_source(LLAMA_ARGS, optimizer=False), paths["hf"])
+    return paths
+
+
 @pytest.mark.parametrize(
-    "words, message",
+    "arguments, message",
     [
         (["{a}:0.5", "{b}:0.6"], "the weights 0.5, 0.6 sum to 1.1, not 1"),
         (["{a}:1", "{b}:-1", "--normalize"], "the weights sum to 0 and cannot be scaled"),
@@ -441,15 +460,9 @@ def test_last_checkpoints_of_other_formats(tmp_path, form):
         (["{a}:1", "--lr", "3"], "--lr"),
     ],
 )
-def test_bad_command_lines_are_one_error(tmp_path, words, message):
-    make_run(tmp_path / "run", [1, 2])
-    write_torch_dist(random_source(GPT_ARGS), tmp_path / "other")
-    write_huggingface(random_source(LLAMA_ARGS, optimizer=False), tmp_path / "hf")
-    places = {name: tmp_path / name for name in ("run", "other", "hf")}
-    places["a"] = tmp_path / "run/iter_0000001"
-    places["b"] = tmp_path / "run/iter_0000002"
-    words = [word.format(**places) for word in words]
-    done = run_merge("--input", *words, "--output", tmp_path / "out")
+def test_bad_command_lines_are_one_error(named_inputs, tmp_path, arguments, message):
+    arguments = [argument.format(**named_inputs) for argument in arguments]
+    done = run_merge("--input", *arguments, "--output", tmp_path / "out")
 
     assert done.returncode, done.stderr
     assert message in done.stderr, done.stderr
@@ -487,8 +500,8 @@ def test_arguments_without_effect_do_not_matter():
 def test_output_that_contains_an_input_is_refused(tmp_path):
     make_run(tmp_path / "run", [1, 2])
     for target in (tmp_path / "run", tmp_path / "run/iter_0000001"):
-        words = ("--input", tmp_path / "run", "--average-last", 2)
-        done = run_merge(*words, "--output", target, "--overwrite")
+        arguments = ("--input", tmp_path / "run", "--average-last", 2)
+        done = run_merge(*arguments, "--output", target, "--overwrite")
         assert done.returncode
         assert "which would be lost" in done.stderr
     assert names(find_last_checkpoints(tmp_path / "run", 2)) == ["iter_0000001", "iter_0000002"]

@@ -261,8 +261,15 @@ def test_optimizer_state_is_dropped(tmp_path: Path) -> None:
     write_torch_dist(random_source(LLAMA_ARGS), tmp_path / "run")
     tensors = make_pair(f"{ATTENTION}.o_proj", HIDDEN, HIDDEN)
     adapter = write_adapter(tmp_path / "adapter", tensors)
-    words = ("--saver", "torch_dist", "--load-dir", tmp_path / "run", "--save-dir", tmp_path / "to")
-    done = run_convert(*words, "--lora", adapter)
+    arguments = (
+        "--saver",
+        "torch_dist",
+        "--load-dir",
+        tmp_path / "run",
+        "--save-dir",
+        tmp_path / "to",
+    )
+    done = run_convert(*arguments, "--lora", adapter)
 
     assert done.returncode == 0, done.stderr
     assert "optimizer state: dropped" in done.stdout
@@ -633,8 +640,8 @@ def test_directory_without_an_adapter(llama: Path, tmp_path: Path) -> None:
 
 def test_adapter_is_not_overwritten(llama: Path, tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "adapter", PAIR)
-    words = ("--saver", "hf", "--load-dir", llama, "--save-dir", adapter, "--overwrite")
-    done = run_convert(*words, "--lora", adapter)
+    arguments = ("--saver", "hf", "--load-dir", llama, "--save-dir", adapter, "--overwrite")
+    done = run_convert(*arguments, "--lora", adapter)
     assert done.returncode
     assert "which would be lost" in done.stderr
     assert (adapter / "adapter_model.safetensors").exists()

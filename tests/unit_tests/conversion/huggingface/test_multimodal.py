@@ -423,8 +423,8 @@ def test_trained_language_model_returns_to_its_images(
     convert(directory, tmp_path / "run", "torch_dist")
     trained = TrainedSource(open_checkpoint(tmp_path / "run"))
     write_torch_dist(trained, tmp_path / "trained")
-    words = ("--saver", "hf", "--save-dir", tmp_path / "hf", "--keep-foreign", directory)
-    done = run_convert("--load-dir", tmp_path / "trained", *words, "--verify-target")
+    arguments = ("--saver", "hf", "--save-dir", tmp_path / "hf", "--keep-foreign", directory)
+    done = run_convert("--load-dir", tmp_path / "trained", *arguments, "--verify-target")
     assert done.returncode == 0, done.stderr
     assert "foreign, copied as it is: " in done.stdout
 
@@ -596,9 +596,9 @@ def test_ignored_fields_return(saved: Callable[[str], Saved], tmp_path: Path) ->
     config = read_config(directory)
     config["text_config"]["new"] = 1
     write_config(tmp_path / "model", config)
-    words = ("--load-dir", tmp_path / "model", "--save-dir", tmp_path / "hf", "--saver", "hf")
+    arguments = ("--load-dir", tmp_path / "model", "--save-dir", tmp_path / "hf", "--saver", "hf")
     ignored = ("--hf-ignore-fields", "new", "--keep-foreign", "--verify-target")
-    done = run_convert(*words, *ignored)
+    done = run_convert(*arguments, *ignored)
     assert done.returncode == 0, done.stderr
     assert read_config(tmp_path / "hf") == config
 
@@ -606,8 +606,8 @@ def test_ignored_fields_return(saved: Callable[[str], Saved], tmp_path: Path) ->
 def test_quantized_weights_are_dequantized(saved: Callable[[str], Saved], tmp_path: Path) -> None:
     """The config.json of the wrapper describes the quantization of its language model."""
     directory, _ = saved("llava")
-    words = ("--load-dir", directory, "--saver", "hf", "--save-dir", tmp_path / "text")
-    done = run_convert(*words, "--quantize", "fp8-block")
+    arguments = ("--load-dir", directory, "--saver", "hf", "--save-dir", tmp_path / "text")
+    done = run_convert(*arguments, "--quantize", "fp8-block")
     assert done.returncode == 0, done.stderr
     shutil.copytree(directory, tmp_path / "model")
     weights = load_file(directory / "model.safetensors")
@@ -753,8 +753,8 @@ def test_names_of_kimi_in_transformers_5_are_read(
     names = load_file(tmp_path / "model/model.safetensors")
     assert "language_model.model.blocks.0.input_layernorm.weight" in names
     renames = ("--rename", "language_model.model.blocks.*=language_model.model.layers.*")
-    words = ("--load-dir", tmp_path / "model", "--save-dir", tmp_path / "hf", "--saver", "hf")
-    done = run_convert(*words, "--keep-foreign", *renames)
+    arguments = ("--load-dir", tmp_path / "model", "--save-dir", tmp_path / "hf", "--saver", "hf")
+    done = run_convert(*arguments, "--keep-foreign", *renames)
     assert done.returncode == 0, done.stderr
     assert_same_tensors(tmp_path / "hf", directory)
 
@@ -770,8 +770,8 @@ def test_unknown_names_are_refused(saved: Callable[[str], Saved], tmp_path: Path
     with pytest.raises(ValueError, match=message):
         open_checkpoint(tmp_path / "model")
     renames = ("--rename", "llm.*=language_model.model.*")
-    words = ("--load-dir", tmp_path / "model", "--save-dir", tmp_path / "hf", "--saver", "hf")
-    done = run_convert(*words, "--keep-foreign", *renames)
+    arguments = ("--load-dir", tmp_path / "model", "--save-dir", tmp_path / "hf", "--saver", "hf")
+    done = run_convert(*arguments, "--keep-foreign", *renames)
     assert done.returncode == 0, done.stderr
     assert_same_tensors(tmp_path / "hf", directory)
 
@@ -780,11 +780,11 @@ def test_models_that_the_wrapper_cannot_have_are_refused(
     saved: Callable[[str], Saved], tmp_path: Path
 ) -> None:
     directory, _ = saved("llava")
-    words = ("--load-dir", directory, "--save-dir", tmp_path / "hf", "--saver", "hf")
-    done = run_convert(*words, "--keep-foreign", "--rotary-interleaved")
+    arguments = ("--load-dir", directory, "--save-dir", tmp_path / "hf", "--saver", "hf")
+    done = run_convert(*arguments, "--keep-foreign", "--rotary-interleaved")
     assert "the language model llama of a llava model has" in done.stderr
     assert "Leave out --keep-foreign to write the language model alone" in done.stderr
-    done = run_convert(*words, "--keep-foreign", "--quantize", "fp8-block")
+    done = run_convert(*arguments, "--keep-foreign", "--quantize", "fp8-block")
     assert "--quantize fp8-block is not supported for multimodal models" in done.stderr
     assert not (tmp_path / "hf").exists()
 
@@ -795,11 +795,11 @@ def test_checkpoints_of_other_models_are_refused(
     """Tensors of a vision tower belong to one language model."""
     convert(saved("llava").directory, tmp_path / "run", "hf")
     save_model("internvl", tmp_path / "other", num_hidden_layers=1)
-    words = ("--load-dir", tmp_path / "run", "--save-dir", tmp_path / "hf", "--saver", "hf")
-    done = run_convert(*words, "--keep-foreign", tmp_path / "other")
+    arguments = ("--load-dir", tmp_path / "run", "--save-dir", tmp_path / "hf", "--saver", "hf")
+    done = run_convert(*arguments, "--keep-foreign", tmp_path / "other")
     assert "num_layers = 1, but " in done.stderr
     assert "different models" in done.stderr
-    done = run_convert(*words, "--keep-foreign", tmp_path / "run")
+    done = run_convert(*arguments, "--keep-foreign", tmp_path / "run")
     assert "has no tensors that the model does not have" in done.stderr
     assert not (tmp_path / "hf").exists()
 

@@ -134,12 +134,12 @@ def test_other_forms_are_refused(tmp_path):
 def test_layers_can_be_left_out(tmp_path):
     write_torch_dist(random_source(ARGS), tmp_path / "run")
     target = tmp_path / "hf"
-    words = ("--load-dir", tmp_path / "run", "--save-dir", target, "--saver", "hf")
-    refused = run_convert(*words)
+    arguments = ("--load-dir", tmp_path / "run", "--save-dir", target, "--saver", "hf")
+    refused = run_convert(*arguments)
     assert refused.returncode == 1
     assert "mtp_num_layers = None instead of 2" in refused.stderr
 
-    written = run_convert(*words, "--mtp-num-layers", "0", "--save-optim-sidecar")
+    written = run_convert(*arguments, "--mtp-num-layers", "0", "--save-optim-sidecar")
     assert written.returncode == 0
     assert "multi-token prediction: left out" in written.stdout
     keys = list(open_checkpoint(target).tensors)

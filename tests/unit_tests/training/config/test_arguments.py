@@ -124,7 +124,7 @@ def test_errors_contain_reason_and_fix(text, message):
 
 def test_accepted_flags_are_dropped_with_their_values():
     parser = FlagParser({"Example": Example})
-    words = [
+    arguments = [
         "--no-masked-softmax-fusion",
         "--attention-backend",
         "unfused",
@@ -132,7 +132,7 @@ def test_accepted_flags_are_dropped_with_their_values():
         "3",
         "--DDP-impl=local",
     ]
-    given, ignored = parse_flags(parser, words)
+    given, ignored = parse_flags(parser, arguments)
     assert given == {"num_layers": 3}
     assert ignored == ["--no-masked-softmax-fusion", "--attention-backend", "--DDP-impl"]
 

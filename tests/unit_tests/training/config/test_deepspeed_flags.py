@@ -253,10 +253,10 @@ def test_accumulation_steps_need_a_batch_size(tmp_path):
 
 
 def parse_data(**groups):
-    words = ["--seq-length", "100"]
+    arguments = ["--seq-length", "100"]
     for split, group in groups.items():
-        words += [f"--{split}-weighted-split-paths", *group]
-    return make_flag_parser().parse(words)
+        arguments += [f"--{split}-weighted-split-paths", *group]
+    return make_flag_parser().parse(arguments)
 
 
 def test_data_sets_with_ranges():

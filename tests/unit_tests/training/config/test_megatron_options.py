@@ -76,10 +76,10 @@ def test_short_names_of_layout_and_batch():
 
 
 def test_values_of_forks_that_disable_a_feature_have_no_effect():
-    words = ["--train-mode", "pretrain", "--attention-sink-k", "0", "--extra-vocab-size", "0"]
-    line = make_flag_parser().parse(words)
+    arguments = ["--train-mode", "pretrain", "--attention-sink-k", "0", "--extra-vocab-size", "0"]
+    line = make_flag_parser().parse(arguments)
     assert line.problems == []
-    assert line.ignored == words[::2]
+    assert line.ignored == arguments[::2]
     assert "fork" in make_flag_parser().parse(["--attention-sink-k", "4"]).problems[0]
 
 
@@ -112,9 +112,9 @@ def test_attention_head_type_of_bigcode():
 
 def test_tokenizers_of_pai_megatron_patch():
     """They load the directory --load with AutoTokenizer."""
-    words = ["--patch-tokenizer-type", "Qwen2Tokenizer", "--load", "base"]
-    words += ["--extra-vocab-size", "293"]
-    line = make_flag_parser().parse(words)
+    arguments = ["--patch-tokenizer-type", "Qwen2Tokenizer", "--load", "base"]
+    arguments += ["--extra-vocab-size", "293"]
+    line = make_flag_parser().parse(arguments)
     assert line.problems == []
     assert line.flag_values == {
         "tokenizer_type": "HuggingFaceTokenizer",
@@ -123,15 +123,15 @@ def test_tokenizers_of_pai_megatron_patch():
     }
     assert "--tokenizer-type HuggingFaceTokenizer" in line.notes[0]
     # Explicit flags take precedence, and other kinds of tokenizers are refused.
-    line = make_flag_parser().parse([*words, "--tokenizer-model", "other"])
+    line = make_flag_parser().parse([*arguments, "--tokenizer-model", "other"])
     assert line.flag_values["tokenizer_model"] == "other"
     line = make_flag_parser().parse(["--patch-tokenizer-type", "JiebaBPETokenizer"])
     assert line.problems[0].startswith("--patch-tokenizer-type: 'JiebaBPETokenizer' is not one of")
 
 
 def test_packed_sequences_of_pretraining_reset_the_attention_mask():
-    words = ["--use-packed-seq-params", "--no-create-attention-mask-in-dataloader"]
-    line = make_flag_parser().parse(words)
+    arguments = ["--use-packed-seq-params", "--no-create-attention-mask-in-dataloader"]
+    line = make_flag_parser().parse(arguments)
     assert line.problems == []
     assert "--reset-attention-mask" in line.notes[0]
     assert line.flag_values == {
@@ -159,7 +159,7 @@ def test_underscores_of_forks_are_hyphens():
 
 def test_unknown_flags_are_ignored_only_on_request():
     # --train-mode is an option of a fork, --hybrid-context-parallel one of Megatron-LM that is not implemented.
-    words = [
+    arguments = [
         "--foo-bar",
         "3",
         "4",
@@ -170,10 +170,10 @@ def test_unknown_flags_are_ignored_only_on_request():
         "--no-baz",
         "--hybrid-context-parallel",
     ]
-    line = make_flag_parser().parse(words)
+    line = make_flag_parser().parse(arguments)
     assert len(line.problems) == 4
     assert not line.dropped
-    line = make_flag_parser().parse([*words, "--ignore-unknown-flags"])
+    line = make_flag_parser().parse([*arguments, "--ignore-unknown-flags"])
     assert line.dropped == ["--foo-bar 3 4", "--train-mode 7", "--no-baz"]
     assert line.flag_values["lr"] == 0.1
     assert len(line.problems) == 1
