@@ -26,15 +26,15 @@ def same_as_gloo(rank: int, size: int) -> None:
         for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN):
             expected = values.clone()
             dist.all_reduce(expected, op, group=gloo)
-            found = values.cuda()
-            dist.all_reduce(found, op)
-            assert torch.equal(found.cpu(), expected), (dtype, op)
+            gathered = values.cuda()
+            dist.all_reduce(gathered, op)
+            assert torch.equal(gathered.cpu(), expected), (dtype, op)
 
         expected = values.new_empty(size * len(values))
         dist.all_gather_into_tensor(expected, values, group=gloo)
-        found = torch.empty_like(expected, device="cuda")
-        dist.all_gather_into_tensor(found, values.cuda())
-        assert torch.equal(found.cpu(), expected), dtype
+        gathered = torch.empty_like(expected, device="cuda")
+        dist.all_gather_into_tensor(gathered, values.cuda())
+        assert torch.equal(gathered.cpu(), expected), dtype
 
         reduced = values.clone()
         dist.all_reduce(reduced, group=gloo)
@@ -42,9 +42,9 @@ def same_as_gloo(rank: int, size: int) -> None:
         dist.reduce_scatter_tensor(part, values.cuda())
         assert torch.equal(part.cpu(), reduced[4 * rank : 4 * rank + 4]), dtype
 
-        found = values.cuda()
-        dist.broadcast(found, src=size - 1)
-        assert torch.equal(found.cpu(), values - 10 * rank + 10 * (size - 1)), dtype
+        gathered = values.cuda()
+        dist.broadcast(gathered, src=size - 1)
+        assert torch.equal(gathered.cpu(), values - 10 * rank + 10 * (size - 1)), dtype
 
     average = torch.full((3,), float(rank), device="cuda")
     dist.all_reduce(average, dist.ReduceOp.AVG)

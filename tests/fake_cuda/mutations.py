@@ -240,7 +240,7 @@ def main() -> None:
     args = parser.parse_args()
     waits = []
     for file in REACHED_BY:
-        if not args.files or any(part in Path(file).name for part in args.files):
+        if not args.files or any(pattern in Path(file).name for pattern in args.files):
             waits += [wait for wait in find_waits(file) if wait.name not in UNNEEDED]
     noticed = 0
     for wait in waits:

@@ -201,10 +201,10 @@ def _raise_error() -> None:
 
 def _push_task(task: Callable[[], None]) -> None:
     """Run `task` after the tasks that were launched on the current stream."""
-    number = next(_task_numbers)
-    _tasks[number] = task
+    task_id = next(_task_numbers)
+    _tasks[task_id] = task
     stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-    _runtime.fake_cuda_push(stream, _run_task, ctypes.c_void_p(number))
+    _runtime.fake_cuda_push(stream, _run_task, ctypes.c_void_p(task_id))
 
 
 def _launch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -143,8 +143,8 @@ def load_to_device(rank: int, num_devices: int) -> bool:
         torch.cuda.set_sync_debug_mode("default")
 
     whole = all(torch.equal(targets[key].cpu(), values) for key, values in host.items())
-    part = torch.equal(columns.cpu(), host["t0"][:, 7:12])
-    return whole and part and torch.equal(rounded.cpu(), host["t0"].bfloat16())
+    are_columns_equal = torch.equal(columns.cpu(), host["t0"][:, 7:12])
+    return whole and are_columns_equal and torch.equal(rounded.cpu(), host["t0"].bfloat16())
 
 
 OPERATIONS: dict[str, tuple[int, Callable[[int, int], Any]]] = {  # name -> (devices, function)

@@ -64,8 +64,8 @@ def test_a_log_line_waits_twice():
     waits = find_waits_of_rank_0(
         1, f"{RUN}--train-iters 4 --bf16 --log-interval 1 --log-params-norm"
     )
-    place = "training/reporting/intervals.py"
-    assert waits == {f"{place}: reduce_losses": 2, f"{place}: _read_scalars": 2}
+    module = "training/reporting/intervals.py"
+    assert waits == {f"{module}: reduce_losses": 2, f"{module}: _read_scalars": 2}
 
 
 @pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])

@@ -58,9 +58,9 @@ def assert_like_undisturbed_run(launcher, job, flags, root):
     with fake_devices() as variables:
         straight = launcher.run(2, f"{flags} --save {root}/straight", variables=variables)
     expected = straight.losses()
-    found = re.findall(r"iteration +(\d+)/.*? lm loss: ([\d.E+-]+) ", job.output())
-    assert len(found) >= len(expected) == 16
-    for iteration, loss in found:
+    log_lines = re.findall(r"iteration +(\d+)/.*? lm loss: ([\d.E+-]+) ", job.output())
+    assert len(log_lines) >= len(expected) == 16
+    for iteration, loss in log_lines:
         assert float(loss) == expected[int(iteration)]
     final = "iter_0000016"
     assert_same(stored_tensors(root / "run" / final), stored_tensors(root / "straight" / final))

@@ -85,7 +85,7 @@ def count_attention_kernels(rank: int, world_size: int, flags: str) -> dict[str,
     """Train, and return the number of calls of each kernel of attention."""
     with CountCalls() as calls:
         train(rank, world_size, flags)
-    return {name: number for name, number in calls.count.items() if "attention" in name}
+    return {name: count for name, count in calls.count.items() if "attention" in name}
 
 
 def train_on_node(

@@ -106,10 +106,10 @@ def test_log_reports_the_phases_of_a_save(launcher, tmp_path):
         f"{LONG.format(directory=tmp_path)} --exit-interval 3 --dist-ckpt-workers 2 "
         f"--tensorboard-dir {tmp_path}/events",
     )
-    number = r"[\d.]+"
+    decimal = r"[\d.]+"
     line = (
-        rf"> saved \S+iter_0000003 in {number} ms \(training lost {number} ms, of which {number} ms "
-        rf"waiting for the end of the save\): {number} GB at {number} GB/s"
+        rf"> saved \S+iter_0000003 in {decimal} ms \(training lost {decimal} ms, of which {decimal} ms "
+        rf"waiting for the end of the save\): {decimal} GB at {decimal} GB/s"
     )
     assert re.search(line, job.output())
 

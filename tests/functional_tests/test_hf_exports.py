@@ -45,11 +45,11 @@ def read_files(directory):
 
 def check_exports(root, iterations, options=None):
     """Each export is, byte by byte, the conversion of the checkpoint of its iteration."""
-    assert list_names(root / "hf") == [f"iter_{number:07d}" for number in iterations]
-    for number in iterations:
-        expected = root / f"converted{number}"
-        convert(root / "run", expected, "hf", step=number, options=options)
-        exported = read_files(root / "hf" / f"iter_{number:07d}")
+    assert list_names(root / "hf") == [f"iter_{iteration:07d}" for iteration in iterations]
+    for iteration in iterations:
+        expected = root / f"converted{iteration}"
+        convert(root / "run", expected, "hf", step=iteration, options=options)
+        exported = read_files(root / "hf" / f"iter_{iteration:07d}")
         assert exported.keys() == read_files(expected).keys()
         for name, content in read_files(expected).items():
             assert exported[name] == content, name
@@ -179,10 +179,10 @@ def test_object_storage_has_the_files_of_conversions(pool, tmp_path, bucket, sav
     flags = f"{run} --save {save} --save-hf {root / 'hf'}"
     pool.run(train_with, 2, flags, environment)
     assert list_names(root / "hf") == ["iter_0000002", "iter_0000004", "notes"]
-    for number in (2, 4):
-        expected = tmp_path / f"converted{number}"
-        convert(CheckpointDirectory(save).path(number), expected, "hf")
-        assert read_files(root / f"hf/iter_{number:07d}") == read_files(expected)
+    for iteration in (2, 4):
+        expected = tmp_path / f"converted{iteration}"
+        convert(CheckpointDirectory(save).path(iteration), expected, "hf")
+        assert read_files(root / f"hf/iter_{iteration:07d}") == read_files(expected)
 
     # A longer run replaces nothing, and keeps the last two.
     more = f"--load {save} --train-iters 6 --save-hf-keep-last 2"

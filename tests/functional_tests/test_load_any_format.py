@@ -109,7 +109,7 @@ def test_only_rank_0_looks_for_files_of_other_ranks(pool, tmp_path):
     flags = f"{FLAGS} {LAYOUTS['tp2_dp2'][1]}"
     pool.run(train, 4, f"{flags} --exit-interval 3 --save {tmp_path}")
     results = pool.run(watching_train, 4, f"{flags} --load {tmp_path} --skip-train")
-    asked = [{name for kind, name in seen if kind == "stat"} for _, seen in results]
+    asked = [{name for operation, name in seen if operation == "stat"} for _, seen in results]
     assert {f"__{rank}_0.distcp" for rank in range(4)} <= asked[0], "one rank looks at all"
     for rank in range(1, 4):
         # They wait until they see the small files, of which metadata.json is one.

@@ -130,9 +130,9 @@ def test_megatrons_flags_give_the_same_mathematics(tmp_path, case, form):
     flags = [*flags_of(case), "--data-path", "data", "--data-cache-path", str(tmp_path)]
     source = open_checkpoint(GOLDEN / case / form)
     config = parse_args([*flags, "--load", str(GOLDEN / case / form)], 1)
-    stored = normalize_stored_args(source.args)
-    assert check_same_model(config.flags(), stored, source.description) == []
-    assert list_training_differences(config.flags(), stored) == []
+    args = normalize_stored_args(source.args)
+    assert check_same_model(config.flags(), args, source.description) == []
+    assert list_training_differences(config.flags(), args) == []
 
 
 def convert(rank, world_size, case, form, layout, save, to):

@@ -185,11 +185,11 @@ def test_run_changes_its_backend_by_load_alone(pool, tmp_path):
 
     assert steps == pytest.approx(expected, rel=2e-5)
 
-    stored = torch.load(
+    common = torch.load(
         tmp_path / "iter_0000002/mp_rank_00/model_optim_rng.pt",
         weights_only=False,
     )["model"]
-    assert "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight" in stored
+    assert "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight" in common
 
 
 FP8 = (
@@ -248,14 +248,14 @@ def test_fp8_scales_are_restored_and_optional(pool, tmp_path, layout, prediction
     assert steps.count(True) * 2 == len(steps)  # weights are quantized in one micro-batch of two
 
     tracker = tmp_path / "latest_checkpointed_iteration.txt"
-    stored = read_metadata(tmp_path / "iter_0000002").objects
-    assert "decoder.layers.1.mlp.linear_fc1._extra_state/shard_0_1" in stored
+    objects = read_metadata(tmp_path / "iter_0000002").objects
+    assert "decoder.layers.1.mlp.linear_fc1._extra_state/shard_0_1" in objects
 
     if prediction:
         # Layers for multi-token prediction are in fp8, although they come last.
-        assert "mtp.layers.0.eh_proj._extra_state/shard_0_1" in stored
+        assert "mtp.layers.0.eh_proj._extra_state/shard_0_1" in objects
         assert any(
-            name.startswith("mtp.layers.0.transformer_layer.mlp.linear_fc1._e") for name in stored
+            name.startswith("mtp.layers.0.transformer_layer.mlp.linear_fc1._e") for name in objects
         )
 
     convert(tmp_path, tmp_path / "converted", "legacy")  # works without Transformer Engine
@@ -374,11 +374,11 @@ def list_created_groups(rank, world_size, first_layer):
         4, 32, 4, bf16=True, transformer_impl="transformer_engine", fp8="hybrid", fp8_param_gather=True,
         first_last_layers_bf16=True,
     )  # fmt: skip
-    place = Placement(Axis(), TensorParallelRng(0, 0))
+    placement = Placement(Axis(), TensorParallelRng(0, 0))
     with unittest.mock.patch.object(dist, "new_group") as new_group:
         TransformerBlock(
             config,
-            place,
+            placement,
             layers=range(first_layer, first_layer + 1),
             post_process=False,
         )

@@ -114,12 +114,12 @@ def raise_hang(*_: object) -> None:
 
 def list_files(root: Path, ignored: Path) -> dict[str, tuple[int, int]]:
     """Return size and time of everything under `root` outside of `ignored`."""
-    found = {}
+    sizes = {}
     for path in sorted(root.rglob("*")):
         if not path.is_relative_to(ignored):
             status = path.lstat()
-            found[str(path)] = (status.st_size, status.st_mtime_ns)
-    return found
+            sizes[str(path)] = (status.st_size, status.st_mtime_ns)
+    return sizes
 
 
 def run_case(
@@ -183,10 +183,10 @@ def find_failures(
     child = context.Process(target=_run_and_record, args=(run_all, memory, answers))
     child.start()
     child.join()
-    found = [json.loads(line) for line in answers.read_text().splitlines()]
+    failures = [json.loads(line) for line in answers.read_text().splitlines()]
     if child.exitcode:
-        found.append(f"the process died of signal {-child.exitcode}")
-    return found
+        failures.append(f"the process died of signal {-child.exitcode}")
+    return failures
 
 
 def _run_and_record(

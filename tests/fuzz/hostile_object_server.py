@@ -58,8 +58,8 @@ class HostileServer:
         """Return the fault of this request, and a generator for its details."""
         with self._lock:
             self._requests[bucket + request] += 1
-            number = self._requests[bucket + request]
-        rng = random.Random(f"{bucket} {request} {number}")
+            count = self._requests[bucket + request]
+        rng = random.Random(f"{bucket} {request} {count}")
         chance = random.Random(bucket).choice((0.05, 0.2, 0.5, 1.0))
         if self.fault is not None:
             return self.fault, rng

@@ -45,27 +45,27 @@ def damaged_bytes(content: bytes, rng: random.Random) -> bytes:
     """Flip, overwrite, insert, remove, repeat or cut bytes."""
     data = bytearray(content)
     for _ in range(rng.choice((1, 1, 2, 5))):
-        place = (
+        position = (
             rng.randrange(len(data) + 1)
             if rng.random() < 0.7
             else rng.randrange(min(len(data), 200) + 1)
         )
         size = rng.choice((1, 1, 2, 4, 8, 100))
-        kind = rng.randrange(6)
-        if kind == 0 and place < len(data):
-            data[place] ^= 1 << rng.randrange(8)
-        elif kind == 1:
-            data[place : place + size] = rng.randbytes(size)
-        elif kind == 2:
-            data[place:place] = rng.randbytes(size)
-        elif kind == 3:
-            del data[place : place + size]
-        elif kind == 4:
-            data[place:place] = data[max(0, place - size) : place]
+        mutation = rng.randrange(6)
+        if mutation == 0 and position < len(data):
+            data[position] ^= 1 << rng.randrange(8)
+        elif mutation == 1:
+            data[position : position + size] = rng.randbytes(size)
+        elif mutation == 2:
+            data[position:position] = rng.randbytes(size)
+        elif mutation == 3:
+            del data[position : position + size]
+        elif mutation == 4:
+            data[position:position] = data[max(0, position - size) : position]
         elif rng.random() < 0.3:
-            del data[place:]
+            del data[position:]
         else:
-            data[place : place + size] = rng.choice((b"\0", b"\xff", b"\x7f")) * size
+            data[position : position + size] = rng.choice((b"\0", b"\xff", b"\x7f")) * size
     return bytes(data)
 
 
@@ -98,12 +98,12 @@ def damage_value(root: Any, rng: random.Random, weird: list[Any]) -> Any:
         return rng.choice(weird)
 
     for _ in range(rng.choice((1, 1, 1, 3))):
-        found = list(find_places(root))
-        if not found:
+        candidates = list(find_places(root))
+        if not candidates:
             return rng.choice(weird)
         if rng.random() < 0.5:
-            found = found[:60]  # values near the root are read first
-        container, key = rng.choice(found)
+            candidates = candidates[:60]  # values near the root are read first
+        container, key = rng.choice(candidates)
         _change(container, key, rng, weird)
     return root
 
@@ -150,10 +150,10 @@ def damaged_gguf(content: bytes, rng: random.Random) -> bytes:
     for _ in range(rng.choice((1, 1, 2))):
         match = rng.choice(names)
         after = match.end() + rng.choice((0, 4, 8, 12, 16, 20, 24, 28))
-        place = rng.choice((4, 8, 16, match.start() - 8, after, after, after))
+        position = rng.choice((4, 8, 16, match.start() - 8, after, after, after))
         size = rng.choice((4, 8))
         value = rng.choice(_GGUF_COUNTS) % (1 << 8 * size)
-        data[place : place + size] = value.to_bytes(size, "little")
+        data[position : position + size] = value.to_bytes(size, "little")
     return bytes(data)
 
 
@@ -203,17 +203,17 @@ def damaged_yaml(content: bytes, rng: random.Random) -> bytes:
     """Replace the value of some lines, keeping their indentation."""
     lines = content.decode().splitlines()
     for _ in range(rng.choice((1, 1, 3))):
-        number = rng.randrange(len(lines))
-        key, colon, _ = lines[number].partition(":")
+        index = rng.randrange(len(lines))
+        key, colon, _ = lines[index].partition(":")
         weird = rng.choice(WEIRD) if rng.random() < 0.4 else rng.choice(YAML_SNIPPETS)
         value = weird if isinstance(weird, str) else json.dumps(weird)
-        kind = rng.randrange(4)
-        if kind == 0:
-            del lines[number]
-        elif kind == 1:
-            lines.insert(number, lines[number])
+        mutation = rng.randrange(4)
+        if mutation == 0:
+            del lines[index]
+        elif mutation == 1:
+            lines.insert(index, lines[index])
         else:
-            lines[number] = f"{key}{colon} {value}"
+            lines[index] = f"{key}{colon} {value}"
 
         if not lines:
             break
@@ -230,22 +230,22 @@ def damaged_sentencepiece(content: bytes, rng: random.Random) -> bytes:
     """Change fields of a SentencePiece model: pieces (1), trainer (2), normalizer (3)."""
     fields = list(_parse_protobuf(content))
     for _ in range(rng.choice((1, 1, 3))):
-        number = rng.randrange(len(fields))
-        tag, body = fields[number]
-        kind = rng.randrange(5)
-        if kind == 0:
-            del fields[number]
-        elif kind == 1:
-            fields.insert(number, fields[rng.randrange(len(fields))])
-        elif kind == 2:
-            fields[number] = (rng.randrange(1, 6), body)
-        elif kind == 3 and tag == 1:
+        index = rng.randrange(len(fields))
+        tag, body = fields[index]
+        mutation = rng.randrange(5)
+        if mutation == 0:
+            del fields[index]
+        elif mutation == 1:
+            fields.insert(index, fields[rng.randrange(len(fields))])
+        elif mutation == 2:
+            fields[index] = (rng.randrange(1, 6), body)
+        elif mutation == 3 and tag == 1:
             score = struct.pack("<f", rng.choice((float("inf"), float("nan"), -float("inf"), 1e38)))
             text = rng.choice(("", "x" * 5000, "\n\x1b[2J", "</s>", "<0x41>", "\u202e")).encode()
             piece = b"\x0a" + _encode_varint(len(text)) + text + b"\x15" + score
-            fields[number] = (1, piece + b"\x18" + _encode_varint(rng.randrange(300)))
+            fields[index] = (1, piece + b"\x18" + _encode_varint(rng.randrange(300)))
         else:
-            fields[number] = (tag, damaged_bytes(body, rng))
+            fields[index] = (tag, damaged_bytes(body, rng))
     return b"".join(
         _encode_varint(tag << 3 | 2) + _encode_varint(len(body)) + body for tag, body in fields
     )
@@ -286,8 +286,8 @@ def _encode_varint(value: int) -> bytes:
 def damaged_lines(content: bytes, rng: random.Random) -> bytes:
     """Damage one of several JSON objects."""
     lines = content.splitlines()
-    number = rng.randrange(len(lines))
-    lines[number] = damaged_json(lines[number], rng)
+    index = rng.randrange(len(lines))
+    lines[index] = damaged_json(lines[index], rng)
     return b"\n".join(lines) + b"\n"
 
 

@@ -87,14 +87,14 @@ def run_convert(source: Path, case: Case, saver: str, *extra: str) -> int:
 def read_checkpoint(case: Case) -> None:
     """Do one of the things that are done with a checkpoint."""
     source = str(case.source)
-    kind = case.rng.randrange(8)
-    if kind == 0:
+    action = case.rng.randrange(8)
+    if action == 0:
         run_inspect("show", source, *case.rng.choice(([], ["--json"])))
-    elif kind == 1:
+    elif action == 1:
         run_inspect("digest", source, "--quiet")
-    elif kind == 2:
+    elif action == 2:
         run_inspect("diff", source, str(case.original), "--quiet")
-    elif kind == 3:
+    elif action == 3:
         run_inspect("plan", source, "--tensor-model-parallel-size", "2")
     else:
         saver = case.rng.choice(("torch_dist", "legacy", "hf", "universal"))
@@ -249,10 +249,10 @@ def export_sentencepiece(case: Case) -> None:
     if case.rng.random() < 0.5:
         run_convert(case.source / "run", case, "hf", "--tokenizer", str(model))
         return
-    kind = case.rng.choice(
+    piece_type = case.rng.choice(
         ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
     )
-    use_tokenizer(TokenizerConfig(kind, str(model)))
+    use_tokenizer(TokenizerConfig(piece_type, str(model)))
 
 
 def use_tiktoken(case: Case) -> None:
@@ -390,8 +390,8 @@ def build_unpacked(archive: str) -> Callable[[Path], None]:
 
 def build_golden(path: str) -> Callable[[Path], None]:
     def build(root: Path) -> None:
-        (found,) = GOLDEN.glob(path)
-        shutil.copytree(found, root)
+        (original,) = GOLDEN.glob(path)
+        shutil.copytree(original, root)
 
     return build
 
@@ -532,10 +532,10 @@ def build_run(root: Path) -> None:
     (other / "lineage.json").write_bytes(first.descend(Segment(2, 10, "b" * 16), "job").encode(7))
     (root / ".run").write_text("0123456789abcdef")
     (root / "runs").mkdir()
-    for number, iteration in ((1, 0), (2, 7)):
-        rows = build_records(1000.0 * number, iteration)
+    for generation, iteration in ((1, 0), (2, 7)):
+        rows = build_records(1000.0 * generation, iteration)
         text = "".join(json.dumps(row) + "\n" for row in rows)
-        (root / f"runs/2026010{number}T101500.000000-1.jsonl").write_text(text)
+        (root / f"runs/2026010{generation}T101500.000000-1.jsonl").write_text(text)
 
 
 def build_records(began: float, first: int) -> list[dict]:

@@ -65,9 +65,9 @@ def read_from_store(number: int, out: Path) -> int:
     """Do one of the things that are done with a checkpoint."""
     source = locate(number, "run")
     rng = random.Random(number)
-    kind = 3 if number == 0 else rng.randrange(5)
-    if kind < 3:
-        command = ("show", "verify", "digest")[kind]
+    action = 3 if number == 0 else rng.randrange(5)
+    if action < 3:
+        command = ("show", "verify", "digest")[action]
         return run_inspect(command, source, "--quiet")
     argv = ["convert", "--saver", "hf", "--load-dir", source, "--save-dir", str(out / "to")]
     return run_main([*argv, "--workers", "1"], CONVERT.main)

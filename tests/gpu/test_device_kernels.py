@@ -184,11 +184,11 @@ def test_documents_and_windows(name, dtype, device):
     for sample, row in enumerate(lengths):
         start = 0
         for length in row:
-            part = slice(start, start + length)
-            alone = {**values, "x": values["x"][part, sample : sample + 1]}
+            positions = slice(start, start + length)
+            alone = {**values, "x": values["x"][positions, sample : sample + 1]}
             module = attention(torch.float32, CPU, **options)
             expected = module_output(module, alone, None)
-            assert_close([actual[part, sample : sample + 1]], [expected], TOLERANCES[dtype])
+            assert_close([actual[positions, sample : sample + 1]], [expected], TOLERANCES[dtype])
             start += length
 
 
@@ -356,7 +356,7 @@ def test_weight_gradients_are_added_in_fp32(dtype, device):
 def test_experts_without_tokens_have_no_gradient(device):
     """The grouped kernel of some GPUs does not write their products."""
     torch.manual_seed(0)
-    place = torch.device(device)
+    torch_device = torch.device(device)
     linear = GroupedLinear(
         config(torch.bfloat16, num_experts=4, **LLAMA),
         16,
@@ -364,15 +364,15 @@ def test_experts_without_tokens_have_no_gradient(device):
         init=Normal(0.1),
         split_dim=1,
         axes=ExpertAxes(),
-        device=place,
+        device=torch_device,
     )
     linear.initialize(1)
-    linear.weight.main_grad = torch.zeros(linear.weight.shape, device=place)
-    counts = torch.tensor([24, 0, 40, 0], device=place)
-    x = torch.randn(64, 16, device=place, dtype=torch.bfloat16)
-    dy = torch.randn(64, 32, device=place, dtype=torch.bfloat16)
+    linear.weight.main_grad = torch.zeros(linear.weight.shape, device=torch_device)
+    counts = torch.tensor([24, 0, 40, 0], device=torch_device)
+    x = torch.randn(64, 16, device=torch_device, dtype=torch.bfloat16)
+    dy = torch.randn(64, 32, device=torch_device, dtype=torch.bfloat16)
     # The allocator gives memory of the same size to the products: make its content visible.
-    poison = torch.full(linear.weight.shape, torch.nan, device=place, dtype=torch.bfloat16)
+    poison = torch.full(linear.weight.shape, torch.nan, device=torch_device, dtype=torch.bfloat16)
     del poison
     linear(x, counts).backward(dy)
     expected = torch.zeros(linear.weight.shape)
@@ -443,17 +443,17 @@ def test_loss_does_not_depend_on_the_size_of_a_chunk(dtype, device, monkeypatch)
     hidden = torch.randn(16, 2, 64).to(dtype)
     weight = (0.2 * torch.randn(96, 64)).to(dtype)
     labels = torch.randint(0, 90, (16, 2))
-    found = []
+    results = []
     for elements in (1 << 20, 5 * 96, 1):
         monkeypatch.setitem(cross_entropy._CHUNK_ELEMENTS, device, elements)
-        found.append(loss(dtype, device, hidden, weight, labels))
+        results.append(loss(dtype, device, hidden, weight, labels))
 
-    for other in found[1:]:
+    for other in results[1:]:
         if device == "cpu":
-            assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+            assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
         else:
-            assert_close(other[:1], found[0][:1], 1e-6)  # losses
-            assert_close(other[1:], found[0][1:], TOLERANCES[dtype])
+            assert_close(other[:1], results[0][:1], 1e-6)  # losses
+            assert_close(other[1:], results[0][1:], TOLERANCES[dtype])
 
 
 def test_embedding_gradient_is_the_same_every_time(device):

@@ -163,10 +163,12 @@ def main() -> None:
 
     compare(engine, expected)
 
-    for mine, stored in zip(engine.optimizer.param_groups, stored_groups, strict=True):
-        assert all(mine[key] == value for key, value in stored.items() if key != "params"), (
+    for mine, expected_group in zip(engine.optimizer.param_groups, stored_groups, strict=True):
+        assert all(
+            mine[key] == value for key, value in expected_group.items() if key != "params"
+        ), (
             mine,
-            stored,
+            expected_group,
         )
 
     for group in engine.optimizer.param_groups:
@@ -232,12 +234,12 @@ def stepped(values: dict[str, torch.Tensor], step: int) -> dict[str, torch.Tenso
 
 def compare(engine: deepspeed.DeepSpeedEngine, expected: dict, tolerance: float = 0.0) -> None:
     for name, parameter in engine.module.named_parameters():
-        found = {"fp32": safe_get_full_fp32_param(parameter)}
-        found |= {
+        values = {"fp32": safe_get_full_fp32_param(parameter)}
+        values |= {
             state: safe_get_full_optimizer_state(parameter, state)
             for state in ("exp_avg", "exp_avg_sq")
         }
-        for state, value in found.items():
+        for state, value in values.items():
             error = (value.view(-1) - expected[name][state].reshape(-1)).abs().max().item()
             assert error <= tolerance, f"{name} {state}: off by {error}"
 

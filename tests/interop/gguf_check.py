@@ -49,8 +49,8 @@ def find_tensor(name: str, model: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return the tensor of the export that GGUF calls `name`, in its order of rows."""
     if name in OTHERS:
         return model[OTHERS[name]]
-    _, layer, module, kind = name.split(".")
-    tensor = model[f"model.layers.{layer}.{NAMES[module]}.{kind}"]
+    _, layer, module, suffix = name.split(".")
+    tensor = model[f"model.layers.{layer}.{NAMES[module]}.{suffix}"]
     if module in HEADS:
         # Pairs of rotated elements are neighbors in GGUF.
         halves = tensor.unflatten(0, (HEADS[module], 2, -1))
@@ -123,10 +123,10 @@ def main() -> None:
     subprocess.run([python, str(script), str(work)], check=True, env=environment)
 
     model = load_file(work / "model" / "model.safetensors")
-    found = np.load(work / "tensors.npz")
-    assert len(found.files) == len(model)
-    for name in found.files:
-        assert torch.equal(torch.from_numpy(found[name]), find_tensor(name, model)), name
+    tensors = np.load(work / "tensors.npz")
+    assert len(tensors.files) == len(model)
+    for name in tensors.files:
+        assert torch.equal(torch.from_numpy(tensors[name]), find_tensor(name, model)), name
 
     print(f"{len(model)} tensors are bitwise those of the export", flush=True)
 

@@ -49,7 +49,7 @@ metric_list:
 
 def write_tokenizer(directory: Path) -> None:
     """Write a tokenizer with one token per character."""
-    vocabulary = {character: number for number, character in enumerate(CHARACTERS)}
+    vocabulary = {character: token for token, character in enumerate(CHARACTERS)}
     vocabulary["<eos>"] = len(CHARACTERS)
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<eos>"))
     tokenizer.pre_tokenizer = Split(Regex("."), "isolated")

@@ -159,12 +159,12 @@ def list_params(model: DistributedDataParallel) -> Iterator[tuple[str, torch.nn.
 
 def find_part(name: str, param: torch.Tensor, shape: tuple[int, ...]) -> tuple[slice, ...] | None:
     """Return the part of the global tensor on this rank."""
-    part = [slice(None)] * len(shape)
+    slices = [slice(None)] * len(shape)
     for dim, (local, whole) in enumerate(zip(param.shape, shape, strict=True)):
         if local != whole:
             rank = parallel_state.get_tensor_model_parallel_rank()
-            part[dim] = slice(rank * local, (rank + 1) * local)
-    return tuple(part)
+            slices[dim] = slice(rank * local, (rank + 1) * local)
+    return tuple(slices)
 
 
 @torch.no_grad()
@@ -318,8 +318,8 @@ def main() -> None:
     sizes = {key: value for key, value in layout.items() if key != "sequence_parallel"}
     parallel_state.initialize_model_parallel(**sizes)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
-    stored = directory / "one.pt"
-    shapes = {} if name == "one" else torch.load(stored, weights_only=False)["shapes"]
+    shapes_file = directory / "one.pt"
+    shapes = {} if name == "one" else torch.load(shapes_file, weights_only=False)["shapes"]
     results: dict[str, Any] = {"shapes": shapes}
     cases = CASES
     if "expert_model_parallel_size" in layout:

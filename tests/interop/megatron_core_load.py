@@ -190,24 +190,24 @@ def request(
         args.pipeline_model_parallel_size,
         args.tensor_model_parallel_size,
     ):
-        place = (0, parallel_state.get_tensor_model_parallel_rank())
+        shard_id = (0, parallel_state.get_tensor_model_parallel_rank())
         replica = parallel_state.get_data_parallel_rank()
-        state["rng_state"] = ShardedObject("rng_state", [], layout, place, replica_id=replica)
+        state["rng_state"] = ShardedObject("rng_state", [], layout, shard_id, replica_id=replica)
     return state
 
 
 def tensors_of(state: dict) -> list[ShardedTensor]:
     """Return all tensors of a sharded state dict, as they are in files."""
     apply_factories(state)
-    found = []
+    tensors = []
     stack = [state]
     while stack:
         value = stack.pop()
         if isinstance(value, ShardedTensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, dict | list | tuple):
             stack += value.values() if isinstance(value, dict) else value
-    return found
+    return tensors
 
 
 def compare(state: dict, expected: dict[str, torch.Tensor]) -> set[str]:
@@ -216,11 +216,11 @@ def compare(state: dict, expected: dict[str, torch.Tensor]) -> set[str]:
     for shard in tensors_of(state):
         lead = shard.global_offset[: shard.prepend_axis_num]
         offset = shard.global_offset[shard.prepend_axis_num :]
-        place = [
+        slices = [
             *lead,
             *(slice(o, o + n) for o, n in zip(offset, shard.local_shape, strict=True)),
         ]  # lead: the layer
-        want = expected[shard.key][tuple(place)]
+        want = expected[shard.key][tuple(slices)]
         padded = torch.zeros(shard.local_shape, dtype=want.dtype)
         padded[tuple(slice(n) for n in want.shape)] = want
         assert shard.data.dtype == want.dtype, (

@@ -115,10 +115,10 @@ def logits(run: Run, tensors: dict[str, torch.Tensor], tokens: torch.Tensor) -> 
     model = GPTModel(run.config.model)
     for key, entry in model.sharded_state_dict().items():
         for box in entry.boxes:
-            place = tuple(
+            slices = tuple(
                 slice(o, o + n) for o, n in zip(box.offset, box.tensor.shape, strict=True)
             )
-            box.tensor.copy_(tensors[key][place])
+            box.tensor.copy_(tensors[key][slices])
     return model.eval()(tokens, torch.arange(tokens.shape[1]).expand_as(tokens))
 
 

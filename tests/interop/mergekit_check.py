@@ -49,11 +49,11 @@ def check_weights(python: str, work: Path, weights: tuple[float, ...]) -> None:
     merge.main()
 
     expected = load_file(theirs / "model.safetensors")
-    found = load_file(work / "ours" / "model.safetensors")
-    assert found.keys() == expected.keys()
+    actual = load_file(work / "ours" / "model.safetensors")
+    assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
         assert tensor.dtype == torch.float32, name
-        assert torch.equal(found[name], tensor), name
+        assert torch.equal(actual[name], tensor), name
 
 
 def main() -> None:

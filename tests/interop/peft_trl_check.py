@@ -39,11 +39,11 @@ def check_merge(trial: Path, through_torch_dist: bool) -> int:
     expected = open_checkpoint(trial / "merged")
     for key in merged.tensors:
         # A model whose adapter has no effect on the output layer remains tied.
-        stored = key if key in expected.tensors else WORD_EMBEDDINGS
-        found = read_whole(merged, key)
+        expected_key = key if key in expected.tensors else WORD_EMBEDDINGS
+        actual = read_whole(merged, key)
         # Modules that were trained as a whole may be fp32 in peft's model.
-        wanted = read_whole(expected, stored).to(found.dtype)
-        assert is_bitwise_equal(found, wanted), f"{trial}: {key}"
+        wanted = read_whole(expected, expected_key).to(actual.dtype)
+        assert is_bitwise_equal(actual, wanted), f"{trial}: {key}"
     return len(merged.tensors)
 
 
@@ -64,9 +64,9 @@ def main() -> None:
         )
         assert changed > 0
         expected = torch.load(work / f"{name}_logits.pt")
-        found = model_logits(trained, TOKENS)
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
-        error = (found - expected).abs().max().item()
+        actual = model_logits(trained, TOKENS)
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=2e-5)
+        error = (actual - expected).abs().max().item()
         print(f"{name}: {changed} tensors were trained; logits within {error:.1e}", flush=True)
 
     # Imports peft, which this environment does not have.

@@ -169,13 +169,13 @@ def write_compressed(rows: int, columns: int) -> Iterator[Case]:
         if whole is not None:
             state["weight_global_scale"] = whole
         compressor = BaseCompressor.load_from_registry(layout)
-        stored = compressor.compress(state, scheme)
-        decoded = compressor.decompress(dict(stored), scheme)["weight"]
+        compressed = compressor.compress(state, scheme)
+        decoded = compressor.decompress(dict(compressed), scheme)["weight"]
         weights = {key: value for key, value in fields.items() if key != "scale_dtype"}
         group = {"weights": weights, "targets": ["Linear"]}
         yield Case(
             f"compressed_{name}",
-            {f"matrix.{key}": value for key, value in stored.items()},
+            {f"matrix.{key}": value for key, value in compressed.items()},
             {"matrix.weight": decoded},
             {"quant_method": "compressed-tensors", "format": layout, "config_groups": {"0": group}},
         )
@@ -193,12 +193,12 @@ def write_bitsandbytes(rows: int, columns: int) -> Iterator[Case]:
                 compress_statistics=nested,
                 quant_type=kind,
             )
-            stored = {"matrix.weight": packed}
+            tensors = {"matrix.weight": packed}
             for key, value in state.as_dict(packed=True).items():
-                stored[f"matrix.weight.{key}"] = value
+                tensors[f"matrix.weight.{key}"] = value
             yield Case(
                 f"bitsandbytes_{kind}{'_nested' if nested else ''}",
-                stored,
+                tensors,
                 {"matrix.weight": functional.dequantize_4bit(packed, state)},
                 {"quant_method": "bitsandbytes", "load_in_4bit": True},
             )
@@ -298,7 +298,7 @@ def write_gptq(rows: int, columns: int) -> Iterator[Case]:
         factors = scales[:, order].float()
         linear.weight.data = (codes - zeros[:, order]).half() * factors.half()
         layer.pack(linear, scales, zeros.clone(), order.int())
-        stored = {
+        tensors = {
             "matrix.qweight": layer.qweight,
             "matrix.qzeros": layer.qzeros,
             "matrix.scales": layer.scales,
@@ -306,11 +306,11 @@ def write_gptq(rows: int, columns: int) -> Iterator[Case]:
         }
         settings = {"quant_method": "gptq", "bits": bits, "group_size": 32}
         if name == "v2":  # zero points as they are: 1 more in each of 8 fields
-            stored["matrix.qzeros"] = layer.qzeros + 0x11111111
+            tensors["matrix.qzeros"] = layer.qzeros + 0x11111111
             settings["checkpoint_format"] = "gptq_v2"
         # The product with the identity: sums of one value and zeros.
         expected = layer(torch.eye(columns, dtype=torch.float16)).t()
-        yield Case(f"gptq_{name}", stored, {"matrix.weight": expected}, settings)
+        yield Case(f"gptq_{name}", tensors, {"matrix.weight": expected}, settings)
 
 
 WRITERS = (

@@ -137,14 +137,14 @@ def check_megatron_lm(python: Path, work: Path, source: Path) -> None:
                 directory,
                 quiet=True,
             )
-            found = {
+            actual = {
                 int(iteration): loss for iteration, loss in json.loads(losses.read_text()).items()
             }
             losses.unlink()
-            assert found.keys() == set(range(6, 11)), found
-            error = max(abs(loss - expected[iteration]) for iteration, loss in found.items())
+            assert actual.keys() == set(range(6, 11)), actual
+            error = max(abs(loss - expected[iteration]) for iteration, loss in actual.items())
             assert error <= tolerance, (
-                f"{name}, {layout}: losses differ by {error}: {found}, {expected} expected"
+                f"{name}, {layout}: losses differ by {error}: {actual}, {expected} expected"
             )
             print(
                 f"{name}, {layout or 'one process'}: losses of iterations 6 to 10 within "
@@ -342,8 +342,8 @@ def check_torchtitan(python: Path, work: Path) -> None:
         target = work / "losses.json"
         words = (manager, work / directory, steps, target, *initial)
         run(python, *torchrun(ranks), program, *words, quiet=True)
-        found: dict[str, float] = json.loads(target.read_text())
-        return found
+        losses: dict[str, float] = json.loads(target.read_text())
+        return losses
 
     at_once = train("dcp", "theirs", 2, 6)
     first = train("checkpointer", "ours", 2, 4)
@@ -741,8 +741,8 @@ def main() -> None:
                 f"== {name}: skipped: it needs {peer.program}, which is not installed", flush=True
             )
             continue
-        found = Path(python) if python else environment(name, peer)
-        if found is None:
+        interpreter = Path(python) if python else environment(name, peer)
+        if interpreter is None:
             print(
                 f"== {name}: skipped: it needs Python {peer.python[0]}.{peer.python[1]}, there is "
                 "none",
@@ -750,7 +750,7 @@ def main() -> None:
             )
             continue
         with tempfile.TemporaryDirectory() as work:
-            peer.check(found, Path(work), *([checkout(peer.source)] if peer.source else []))
+            peer.check(interpreter, Path(work), *([checkout(peer.source)] if peer.source else []))
         print(f"== {name}: ok", flush=True)
 
 

@@ -29,8 +29,8 @@ def write_launch(directory: Path, first: int, **flags: object) -> None:
     )
     writers = make_writers(config, str(directory), ARGS | flags, first, 8 * first)
     iterations = [
-        Iteration(number, 8 * number, 8, 1e-3, 1.0, lm_loss=10.0 - number, grad_norm=1.0)
-        for number in (first + 1, first + 2)
+        Iteration(iteration, 8 * iteration, 8, 1e-3, 1.0, lm_loss=10.0 - iteration, grad_norm=1.0)
+        for iteration in (first + 1, first + 2)
     ]
     for writer in writers:
         assert isinstance(writer, FaultTolerantWriter)
@@ -77,7 +77,7 @@ def main(directory: Path) -> None:
     write_launch(save, 2)
     write_launch(save, 2, ckpt_step=2)  # a branch begins another run
 
-    losses = [(number, 10.0 - number) for number in (1, 2, 3, 4)]
+    losses = [(iteration, 10.0 - iteration) for iteration in (1, 2, 3, 4)]
     assert sorted(read_mlflow(directory)) == [losses, losses[2:]], read_mlflow(directory)
 
     steps = read_trackio(directory)

@@ -326,8 +326,12 @@ def check_functions(te: types.ModuleType) -> None:
                 "most_recent",
             )
 
-    for kind in (te.Linear, te.LayerNormLinear, te.GroupedLinear):  # how scales are restored
-        inspect.signature(kind.init_fp8_meta_tensors).bind(kind, made)
+    for module_class in (
+        te.Linear,
+        te.LayerNormLinear,
+        te.GroupedLinear,
+    ):  # how scales are restored
+        inspect.signature(module_class.init_fp8_meta_tensors).bind(module_class, made)
     options = {"calibrating": False, "fp8_recipe": made, "fp8_group": None}
     inspect.signature(te.fp8_autocast).bind(enabled=True, **options)
     assert any(
@@ -567,7 +571,9 @@ def check_context_parallel(te: types.ModuleType) -> None:
 
 def main() -> None:
     te = import_without_kernels()
-    found = {f"{name} TP{tp}": check_model(name, tp) for name in MODELS for tp in (1, 2, 4)}
+    num_parameters = {
+        f"{name} TP{tp}": check_model(name, tp) for name in MODELS for tp in (1, 2, 4)
+    }
     calls = check_calls(te)
     check_functions(te)
     check_context_parallel(te)
@@ -575,8 +581,8 @@ def main() -> None:
     casts = check_casts_of_weights()
     overlaps = check_overlap(te)
     print(
-        f"transformer_engine {version('transformer_engine')}: {sum(found.values())} parameters of "
-        f"{len(found)} models "
+        f"transformer_engine {version('transformer_engine')}: {sum(num_parameters.values())} parameters of "
+        f"{len(num_parameters)} models "
         f"as in local, {calls} kinds of calls bind, {len(RECIPES)} recipes, "
         f"{weights} weights can be in fp8, {casts} are cast, {overlaps} modules overlap"
     )

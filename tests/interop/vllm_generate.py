@@ -43,8 +43,8 @@ def main() -> None:
     (output,) = engine.generate([{"prompt_token_ids": PROMPT}], sampling)
     errors = []
     for position, token in enumerate(PROMPT[1:], start=1):
-        found = output.prompt_logprobs[position][token].logprob
-        errors.append(abs(found - log_probs[position - 1, token].item()))
+        log_prob = output.prompt_logprobs[position][token].logprob
+        errors.append(abs(log_prob - log_probs[position - 1, token].item()))
     result = {
         "tokens": list(output.outputs[0].token_ids),
         "expected_tokens": tokens[len(PROMPT) :],

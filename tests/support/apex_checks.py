@@ -21,8 +21,8 @@ def check_adam(device: str, tolerance: float) -> None:
     for make in (ApexAdam, AdamW):
         params = [value.to(device, copy=True) for value in values]
         groups = [
-            {"params": part, "lr": 1e-2, "weight_decay": 0.1}
-            for part in (params[:2], params[2:], [])
+            {"params": group, "lr": 1e-2, "weight_decay": 0.1}
+            for group in (params[:2], params[2:], [])
         ]
         rule = make(groups, {"betas": (0.9, 0.95), "eps": 1e-8})
         for param in params:
@@ -72,11 +72,11 @@ def check_norms(device: str, tolerance: float) -> None:
     for normalization in ("RMSNorm", "LayerNorm"):
         for from_one in (False, True):
             for bf16 in (False, True):
-                found = [
+                results = [
                     _normed(impl, normalization, from_one, bf16, device)
                     for impl in ("apex", "torch")
                 ]
-                for mine, expected in zip(*found, strict=True):
+                for mine, expected in zip(*results, strict=True):
                     tolerated = (2e-2 if bf16 else tolerance) * float(expected.abs().max())
                     torch.testing.assert_close(mine, expected, rtol=0.0, atol=tolerated)
 

@@ -149,9 +149,9 @@ def find_disagreements(traces: Sequence[Trace]) -> list[str]:
     for name, ranks in groups:
         expected = traces[ranks[0]].calls[name, ranks]
         for rank in ranks[1:]:
-            found = traces[rank].calls[name, ranks]
-            if found != expected:
-                problems.append(f"{name}: {_compare(ranks[0], expected, rank, found)}")
+            calls = traces[rank].calls[name, ranks]
+            if calls != expected:
+                problems.append(f"{name}: {_compare(ranks[0], expected, rank, calls)}")
 
     for source, trace in enumerate(traces):
         for target, sent in trace.sent.items():

@@ -120,15 +120,15 @@ class Job:
 
     def losses(self) -> dict[int, float]:
         """Return the logged losses by iteration."""
-        found = re.findall(r"iteration +(\d+)/.*? lm loss: ([\d.E+-]+) ", self.output())
-        return {int(iteration): float(loss) for iteration, loss in found}
+        log_lines = re.findall(r"iteration +(\d+)/.*? lm loss: ([\d.E+-]+) ", self.output())
+        return {int(iteration): float(loss) for iteration, loss in log_lines}
 
     def iterations(self) -> list[int]:
         return list(self.losses())
 
     def resumed_at(self) -> int | None:
-        found = re.search(r"> loaded .* at iteration (\d+)", self.output())
-        return int(found[1]) if found else None
+        match = re.search(r"> loaded .* at iteration (\d+)", self.output())
+        return int(match[1]) if match else None
 
     def saved(self) -> list[int]:
         return [

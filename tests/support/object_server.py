@@ -154,13 +154,13 @@ class FaultyProxy:
             def forward(self):
                 content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 headers = dict(self.headers)
-                kind = fault(self.command, self.path, headers)
-                if kind == "refuse":
+                fault_type = fault(self.command, self.path, headers)
+                if fault_type == "refuse":
                     self.send_response(503)
                     self.send_header("Content-Length", "0")
                     self.end_headers()
                     return
-                if kind == "quotes" and any(
+                if fault_type == "quotes" and any(
                     name.lower() == "if-match" and value.startswith('"')
                     for name, value in headers.items()
                 ):
@@ -168,7 +168,7 @@ class FaultyProxy:
                     self.send_header("Content-Length", "0")
                     self.end_headers()
                     return
-                if kind == "strip":
+                if fault_type == "strip":
                     headers = {
                         name: value
                         for name, value in headers.items()
@@ -179,7 +179,7 @@ class FaultyProxy:
                 answer = connection.getresponse()
                 body = answer.read()
                 connection.close()
-                if kind == "drop":
+                if fault_type == "drop":
                     self.close_connection = True
                     return
                 self.send_response(answer.status)

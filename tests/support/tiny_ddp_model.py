@@ -141,7 +141,7 @@ def batch(step: int, sequences: int = 8, length: int = 6) -> tuple[Tensor, Tenso
 
 def microbatches(step: int, dp: Axis, count: int) -> list[tuple[Tensor, Tensor]]:
     """Return this replica's part of the global batch in `count` pieces."""
-    tokens, labels = (part.chunk(dp.size)[dp.rank] for part in batch(step))
+    tokens, labels = (rows.chunk(dp.size)[dp.rank] for rows in batch(step))
     return list(zip(tokens.chunk(count), labels.chunk(count), strict=True))
 
 
@@ -235,10 +235,10 @@ def assemble(states: list[dict[str, Any]]) -> dict[str, Tensor]:
             )
             seen = filled.setdefault(key, torch.zeros(shape, dtype=torch.bool))
             for offset, data in boxes:
-                place = index_box(offset, data.shape)
-                assert torch.equal(target[place][seen[place]], data[seen[place]]), key
-                target[place] = data
-                seen[place] = True
+                slices = index_box(offset, data.shape)
+                assert torch.equal(target[slices][seen[slices]], data[seen[slices]]), key
+                target[slices] = data
+                seen[slices] = True
 
     assert all(seen.all() for seen in filled.values()), [
         key for key, seen in filled.items() if not seen.all()

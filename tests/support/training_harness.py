@@ -141,11 +141,11 @@ def whole(outcomes: list[Outcome]) -> dict[str, torch.Tensor]:
     for key, shape, offset, values in (row for outcome in outcomes for row in outcome.boxes):
         target = tensors.setdefault(key, torch.zeros(shape, dtype=values.dtype))
         done = covered.setdefault(key, torch.zeros(shape, dtype=torch.bool))
-        place = index_box(offset, values.shape)
-        assert torch.equal(target[place][done[place]], values[done[place]]), (
+        slices = index_box(offset, values.shape)
+        assert torch.equal(target[slices][done[slices]], values[done[slices]]), (
             f"replicas of {key} differ"
         )
-        target[place] = values
-        done[place] = True
+        target[slices] = values
+        done[slices] = True
     assert all(done.all() for done in covered.values()), "not covered"
     return tensors

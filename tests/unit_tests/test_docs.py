@@ -60,7 +60,9 @@ def list_messages(path):
     messages = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.JoinedStr):
-            parts = [part.value if isinstance(part, ast.Constant) else "\0" for part in node.values]
+            parts = [
+                value.value if isinstance(value, ast.Constant) else "\0" for value in node.values
+            ]
             messages.append("".join(parts))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             messages.append(node.value)

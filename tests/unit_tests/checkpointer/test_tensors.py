@@ -38,8 +38,8 @@ def distribute(rank, world_size, mesh_shape):
             tensor = distribute_tensor(whole, mesh, placements)
             sharded = make_sharded_tensor("weight", tensor)
             assert_boxes_contain(sharded, whole)
-            stored = sum(box.tensor.numel() for box in sharded.boxes)
-            assert stored == tensor.to_local().numel(), (shape, placements)
+            num_elements = sum(box.tensor.numel() for box in sharded.boxes)
+            assert num_elements == tensor.to_local().numel(), (shape, placements)
             count += 1
     return count
 

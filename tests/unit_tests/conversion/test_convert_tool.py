@@ -47,11 +47,11 @@ def test_from_universal_to_hugging_face(tmp_path: Path) -> None:
 @pytest.mark.parametrize("flags", [[], ["--num-attention-heads", "4"]])
 def test_missing_arguments_are_given_as_flags(flags: list[str], tmp_path: Path) -> None:
     write_universal(random_source(GPT_ARGS), tmp_path / "in")
-    found = require_checkpoint(tmp_path / "in").directory
-    state = torch.load(found / "mp_rank_00_model_states.pt", weights_only=False)
+    checkpoint = require_checkpoint(tmp_path / "in").directory
+    state = torch.load(checkpoint / "mp_rank_00_model_states.pt", weights_only=False)
     torch.save(
         {name: v for name, v in state.items() if name != "args"},
-        found / "mp_rank_00_model_states.pt",
+        checkpoint / "mp_rank_00_model_states.pt",
     )
     said = run(
         "--saver",

@@ -308,8 +308,8 @@ def test_quantized_export_lists_the_mixers_as_unquantized(tmp_path: Path) -> Non
     kept = read_config(tmp_path / "fp8")["quantization_config"]["modules_to_not_convert"]
     before = load_file(model / "model.safetensors")
     for name, tensor in load_file(tmp_path / "fp8" / "model.safetensors").items():
-        module, _, kind = name.rpartition(".")
-        is_matrix = kind == "weight" and tensor.dim() > 1
+        module, _, suffix = name.rpartition(".")
+        is_matrix = suffix == "weight" and tensor.dim() > 1
         assert not is_matrix or (tensor.dtype == torch.float8_e4m3fn) == (module not in kept), name
         if ".linear_attn." in name or ".self_attn." in name:
             assert torch.equal(tensor, before[name]), name

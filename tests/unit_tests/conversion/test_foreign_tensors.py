@@ -115,9 +115,9 @@ def test_foreign_tensors_return_from_universal(model: Path, tmp_path: Path) -> N
     (plain,) = (tmp_path / "plain").glob("*/zero")
     assert sorted(path.name for path in kept.iterdir()) == sorted(p.name for p in plain.iterdir())
 
-    stored = torch.load(kept.parent / "foreign.pt", weights_only=True)
-    assert stored.keys() == FOREIGN.keys()
-    assert stored["model.layers.0.packed"].equal(FOREIGN["model.layers.0.packed"])
+    tensors = torch.load(kept.parent / "foreign.pt", weights_only=True)
+    assert tensors.keys() == FOREIGN.keys()
+    assert tensors["model.layers.0.packed"].equal(FOREIGN["model.layers.0.packed"])
 
     convert("hf", tmp_path / "universal", tmp_path / "result", *keep)
     assert read_bytes(tmp_path / "result") == read_bytes(model)
@@ -269,12 +269,12 @@ def write_rank_files(
 
 def read_foreign(directory: Path) -> dict[str, torch.Tensor]:
     source = open_checkpoint(directory, read_options=ReadOptions(keep_foreign=True))
-    found = {}
+    tensors = {}
     for key, info in source.tensors.items():
         if key.startswith("foreign."):
             zeros = (0,) * len(info.shape)
-            found[key.removeprefix("foreign.")] = source.tensors[key].read(zeros, info.shape)
-    return found
+            tensors[key.removeprefix("foreign.")] = source.tensors[key].read(zeros, info.shape)
+    return tensors
 
 
 @pytest.fixture

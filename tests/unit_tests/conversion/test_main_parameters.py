@@ -183,8 +183,8 @@ def test_loss_scaler_state_survives_every_format(tmp_path: Path, form: str) -> N
     scaler = {"scale": 1024.0, "growth_tracker": 3, "hysteresis_tracker": 2}
     source.training.grad_scaler = dict(scaler)
     write_torch_dist(source, tmp_path / "run")
-    stored = load_common(tmp_path / "run")["optimizer"]["grad_scaler"]
-    assert stored["scale"].tolist() == [1024.0]
+    grad_scaler = load_common(tmp_path / "run")["optimizer"]["grad_scaler"]
+    assert grad_scaler["scale"].tolist() == [1024.0]
 
     convert(tmp_path / "run", tmp_path / form, form)
     sidecar = WriteOptions(optim_sidecar=True)

@@ -32,9 +32,9 @@ def check_files(directory: Path) -> None:
 
 
 def find_directory(root: Path) -> Path:
-    found = find_checkpoint(root)
-    assert found is not None
-    return found.directory
+    checkpoint = find_checkpoint(root)
+    assert checkpoint is not None
+    return checkpoint.directory
 
 
 def test_every_conversion_carries_the_tokenizer(model: Path, tmp_path: Path) -> None:

@@ -41,8 +41,8 @@ def global_tensors(modules):
         for key, entry in module.sharded_state_dict().items():
             target = whole.setdefault(key, torch.full(entry.global_shape, float("nan")))
             for box in entry.boxes:
-                place = index_box(box.offset, box.shape)
-                target[place] = box.tensor
+                slices = index_box(box.offset, box.shape)
+                target[slices] = box.tensor
 
     assert not any(tensor.isnan().any() for tensor in whole.values())
     return whole
@@ -53,8 +53,8 @@ def test_initial_values_do_not_depend_on_the_split(size):
     dense = Split(0, 1)
     dense.initialize(seed=7)
     parts = [Split(rank, size) for rank in range(size)]
-    for part in parts:
-        part.initialize(seed=7)
+    for shard in parts:
+        shard.initialize(seed=7)
     expected = global_tensors([dense])
     got = global_tensors(parts)
 
@@ -64,8 +64,8 @@ def test_initial_values_do_not_depend_on_the_split(size):
 
 def test_padding_is_zero_and_seed_and_key_matter():
     parts = [Split(rank, 4) for rank in range(4)]
-    for part in parts:
-        part.initialize(seed=7)
+    for shard in parts:
+        shard.initialize(seed=7)
     assert torch.equal(parts[3].table[2], torch.zeros(3))
 
     other = Split(0, 1)
@@ -88,10 +88,10 @@ def test_normal_over_several_blocks_equals_its_parts():
     shape = (2500, 1000)
     whole = torch.empty(shape)
     init(Box((0, 0), whole), "w", shape, 3)
-    part = torch.empty(700, 300)
-    init(Box((900, 650), part), "w", shape, 3)
+    box = torch.empty(700, 300)
+    init(Box((900, 650), box), "w", shape, 3)
 
-    assert torch.equal(part, whole[900:1600, 650:950])
+    assert torch.equal(box, whole[900:1600, 650:950])
     assert whole.std().item() == pytest.approx(0.02, rel=0.01)
     assert abs(whole.mean().item()) < 1e-4
 

@@ -184,7 +184,7 @@ def test_missing_bucket_is_one_error(server):
 
 def test_missing_object_does_not_stop_deletion(monkeypatch):
     """Google's protocol has a request for each, and its client stops at the first 404."""
-    stored = {"a", "b", "d"}
+    names = {"a", "b", "d"}
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def log_message(self, *_):
@@ -192,8 +192,8 @@ def test_missing_object_does_not_stop_deletion(monkeypatch):
 
         def do_DELETE(self):
             key = self.path.rpartition("/")[2]
-            self.send_response(204 if key in stored else 404)
-            stored.discard(key)
+            self.send_response(204 if key in names else 404)
+            names.discard(key)
             self.send_header("Content-Length", "0")
             self.end_headers()
 
@@ -207,7 +207,7 @@ def test_missing_object_does_not_stop_deletion(monkeypatch):
         monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT_KEY", json.dumps(account))
         path_of("gs://bucket/x").store.delete(["none", "a", "no", "b", "d", "one"])
         server.shutdown()
-    assert stored == set()
+    assert names == set()
 
 
 @pytest.mark.parametrize(

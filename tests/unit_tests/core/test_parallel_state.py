@@ -252,7 +252,7 @@ def test_rank_order_of_both_mappings(mapping):
     order = [Place(tp, cp, dp, pp) for pp, dp in outer for cp in range(2) for tp in range(2)]
 
     assert [config.place(rank, 48) for rank in range(48)] == order
-    assert [config.rank_at(place, 48) for place in order] == list(range(48))
+    assert [config.rank_at(coordinates, 48) for coordinates in order] == list(range(48))
 
     state = ParallelState.for_rank(ParallelConfig(2, 4, use_tp_pp_dp_mapping=mapping), 24, 3)
     assert state.pp.ranks == ((1, 3, 5, 7) if mapping else (3, 9, 15, 21))
@@ -272,8 +272,8 @@ def test_expert_axes_partition_the_same_world(tp, etp, ep, pp, world):
     etp_size = etp or tp
     edp_size = world // ((etp or tp) * ep * pp)
     for state in states:
-        place = state.edp.rank + edp_size * state.pp.rank
-        assert state.rank == state.etp.rank + etp_size * (state.ep.rank + ep * place)
+        group_rank = state.edp.rank + edp_size * state.pp.rank
+        assert state.rank == state.etp.rank + etp_size * (state.ep.rank + ep * group_rank)
 
         for name, size in (
             ("etp", etp_size),

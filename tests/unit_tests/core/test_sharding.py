@@ -19,10 +19,10 @@ def assemble(key, parts):
     """Paste the boxes of all ranks into the global tensor; they must cover it and agree."""
     shape = parts[0].global_shape
     whole = torch.full(shape, math.nan)
-    for part in parts:
-        assert part.key == key
-        assert part.global_shape == shape
-        for box in part.boxes:
+    for shard in parts:
+        assert shard.key == key
+        assert shard.global_shape == shape
+        for box in shard.boxes:
             index = index_box(box.offset, box.shape)
             current = whole[index]
             is_set = ~current.isnan()
@@ -43,15 +43,15 @@ def describe(sharding, local, global_shape):
 @pytest.mark.parametrize("dim", [0, 1])
 def test_split_dimension(dim, size):
     whole = torch.randn(8, 12)
-    parts = []
+    shards = []
     for rank in range(size):
         sharding = Sharding(dim=dim, axis=axis(rank, size))
         local = whole.chunk(size, dim)[rank].contiguous()
-        part = describe(sharding, local, whole.shape)
-        assert len(part.boxes) == 1
-        parts.append(part)
+        shard = describe(sharding, local, whole.shape)
+        assert len(shard.boxes) == 1
+        shards.append(shard)
 
-    assert torch.equal(assemble("w", parts), whole)
+    assert torch.equal(assemble("w", shards), whole)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -59,24 +59,24 @@ def test_stacked_matrices_are_split_one_by_one(size):
     gate = torch.randn(8, 3)
     up = torch.randn(8, 3)
     whole = torch.cat([gate, up])
-    parts = []
+    shards = []
     for rank in range(size):
         sharding = Sharding(dim=0, axis=axis(rank, size), blocks=2)
         local_gate = gate.chunk(size)[rank]
         local_up = up.chunk(size)[rank]
         local = torch.cat([local_gate, local_up])
-        part = describe(sharding, local, whole.shape)
-        assert len(part.boxes) == min(size, 2)
-        parts.append(part)
+        shard = describe(sharding, local, whole.shape)
+        assert len(shard.boxes) == min(size, 2)
+        shards.append(shard)
 
-    assert torch.equal(assemble("w", parts), whole)
+    assert torch.equal(assemble("w", shards), whole)
 
 
 @pytest.mark.parametrize(("etp_size", "ep_size"), [(1, 1), (1, 2), (2, 1), (2, 2)])
 @pytest.mark.parametrize(("dim", "blocks"), [(1, 1), (1, 2), (2, 1), (None, 1)])
 def test_experts_are_distributed_and_split(dim, blocks, etp_size, ep_size):
     whole = torch.randn(4, 8, 6)
-    parts = []
+    all_shards = []
     for ep_rank, etp_rank in itertools.product(range(ep_size), range(etp_size)):
         ep = axis(ep_rank, ep_size)
         etp = axis(etp_rank, etp_size)
@@ -86,25 +86,25 @@ def test_experts_are_distributed_and_split(dim, blocks, etp_size, ep_size):
             shards = [block.chunk(etp_size, dim)[etp_rank] for block in stacked]
             local = torch.cat(shards, dim)
         sharding = Sharding(dim=dim, axis=etp, blocks=blocks, ep=ep)
-        part = describe(sharding, local.contiguous(), whole.shape)
-        parts.append(part)
+        shard = describe(sharding, local.contiguous(), whole.shape)
+        all_shards.append(shard)
 
-    assert torch.equal(assemble("w", parts), whole)
+    assert torch.equal(assemble("w", all_shards), whole)
 
 
 def test_padding_rows_are_in_no_box():
     whole = torch.randn(9, 2)
     padding = torch.zeros(7, 2)
     padded = torch.cat([whole, padding])
-    parts = []
+    shards = []
     for rank, local in enumerate(padded.chunk(4)):
         sharding = Sharding(dim=0, axis=axis(rank, 4), num_rows=9)
-        part = describe(sharding, local.clone(), padded.shape)
-        parts.append(part)
+        shard = describe(sharding, local.clone(), padded.shape)
+        shards.append(shard)
 
-    num_boxes = [len(part.boxes) for part in parts]
+    num_boxes = [len(shard.boxes) for shard in shards]
     assert num_boxes == [1, 1, 1, 0]
-    assert torch.equal(assemble("w", parts), whole)
+    assert torch.equal(assemble("w", shards), whole)
 
 
 def test_boxes_are_views_in_row_major_order():

@@ -121,7 +121,9 @@ def test_json_equals_the_table(capsys):
 
     for stage in answer["stages"]:
         memory = stage["memory"]
-        assert memory["total"] == sum(size for part, size in memory.items() if part != "total")
+        assert memory["total"] == sum(
+            size for component, size in memory.items() if component != "total"
+        )
     assert (
         sum(stage["num_parameters"] for stage in answer["stages"]) * 2
         > answer["num_parameters"]
@@ -288,8 +290,8 @@ def test_arguments_of_a_checkpoint(tmp_path, capsys):
     trained = run_program(ROOT / "pretrain_gpt.py", *tiny.split(), "--num-workers", 0)
     assert trained.returncode == 0, trained.stderr
 
-    stored = ["--use-checkpoint-args", "--load", f"{tmp_path}/run", "--micro-batch-size", "1"]
-    assert tool.main(["--json", *stored, "--mock-data"]) == 0
+    flags = ["--use-checkpoint-args", "--load", f"{tmp_path}/run", "--micro-batch-size", "1"]
+    assert tool.main(["--json", *flags, "--mock-data"]) == 0
     planned = json.loads(capsys.readouterr().out)
 
     assert tool.main(["--json", *tiny.split()]) == 0

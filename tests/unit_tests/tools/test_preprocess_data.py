@@ -92,8 +92,8 @@ def test_order_does_not_depend_on_the_number_of_workers(tmp_path, capsys):
 
 
 def test_several_inputs_patterns_and_compression(tmp_path):
-    for name, number in [("b2", 12), ("b1", 11), ("a", 10)]:
-        write_json(tmp_path / f"{name}.jsonl", [{"text": str(number)}])
+    for name, first_token in [("b2", 12), ("b1", 11), ("a", 10)]:
+        write_json(tmp_path / f"{name}.jsonl", [{"text": str(first_token)}])
     with gzip.open(tmp_path / "c.jsonl.gz", "wt") as file:
         file.write('{"text": "13"}\n\n{"text": "14 15"}\n')
     inputs = [

@@ -33,7 +33,7 @@ def name_of(function: ast.expr) -> str:
 
 def find_direct_output(source: str) -> list[int]:
     """Return the lines that print other than via `megatron.core.terminal`."""
-    found = []
+    calls = []
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Call) or name_of(node.func) not in OUTPUT_NAMES:
             continue
@@ -48,8 +48,8 @@ def find_direct_output(source: str) -> list[int]:
             and "format_error(" not in argument
         )
         if is_print or is_raw_exit:
-            found.append(node.lineno)
-    return found
+            calls.append(node.lineno)
+    return calls
 
 
 def test_programs_print_only_via_terminal_module() -> None:

@@ -12,7 +12,7 @@ from megatron.training.restart.monitor import listen_at_node_address
 
 def meet(server, ranks):
     """Return the entries that each rank reads of the others."""
-    found = {}
+    peers = {}
 
     def join(rank):
         shared = dist.TCPStore(
@@ -20,14 +20,14 @@ def meet(server, ranks):
         )
         store = dist.PrefixStore(agree_on_prefix(shared, rank, len(ranks)), shared)
         store.set(f"place/{rank}", ranks[rank])
-        found[rank] = [store.get(f"place/{other}").decode() for other in range(len(ranks))]
+        peers[rank] = [store.get(f"place/{other}").decode() for other in range(len(ranks))]
 
     threads = [threading.Thread(target=join, args=(rank,)) for rank in reversed(range(len(ranks)))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return found
+    return peers
 
 
 @pytest.mark.parametrize("world_size", [1, 4])

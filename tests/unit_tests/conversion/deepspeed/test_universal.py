@@ -192,8 +192,8 @@ def test_written_files_equal_the_original_files(name: str, golden: Path, tmp_pat
 
 
 def assert_same_run(ours: Path, theirs: Path) -> None:
-    found, expected = (safe_load(path / "zero" / "optimizer_state.pt") for path in (ours, theirs))
-    for mine, original in zip(found["param_groups"], expected["param_groups"], strict=True):
+    actual, expected = (safe_load(path / "zero" / "optimizer_state.pt") for path in (ours, theirs))
+    for mine, original in zip(actual["param_groups"], expected["param_groups"], strict=True):
         assert mine.items() <= original.items()
 
     state, original = (safe_load(path / "mp_rank_00_model_states.pt") for path in (ours, theirs))
@@ -409,16 +409,16 @@ def test_directory_without_arguments_requires_flags(written: Path) -> None:
 
 def test_position_embedding_type_is_required(tmp_path: Path) -> None:
     write_universal(random_source(LLAMA_ARGS), tmp_path / "out")
-    found = at(tmp_path / "out")
+    converted = at(tmp_path / "out")
     edit(
-        found / "mp_rank_00_model_states.pt",
+        converted / "mp_rank_00_model_states.pt",
         lambda state: {k: v for k, v in state.items() if k != "args"},
     )
 
     with pytest.raises(ValueError, match="give --position-embedding-type"):
-        opened(found, {"num_attention_heads": 4})
+        opened(converted, {"num_attention_heads": 4})
 
-    source = opened(found, {"num_attention_heads": 4, "position_embedding_type": "rope"})
+    source = opened(converted, {"num_attention_heads": 4, "position_embedding_type": "rope"})
     assert source.args["num_query_groups"] == 2
     assert source.args["swiglu"]
 
@@ -441,8 +441,8 @@ def test_flat_tensors_of_zero_3(written: Path) -> None:
     assert source.tensors == expected.tensors
     assert all(torch.equal(read_whole(source, key), value) for key, value in values.items())
 
-    part = source.tensors[QKV].read((7, 3), (11, 5))
-    assert torch.equal(part, values[QKV][7:18, 3:8])
+    box = source.tensors[QKV].read((7, 3), (11, 5))
+    assert torch.equal(box, values[QKV][7:18, 3:8])
 
 
 def exclude_embedding(groups: list[dict[str, Any]], shapes: list[dict[str, Any]]) -> str:

@@ -81,8 +81,8 @@ def draw_layer_bases(rng: random.Random, drawn: Drawn) -> Any:
     if kinds is OMITTED:
         kinds = ["sliding_attention"] * count_layers(drawn)
         kinds[::4] = ["full_attention"] * len(kinds[::4])
-    bases = {kind: rng.choice([0, 500.0, 1000.0]) for kind in ("full", "sliding")}
-    return rng.choice([[bases[kind.partition("_")[0]] for kind in kinds], OMITTED])
+    bases = {layer_type: rng.choice([0, 500.0, 1000.0]) for layer_type in ("full", "sliding")}
+    return rng.choice([[bases[layer_type.partition("_")[0]] for layer_type in kinds], OMITTED])
 
 
 def draw_attention_layers(rng: random.Random, drawn: Drawn) -> Any:
@@ -101,14 +101,14 @@ def draw_mpt_attention(rng: random.Random, drawn: Drawn) -> Any:
 
 def draw_scaling(rng: random.Random) -> Drawn:
     """Return the fields of a scaled or unscaled rope."""
-    kind = rng.choice(["default", "linear", "llama3", "yarn"])
-    fields: Drawn = {rng.choice(["rope_type", "rope_type", "type"]): kind}
-    if kind != "default":
+    scaling_type = rng.choice(["default", "linear", "llama3", "yarn"])
+    fields: Drawn = {rng.choice(["rope_type", "rope_type", "type"]): scaling_type}
+    if scaling_type != "default":
         fields["factor"] = rng.choice([2.0, 4.0])
-    if kind == "llama3":
+    if scaling_type == "llama3":
         fields |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
         fields["original_max_position_embeddings"] = 16
-    if kind == "yarn":
+    if scaling_type == "yarn":
         fields |= {"beta_fast": 1.5, "beta_slow": 0.25}
         fields["original_max_position_embeddings"] = 8
         if rng.random() < 0.4:

@@ -520,10 +520,10 @@ def test_training_fields_of_every_family_reach_a_run(name: str) -> None:
         assert rules, field
 
         for fields in ({field: value}, {}):
-            found = ConfigFields(fields, defaults)
+            config_fields = ConfigFields(fields, defaults)
             args: dict[str, Any] = {}
             for rule in rules:
-                args |= rule.read(found, args)
+                args |= rule.read(config_fields, args)
             merged, notes = merge_stored_args({}, args)
             expected = fields.get(field, defaults[field])
             assert merged.get(argument) in (expected, [expected])
@@ -543,10 +543,10 @@ def test_run_with_sinks_takes_its_dropout_from_config_json(tmp_path: Path) -> No
     """Attention with sinks needs --attention-dropout 0, which config.json states."""
     fields = SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
     save_model(tmp_path / "model", "gpt_oss", **fields)
-    stored = normalize_stored_args(open_checkpoint(tmp_path / "model").args)
+    args = normalize_stored_args(open_checkpoint(tmp_path / "model").args)
     argv = "--use-checkpoint-args --mock-data --tokenizer-type NullTokenizer --seq-length 8"
     argv += f" --load {tmp_path / 'model'} --finetune --micro-batch-size 1 --train-iters 1 --lr 1"
-    model = parse_args(argv.split(), 1, stored).model
+    model = parse_args(argv.split(), 1, args).model
     assert (model.attention_dropout, model.hidden_dropout) == (0.0, 0.0)
 
 
@@ -674,13 +674,13 @@ REFUSED_ZEROS = {
 def test_values_that_transformers_computes_differently_are_refused(name: str) -> None:
     family = next(family for family in FAMILIES if family.model_type == name)
     fields = REFUSED_ZEROS[name]
-    found = ConfigFields(fields, transformers_defaults(name))
+    config_fields = ConfigFields(fields, transformers_defaults(name))
     rules = [rule for rule in family.all_rules if fields.keys() & rule.fields.keys()]
 
     with pytest.raises(ValueError, match=f"{next(iter(fields))}"):
         family.check_fields(fields)
         for rule in rules:
-            rule.read(found, {"moe_ffn_hidden_size": 12})
+            rule.read(config_fields, {"moe_ffn_hidden_size": 12})
 
 
 def test_opt_without_parts_of_projections_is_read() -> None:

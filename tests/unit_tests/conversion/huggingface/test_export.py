@@ -399,13 +399,13 @@ def test_normalizing_sentencepiece_model_is_reported(tmp_path: Path) -> None:
 @pytest.mark.parametrize("score", [math.inf, -math.inf, math.nan])
 def test_sentencepiece_model_with_infinite_score_is_refused(score: float, tmp_path: Path) -> None:
     processor = train_sentencepiece(tmp_path, normalization_rule_name="identity")
-    number = processor.vocab_size() - 1
+    last_piece = processor.vocab_size() - 1
     field = b"\x15"  # of the protobuf message of a piece: its score, a 32-bit float
-    stored = field + struct.pack("<f", processor.get_score(number))
+    score_field = field + struct.pack("<f", processor.get_score(last_piece))
     model = (tmp_path / "t.model").read_bytes()
-    assert model.count(stored) == 1
+    assert model.count(score_field) == 1
 
-    (tmp_path / "t.model").write_bytes(model.replace(stored, field + struct.pack("<f", score)))
+    (tmp_path / "t.model").write_bytes(model.replace(score_field, field + struct.pack("<f", score)))
     source = random_source(LLAMA_ARGS, vocab_size=processor.vocab_size(), optimizer=False)
     (lost,) = write_huggingface(
         source,
@@ -413,7 +413,7 @@ def test_sentencepiece_model_with_infinite_score_is_refused(score: float, tmp_pa
         WriteOptions(tokenizer=tmp_path / "t.model"),
     )
 
-    assert f"piece {number} has score {score}: scores must be finite" in lost
+    assert f"piece {last_piece} has score {score}: scores must be finite" in lost
     assert not list((tmp_path / "hf").glob("tokenizer*"))
 
 

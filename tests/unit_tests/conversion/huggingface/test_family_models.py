@@ -380,11 +380,11 @@ def test_router_bias_stays_in_full_precision(saved, tmp_path):
         "hf",
         options=WriteOptions(dtype="bf16", optim_sidecar=True),
     )
-    stored = load_file(tmp_path / "hf/model.safetensors")
-    assert {value.dtype for name, value in stored.items() if "e_score_correction" in name} == {
+    tensors = load_file(tmp_path / "hf/model.safetensors")
+    assert {value.dtype for name, value in tensors.items() if "e_score_correction" in name} == {
         torch.float32
     }
-    assert stored["model.layers.1.mlp.gate.weight"].dtype == torch.bfloat16
+    assert tensors["model.layers.1.mlp.gate.weight"].dtype == torch.bfloat16
     for directory in (tmp_path / "half", tmp_path / "hf"):
         assert torch.equal(read_whole(open_checkpoint(directory), bias), source.values[bias])
     assert compare(source, open_checkpoint(tmp_path / "hf")) == len(source.tensors)

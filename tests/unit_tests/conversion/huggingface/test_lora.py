@@ -60,8 +60,8 @@ def write_adapter(directory: Path, tensors: Mapping[str, torch.Tensor], **fields
     directory.mkdir()
     config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 2 * RANK} | fields
     (directory / "adapter_config.json").write_text(json.dumps(config))
-    stored = {f"base_model.model.{name}": value for name, value in tensors.items()}
-    save_file(stored, directory / "adapter_model.safetensors")
+    renamed = {f"base_model.model.{name}": value for name, value in tensors.items()}
+    save_file(renamed, directory / "adapter_model.safetensors")
     return directory
 
 
@@ -107,10 +107,10 @@ def test_golden_adapter_is_merged_as_by_peft(name: str, tmp_path: Path) -> None:
     adapter = GOLDEN / "peft" / name
     expected = load_file(adapter / "merged.safetensors")
     dtype = next(iter(expected.values())).dtype
-    found = merge(base, tmp_path / "merged", adapter, dtype=DTYPE_NAMES[dtype])
+    merged = merge(base, tmp_path / "merged", adapter, dtype=DTYPE_NAMES[dtype])
     before = load_tensors(base)
 
-    for key, value in found.items():
+    for key, value in merged.items():
         if key in expected:
             assert_rounded_equally(value, expected.pop(key))
         elif key == "lm_head.weight" and key not in before:
@@ -173,8 +173,8 @@ def test_scaled_product_is_added(llama: Path, tmp_path: Path) -> None:
     key = "decoder.layers.0.self_attention.linear_qkv.weight"
     whole = read_whole(source, key)
     for offset, shape in (((0, 0), (1, 1)), ((7, 3), (20, 5)), ((60, 31), (4, 1))):
-        part = whole[offset[0] : offset[0] + shape[0], offset[1] : offset[1] + shape[1]]
-        assert torch.equal(source.tensors[key].read(offset, shape), part)
+        expected_box = whole[offset[0] : offset[0] + shape[0], offset[1] : offset[1] + shape[1]]
+        assert torch.equal(source.tensors[key].read(offset, shape), expected_box)
 
 
 def test_large_matrices_are_computed_in_parts(tmp_path: Path) -> None:

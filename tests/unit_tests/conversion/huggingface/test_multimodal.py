@@ -1048,8 +1048,8 @@ def test_published_configs_are_read(name: str) -> None:
     weights = {}
     for weight in ("embed_tokens.weight", "layers.0.input_layernorm.weight"):
         weights[wrapper.prefixes[0].body + weight] = LazyTensor((1, 1), torch.bfloat16, torch.empty)
-    found = wrapper.find_language_model(hf, weights)
-    args = found.family.read_config(found.text, {})
+    language_model = wrapper.find_language_model(hf, weights)
+    args = language_model.family.read_config(language_model.text, {})
     config = transformers.AutoConfig.for_model(**copy.deepcopy(hf))
     expected = config.get_text_config()
     for field, argument in COMPARED.items():
@@ -1062,7 +1062,7 @@ def test_published_configs_are_read(name: str) -> None:
 
     # Nothing is added but the field that releases of transformers look for in different places.
     assert hf == PUBLISHED[name]
-    written = found.fields
+    written = language_model.fields
     for fields in (written, written.get("text_config", {}), hf, hf.get("text_config", {})):
         fields.pop("tie_word_embeddings", None)
     assert written == hf

@@ -50,8 +50,8 @@ def load_golden(model, names):
     config = json.loads((directory / "config.json").read_text())
     heads = config["num_attention_heads"]
     weights = {}
-    for name, stored in open_weights(directory).items():
-        value = stored.read((0,) * len(stored.shape), stored.shape)
+    for name, tensor in open_weights(directory).items():
+        value = tensor.read((0,) * len(tensor.shape), tensor.shape)
         if config["model_type"] == "llama" and re.search(r"[qk]_proj", name):
             count = heads if "q_proj" in name else config["num_key_value_heads"]
             rows, columns = value.shape
@@ -65,11 +65,11 @@ def load_golden(model, names):
 
 def assert_equals_golden(directory, model):
     golden = open_checkpoint(GOLDEN / "hf" / model)
-    found = open_checkpoint(directory)
-    assert found.tensors.keys() == golden.tensors.keys()
-    assert compare(golden, found) == len(golden.tensors)
-    assert found.unused == []
-    return found
+    source = open_checkpoint(directory)
+    assert source.tensors.keys() == golden.tensors.keys()
+    assert compare(golden, source) == len(golden.tensors)
+    assert source.unused == []
+    return source
 
 
 @pytest.mark.parametrize(
@@ -170,12 +170,16 @@ def test_experts_of_torchtitan(tmp_path, version):
         state[name.replace("feed_forward.gate", "moe.router.gate")] = value
 
     for layer in range(2):
-        for kind, name, axes in (("w1", "gate", "FD"), ("w2", "down", "DF"), ("w3", "up", "FD")):
+        for their_name, name, axes in (
+            ("w1", "gate", "FD"),
+            ("w2", "down", "DF"),
+            ("w3", "up", "FD"),
+        ):
             parts = []
             for expert in range(3):
                 prefix = f"model.layers.{layer}.mlp.experts.{expert}"
                 parts.append(weights[f"{prefix}.{name}_proj.weight"])
-            key = EXPERTS[version].format(kind, axes)
+            key = EXPERTS[version].format(their_name, axes)
             state[f"layers.{layer}.{key}"] = torch.stack(parts)
 
     bias = "layers.1.moe.expert_bias" + ("_E" if version == "0.3" else "")
@@ -211,7 +215,7 @@ def test_consolidated_files_of_meta(tmp_path, files, vocabulary_axis):
         expected[key] = expected[key][:258]
     weights["rope.freqs"] = torch.ones(4)
     for index in range(files):
-        part = {}
+        shard = {}
         for name, value in weights.items():
             if re.search(r"\.w[qkv13]\.|output", name):
                 value = value.chunk(files, 0)[index].clone()
@@ -219,8 +223,8 @@ def test_consolidated_files_of_meta(tmp_path, files, vocabulary_axis):
                 value = value.chunk(files, 1)[index].clone()
             elif "tok_embeddings" in name:
                 value = value.chunk(files, vocabulary_axis)[index].clone()
-            part[name] = value
-        torch.save(part, tmp_path / f"consolidated.{index:02d}.pth")
+            shard[name] = value
+        torch.save(shard, tmp_path / f"consolidated.{index:02d}.pth")
 
     params = {
         "dim": config["hidden_size"],

@@ -68,17 +68,17 @@ def test_files_have_every_tensor_and_copies(exported):
     fields = json.loads((directory / "config.json").read_text())
     assert (fields["model_type"], fields["num_nextn_predict_layers"]) == (model_type, 2)
 
-    stored = load_file(directory / "model.safetensors")
-    embedding = stored["model.embed_tokens.weight"]
+    tensors = load_file(directory / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
     for layer in (LAYERS, LAYERS + 1):
         prefix = f"model.layers.{layer}."
-        assert torch.equal(stored[f"{prefix}embed_tokens.weight"], embedding)
-        assert torch.equal(stored[f"{prefix}shared_head.head.weight"], stored["lm_head.weight"])
-        last = {key for key in stored if key.startswith(f"model.layers.{LAYERS - 1}.")}
+        assert torch.equal(tensors[f"{prefix}embed_tokens.weight"], embedding)
+        assert torch.equal(tensors[f"{prefix}shared_head.head.weight"], tensors["lm_head.weight"])
+        last = {key for key in tensors if key.startswith(f"model.layers.{LAYERS - 1}.")}
         extra = {"embed_tokens", "enorm", "hnorm", "eh_proj", "shared_head.norm"}
         extra = {f"{prefix}{name}.weight" for name in (*extra, "shared_head.head")}
         expected = {key.replace(f".{LAYERS - 1}.", f".{layer}.", 1) for key in last} | extra
-        assert {key for key in stored if key.startswith(prefix)} == expected
+        assert {key for key in tensors if key.startswith(prefix)} == expected
 
     source_again = open_checkpoint(directory)
     assert source_again.unused == []
@@ -102,7 +102,7 @@ def test_losses_equal_layers_of_transformers(exported):
     )
     assert not info["missing_keys"]
 
-    stored = load_file(directory / "model.safetensors")
+    tensors = load_file(directory / "model.safetensors")
 
     tokens = torch.randint(VOCAB, (2, 12), generator=torch.Generator().manual_seed(5))
     labels = tokens.roll(-1, dims=1)
@@ -118,12 +118,12 @@ def test_losses_equal_layers_of_transformers(exported):
         prefix = f"model.layers.{LAYERS + depth - 1}."
 
         def norm(x, name, prefix=prefix):
-            return torch.rms_norm(x, x.shape[-1:], stored[f"{prefix}{name}.weight"], 1e-5)
+            return torch.rms_norm(x, x.shape[-1:], tensors[f"{prefix}{name}.weight"], 1e-5)
 
         shifted = torch.nn.functional.pad(tokens[:, depth:], (0, depth))
-        embedding = stored[f"{prefix}embed_tokens.weight"][shifted]
+        embedding = tensors[f"{prefix}embed_tokens.weight"][shifted]
         inputs = torch.cat((norm(embedding, "enorm"), norm(hidden, "hnorm")), dim=-1)
-        projected = inputs @ stored[f"{prefix}eh_proj.weight"].t()
+        projected = inputs @ tensors[f"{prefix}eh_proj.weight"].t()
         output = layers[LAYERS + depth - 1](
             projected,
             attention_mask=mask,
@@ -131,7 +131,7 @@ def test_losses_equal_layers_of_transformers(exported):
             position_embeddings=rope,
         )
         hidden = norm(output[0] if isinstance(output, tuple) else output, "shared_head.norm")
-        logits = hidden @ stored[f"{prefix}shared_head.head.weight"].t()
+        logits = hidden @ tensors[f"{prefix}shared_head.head.weight"].t()
         losses = torch.nn.functional.cross_entropy(
             logits[:, :-depth].flatten(0, 1),
             labels[:, depth:].flatten(),
@@ -151,9 +151,9 @@ def test_losses_equal_layers_of_transformers(exported):
 def test_layers_that_transformers_leaves_out_are_not_required(exported):
     _, _, directory = exported
     file = directory / "model.safetensors"
-    stored = load_file(file)
+    tensors = load_file(file)
     further = tuple(f"model.layers.{layer}." for layer in (LAYERS, LAYERS + 1))
-    kept = {key: value for key, value in stored.items() if not key.startswith(further)}
+    kept = {key: value for key, value in tensors.items() if not key.startswith(further)}
     save_file(kept, file)
     source = open_checkpoint(directory)
 
@@ -161,7 +161,7 @@ def test_layers_that_transformers_leaves_out_are_not_required(exported):
     assert source.args["mtp_num_layers"] is None
 
     # An incomplete layer is an error.
-    save_file(kept | {f"{further[0]}eh_proj.weight": stored[f"{further[0]}eh_proj.weight"]}, file)
+    save_file(kept | {f"{further[0]}eh_proj.weight": tensors[f"{further[0]}eh_proj.weight"]}, file)
     with pytest.raises(ValueError, match=r"lack model\.layers\.3\."):
         open_checkpoint(directory)
 
@@ -169,9 +169,9 @@ def test_layers_that_transformers_leaves_out_are_not_required(exported):
 def test_different_copy_is_refused_unless_the_layers_are_left_out(exported):
     _, _, directory = exported
     file = directory / "model.safetensors"
-    stored = load_file(file)
-    stored["model.layers.4.embed_tokens.weight"][5, 3] += 1
-    save_file(stored, file)
+    tensors = load_file(file)
+    tensors["model.layers.4.embed_tokens.weight"][5, 3] += 1
+    save_file(tensors, file)
 
     with pytest.raises(ValueError, match=r"model\.layers\.4\.embed_tokens\.weight differs from"):
         open_checkpoint(directory)

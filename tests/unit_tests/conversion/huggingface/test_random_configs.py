@@ -232,5 +232,5 @@ def check_mutated_export(source: Source, rng: random.Random, directory: Path) ->
         assert "none of the supported models" in str(error) or "not zero" in str(error), error
         return
 
-    found = run_transformers(directory)
-    assert_logits_equal(found, compute_logits(changed), (source.args["hf_model_type"], change))
+    actual = run_transformers(directory)
+    assert_logits_equal(actual, compute_logits(changed), (source.args["hf_model_type"], change))

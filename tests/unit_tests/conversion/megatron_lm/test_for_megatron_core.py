@@ -59,10 +59,10 @@ def test_checkpoint_of_a_run_has_the_arguments_that_bridge_reads() -> None:
         "--micro-batch-size 1 --lr 1 --train-iters 1 --tokenizer-type NullTokenizer "
         "--vocab-size 60 --mock-data"
     )
-    stored = vars(
+    args = vars(
         make_namespace(parse_args(flags.split(), 1).flags(), {"params_dtype": torch.float32})
     )
-    assert [name for name in READ_BY_BRIDGE if name not in stored] == []
+    assert [name for name in READ_BY_BRIDGE if name not in args] == []
 
 
 def test_stacked_layers_equal_those_of_megatron_core(tmp_path: Path) -> None:

@@ -86,17 +86,17 @@ def split_tensors(source, wrappers, optimizer_wrappers):
     model = {}
     states: dict[str, dict[str, torch.Tensor]] = {}
     for key, value in source.values.items():
-        parameter, kind = split_key(key)
-        if kind is None:
+        parameter, state = split_key(key)
+        if state is None:
             continue
         for name, half, expert in make_names(parameter, value.shape, source.args):
-            part = value if expert is None else value[expert]
+            shard = value if expert is None else value[expert]
             if half is not None:
-                part = part.chunk(2)[half]
-            if kind == "param":
-                model[wrappers + name] = part.clone()
+                shard = shard.chunk(2)[half]
+            if state == "param":
+                model[wrappers + name] = shard.clone()
             else:
-                states.setdefault(optimizer_wrappers + name, {})[kind] = part.clone()
+                states.setdefault(optimizer_wrappers + name, {})[state] = shard.clone()
     return model, states
 
 

@@ -92,8 +92,8 @@ def test_written_checkpoint_has_all_tensors_of_hybrid_model(tmp_path, tmp_path_f
     directory = unpacked(tmp_path_factory, "megatron_hybrid/patterns") / name
     options = WriteOptions(hybrid_layers=True)
     convert(directory, tmp_path / "ours", "torch_dist", options=options)
-    stored = load_common(tmp_path / "ours/iter_0000002")["args"]
-    assert (stored.num_layers, stored.hybrid_layer_pattern) == (4, PATTERNS[name])
+    args = load_common(tmp_path / "ours/iter_0000002")["args"]
+    assert (args.num_layers, args.hybrid_layer_pattern) == (4, PATTERNS[name])
 
     ours = Reader(tmp_path / "ours/iter_0000002")
     theirs = Reader(directory / "iter_0000002")

@@ -42,14 +42,14 @@ def legacy_sibling(iteration: Path) -> Path:
 
 @pytest.mark.parametrize("directory", TORCH_DIST, ids=IDS)
 def test_all_forms_of_a_state_are_equal_in_model_space(directory):
-    stored = TorchDistSource(directory)
+    source = TorchDistSource(directory)
     legacy = LegacySource(legacy_sibling(directory))
-    assert_same(read_all(stored), read_all(legacy))
-    assert len(stored.tensors) % 4 == 0, "a weight, a main parameter and two moments each"
-    assert stored.training.param_groups == legacy.training.param_groups
-    assert stored.training.scheduler == legacy.training.scheduler
-    assert (stored.training.iteration, stored.training.consumed_train_samples) == (5, 40)
-    assert stored.unused == legacy.unused == []
+    assert_same(read_all(source), read_all(legacy))
+    assert len(source.tensors) % 4 == 0, "a weight, a main parameter and two moments each"
+    assert source.training.param_groups == legacy.training.param_groups
+    assert source.training.scheduler == legacy.training.scheduler
+    assert (source.training.iteration, source.training.consumed_train_samples) == (5, 40)
+    assert source.unused == legacy.unused == []
 
 
 @pytest.mark.parametrize("directory", TORCH_DIST, ids=IDS)
@@ -206,8 +206,8 @@ def test_read_box_across_pieces():
         ((47, 0), (2, 16)),
         ((95, 15), (1, 1)),
     ]:
-        place = index_box(offset, shape)
-        assert torch.equal(source.tensors[key].read(offset, shape), whole[place])
+        slices = index_box(offset, shape)
+        assert torch.equal(source.tensors[key].read(offset, shape), whole[slices])
 
 
 def test_damaged_legacy_directories_are_refused(tmp_path):

@@ -132,19 +132,21 @@ def test_extra_states_and_expert_optimizer_are_written(tmp_path_factory, tmp_pat
     """An empty entry for each expert; with EP 2 a separate optimizer for experts."""
     root = unpacked(tmp_path_factory, f"megatron_moe/{model}/{form}")
     source = open_checkpoint(root)
-    stored = root / "iter_0000005"
+    checkpoint = root / "iter_0000005"
     stacked = model == "mixtral_fp32"
     write_torch_dist(StackedLayers(source) if stacked else source, tmp_path / "ours")
-    theirs = {key for key in read_metadata(stored).objects if is_extra_state(key)}
+    theirs = {key for key in read_metadata(checkpoint).objects if is_extra_state(key)}
 
     assert any(key.endswith("_2.4" if stacked else "_8") for key in theirs)
     assert theirs <= set(read_metadata(tmp_path / "ours").objects)
 
     written = load_common(tmp_path / "ours")["optimizer"]
-    groups = [group for kind in written.values() for group in kind["optimizer"]["param_groups"]]
+    groups = [
+        group for optimizer in written.values() for group in optimizer["optimizer"]["param_groups"]
+    ]
     assert [group["is_expert_parallel"] for group in groups] == [False, False, True]
     if stacked:  # the other form has its groups elsewhere
-        assert written == load_common(stored)["optimizer"]
+        assert written == load_common(checkpoint)["optimizer"]
 
 
 def test_run_of_an_earlier_version_is_read(archive, tmp_path):

@@ -74,8 +74,8 @@ def test_moments_are_those_of_the_gradients(form: str) -> None:
             expected = (1 - decay) * (
                 decay * first[key].double() ** power + second[key].double() ** power
             )
-            stored = read_whole(source, optimizer_key(state, key)).double()
-            torch.testing.assert_close(stored, expected, rtol=1e-4, atol=1e-9)
+            moment = read_whole(source, optimizer_key(state, key)).double()
+            torch.testing.assert_close(moment, expected, rtol=1e-4, atol=1e-9)
 
     assert num_matrices == 8
 

@@ -56,7 +56,7 @@ def reordered(tokenizer, text, random, rate, spm_rate):
         return tokenizer.tokenize(text)
     first, second = sorted(random.randint(0, len(text) + 1, 2))
     prefix, middle, suffix = (
-        tokenizer.tokenize(part) for part in (text[:first], text[first:second], text[second:])
+        tokenizer.tokenize(section) for section in (text[:first], text[first:second], text[second:])
     )
     p, m, s = (tokenizer.token_id(name) for name in NAMES[:3])
     if random.binomial(1, spm_rate):

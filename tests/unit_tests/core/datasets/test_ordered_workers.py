@@ -63,8 +63,8 @@ def own_pid_and_much(number):
 def test_worker_killed_while_working():
     stream = OrderedWorkers(suicide_at_three, range(100), 2, 4)
     with pytest.raises(RuntimeError, match="DataLoader worker"):
-        for number, _ in stream:
-            assert number < 3
+        for index, _ in stream:
+            assert index < 3
 
 
 def suicide_at_three(number):

@@ -403,8 +403,8 @@ def test_only_regular_files_are_read(checkpoint, name, monkeypatch):
     with pytest.raises(CheckpointError, match=expected):
         load_common(checkpoint)
         reader = Reader(checkpoint)
-        for key, stored in reader.metadata.tensors.items():
-            reader.read(key, (0,) * len(stored.shape), stored.shape)
+        for key, tensor in reader.metadata.tensors.items():
+            reader.read(key, (0,) * len(tensor.shape), tensor.shape)
 
 
 def test_load_detects_data_file_of_another_checkpoint(pristine, checkpoint, tmp_path):

@@ -160,8 +160,8 @@ def test_a_neighbour_without_room_costs_a_warning_and_a_rank_without_room_the_sa
 def long_names(rank, size, root):
     """Save with a message of rank 1 that is cut in the middle of a character in one of two cases."""
     warnings = []
-    for number in (1, 2):
-        node = Node(rank, Path(root, "x" * number, "\N{EURO SIGN}" * 80, "\N{EURO SIGN}" * 80))
+    for length in (1, 2):
+        node = Node(rank, Path(root, "x" * length, "\N{EURO SIGN}" * 80, "\N{EURO SIGN}" * 80))
         with files_up_to(1 << 20 if rank == 1 else resource.RLIM_INFINITY):
             report = node.save(1)
         warnings.append((report.error, report.warning))
@@ -531,13 +531,13 @@ def save_with_secret(rank, size, root, tampered):
         if rank == 0 and tampered:
             node.tier.replication.authenticator._key = b"another key"
         report = node.save(1)
-        found = [find_local_checkpoints(node.tier).usable]
-        dist.broadcast_object_list(found, 0)
-        writers = [files for files in found[0][0].writers if 0 in files.nodes]
+        checkpoints = [find_local_checkpoints(node.tier).usable]
+        dist.broadcast_object_list(checkpoints, 0)
+        writers = [files for files in checkpoints[0][0].writers if 0 in files.nodes]
         only_on_rank_0 = [files._replace(nodes=[0]) for files in writers]
         values = None
         if not tampered:
-            info = found[0][0]._replace(writers=only_on_rank_0)
+            info = checkpoints[0][0]._replace(writers=only_on_rank_0)
             local = DistributedLocalCheckpoint(node.tier, info)
             values = Reader(local.directory).read("big", (0, 0), (ROWS + 1, 20))
             local.close()

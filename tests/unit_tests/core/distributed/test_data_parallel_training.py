@@ -103,11 +103,11 @@ def test_training_equals_one_process_on_the_global_batch(pool, world_size, varia
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_overlaps_are_bitwise_equal(pool, dtype, tied):
-    for kind in ("all-reduce", "sharded"):
+    for reduction in ("all-reduce", "sharded"):
         expected, *others = (
             pool.run(train, 2, ddp, ADAM, 8, 2, dtype, tied)
             for name, ddp in VARIANTS.items()
-            if name.startswith(kind) and "one" not in name
+            if name.startswith(reduction) and "one" not in name
         )
         assert others
         for runs in others:

@@ -174,36 +174,39 @@ def convert_llama_weights(hf, config):
         ours = f"decoder.layers.{layer}."
         attention = theirs + "self_attn."
         mlp = theirs + "mlp."
-        for kind in ("weight", "bias"):
-            if theirs + f"input_layernorm.{kind}" in hf:
+        for suffix in ("weight", "bias"):
+            if theirs + f"input_layernorm.{suffix}" in hf:
                 norms = (
-                    hf[theirs + f"{name}_layernorm.{kind}"] for name in ("input", "post_attention")
+                    hf[theirs + f"{name}_layernorm.{suffix}"]
+                    for name in ("input", "post_attention")
                 )
                 for name, norm in zip(
                     ("self_attention.linear_qkv", "mlp.linear_fc1"), norms, strict=True
                 ):
-                    weights[f"{ours}{name}.layer_norm_{kind}"] = norm
-            if attention + f"q_proj.{kind}" in hf:
-                q, k, v = (hf[attention + f"{name}_proj.{kind}"] for name in "qkv")
-                weights[ours + f"self_attention.linear_qkv.{kind}"] = interleave_qkv(
+                    weights[f"{ours}{name}.layer_norm_{suffix}"] = norm
+            if attention + f"q_proj.{suffix}" in hf:
+                q, k, v = (hf[attention + f"{name}_proj.{suffix}"] for name in "qkv")
+                weights[ours + f"self_attention.linear_qkv.{suffix}"] = interleave_qkv(
                     q, k, v, groups, d
                 )
-            if attention + f"qkv_proj.{kind}" in hf:
+            if attention + f"qkv_proj.{suffix}" in hf:
                 rows = (config.num_attention_heads * d, groups * d, groups * d)
-                qkv = interleave_qkv(*hf[attention + f"qkv_proj.{kind}"].split(rows), groups, d)
-                weights[ours + f"self_attention.linear_qkv.{kind}"] = qkv
-            if attention + f"o_proj.{kind}" in hf:
-                weights[ours + f"self_attention.linear_proj.{kind}"] = hf[
-                    attention + f"o_proj.{kind}"
+                qkv = interleave_qkv(*hf[attention + f"qkv_proj.{suffix}"].split(rows), groups, d)
+                weights[ours + f"self_attention.linear_qkv.{suffix}"] = qkv
+            if attention + f"o_proj.{suffix}" in hf:
+                weights[ours + f"self_attention.linear_proj.{suffix}"] = hf[
+                    attention + f"o_proj.{suffix}"
                 ]
-            if mlp + f"gate_proj.{kind}" in hf:
-                gate_up = [hf[mlp + f"{name}_proj.{kind}"] for name in ("gate", "up")]
-                weights[ours + f"mlp.linear_fc1.{kind}"] = torch.cat(gate_up)
+            if mlp + f"gate_proj.{suffix}" in hf:
+                gate_up = [hf[mlp + f"{name}_proj.{suffix}"] for name in ("gate", "up")]
+                weights[ours + f"mlp.linear_fc1.{suffix}"] = torch.cat(gate_up)
             for name in ("gate_up_proj", "up_proj"):  # stacked already, or not gated
-                if mlp + f"{name}.{kind}" in hf:
-                    weights.setdefault(ours + f"mlp.linear_fc1.{kind}", hf[mlp + f"{name}.{kind}"])
-            if mlp + f"down_proj.{kind}" in hf:
-                weights[ours + f"mlp.linear_fc2.{kind}"] = hf[mlp + f"down_proj.{kind}"]
+                if mlp + f"{name}.{suffix}" in hf:
+                    weights.setdefault(
+                        ours + f"mlp.linear_fc1.{suffix}", hf[mlp + f"{name}.{suffix}"]
+                    )
+            if mlp + f"down_proj.{suffix}" in hf:
+                weights[ours + f"mlp.linear_fc2.{suffix}"] = hf[mlp + f"down_proj.{suffix}"]
         for name in "qk":
             if attention + f"{name}_norm.weight" in hf:
                 weights[ours + f"self_attention.{name}_layernorm.weight"] = hf[
@@ -229,13 +232,13 @@ def convert_gpt2_weights(hf, config):
     }
     for layer in range(config.num_layers):
         for theirs, ours in names.items():
-            for kind in ("weight", "bias"):
-                tensor = hf[f"transformer.h.{layer}.{theirs}.{kind}"].t()  # Conv1D is [in, out]
+            for suffix in ("weight", "bias"):
+                tensor = hf[f"transformer.h.{layer}.{theirs}.{suffix}"].t()  # Conv1D is [in, out]
                 if theirs == "attn.c_attn":
                     tensor = interleave_qkv(
                         *tensor.chunk(3), config.num_attention_heads, config.head_dim
                     )
-                weights[f"decoder.layers.{layer}.{ours}{kind}"] = tensor
+                weights[f"decoder.layers.{layer}.{ours}{suffix}"] = tensor
     return weights
 
 
@@ -249,15 +252,15 @@ def convert_bloom_weights(hf, config):
         "mlp.dense_4h_to_h.": "mlp.linear_fc2.",
     }
     weights = {"embedding.word_embeddings.weight": hf["transformer.word_embeddings.weight"]}
-    for kind in ("weight", "bias"):
-        weights[f"embedding.word_embeddings_layernorm.{kind}"] = hf[
-            f"transformer.word_embeddings_layernorm.{kind}"
+    for suffix in ("weight", "bias"):
+        weights[f"embedding.word_embeddings_layernorm.{suffix}"] = hf[
+            f"transformer.word_embeddings_layernorm.{suffix}"
         ]
-        weights[f"decoder.final_layernorm.{kind}"] = hf[f"transformer.ln_f.{kind}"]
+        weights[f"decoder.final_layernorm.{suffix}"] = hf[f"transformer.ln_f.{suffix}"]
         for layer in range(config.num_layers):
             for theirs, ours in names.items():
-                weights[f"decoder.layers.{layer}.{ours}{kind}"] = hf[
-                    f"transformer.h.{layer}.{theirs}{kind}"
+                weights[f"decoder.layers.{layer}.{ours}{suffix}"] = hf[
+                    f"transformer.h.{layer}.{theirs}{suffix}"
                 ]
     return weights
 
@@ -289,8 +292,8 @@ def test_logits_and_gradients_equal_transformers(name):
     for key, entry in state.items():
         assert entry.global_shape == tuple(weights[key].shape), key
         for box in entry.boxes:
-            place = index_box(box.offset, box.shape)
-            box.tensor.copy_(weights[key][place])
+            slices = index_box(box.offset, box.shape)
+            box.tensor.copy_(weights[key][slices])
 
     tokens = torch.randint(VOCAB, (BATCH, SEQ + 1))
     inputs = tokens[:, :-1]

@@ -94,12 +94,12 @@ def test_initial_deviations_are_those_of_megatron_core(case):
         init = param_info(param).init
         if not isinstance(init, Normal):
             continue
-        kind = "hidden"
+        layer_type = "hidden"
         if name.startswith(("embedding.", "output_layer.")):
-            kind = "embedding"
+            layer_type = "embedding"
         elif name.endswith(("linear_proj.weight", "linear_fc2.weight")):
-            kind = "output"
-        assert init.std == pytest.approx(expected[kind], rel=1e-12), name
+            layer_type = "output"
+        assert init.std == pytest.approx(expected[layer_type], rel=1e-12), name
 
 
 @pytest.mark.parametrize("rule", ["adam", "sgd", "muon"])

@@ -49,14 +49,14 @@ def test_resumed_run_equals_uninterrupted_run(config, dtype):
     config = OptimizerConfig(**config, initial_loss_scale=2.0**16)
     chunk, optimizer = build(ONE, SHARDED, config, dtype)
     run(chunk, optimizer, range(3))
-    stored = snapshot(chunk, optimizer)
+    saved = snapshot(chunk, optimizer)
     plain_state = copy.deepcopy(optimizer.state_dict())
     run(chunk, optimizer, range(3, 6))
 
     other, other_optimizer = build(ONE, DistributedDataParallelConfig(), config, dtype)
     fill_with_garbage(other, other_optimizer)
     model_state = other.sharded_state_dict()
-    fill({**model_state, **other_optimizer.sharded_state_dict(model_state)}, stored)
+    fill({**model_state, **other_optimizer.sharded_state_dict(model_state)}, saved)
     other_optimizer.load_state_dict(plain_state, model_state)
     run(other, other_optimizer, range(3, 6))
 
@@ -91,16 +91,16 @@ def test_weights_are_computed_from_loaded_main_parameters():
     """A bf16 checkpoint resumed in fp32 uses the main parameters, which are more precise."""
     chunk, optimizer = build(ONE, dtype=torch.bfloat16)
     run(chunk, optimizer, range(3))
-    stored = snapshot(chunk, optimizer)
+    saved = snapshot(chunk, optimizer)
     other, other_optimizer = build(ONE)
     model_state = other.sharded_state_dict()
-    fill(model_state, stored)
-    fill(other_optimizer.sharded_state_dict(model_state), stored)
+    fill(model_state, saved)
+    fill(other_optimizer.sharded_state_dict(model_state), saved)
     other_optimizer.load_state_dict(optimizer.state_dict(), model_state)
     tensors = snapshot(other, other_optimizer)
 
     for name in model_state:
-        assert torch.equal(tensors[name], stored[f"optimizer.state.param.{name}"])
+        assert torch.equal(tensors[name], saved[f"optimizer.state.param.{name}"])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

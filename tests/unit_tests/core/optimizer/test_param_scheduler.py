@@ -256,11 +256,11 @@ def make_decoupled_group(max_lr, min_lr):
 def test_other_decoupled_learning_rate_is_another_schedule():
     """The separate learning rate is stored in the parameter groups, not in the schedule."""
     same = make_schedule_of("cosine", start_wd=0.1, end_wd=0.1, wd_incr_steps=80)
-    stored = make_groups(make_decoupled_group(0.02, 0.001))
+    saved_groups = make_groups(make_decoupled_group(0.02, 0.001))
 
     def resume(*decoupled, **options):
         groups = make_groups(*decoupled)
-        OptimizerParamScheduler(groups, same, **options).load_state_dict(save_at_40(), stored)
+        OptimizerParamScheduler(groups, same, **options).load_state_dict(save_at_40(), saved_groups)
         return groups[-1]
 
     unchanged = resume(make_decoupled_group(0.02, 0.001))
@@ -276,7 +276,7 @@ def test_other_decoupled_learning_rate_is_another_schedule():
     with pytest.raises(ValueError, match=r"give --decoupled-lr 0.02 --decoupled-min-lr 0.001"):
         resume(use_checkpoint=True)
     # Another program may not store the limits.
-    stored[-1].pop("max_lr")
+    saved_groups[-1].pop("max_lr")
     assert resume(dict(other))["max_lr"] == 0.04
 
 
@@ -331,15 +331,15 @@ def test_all_effective_fields_are_compared(style, change, message):
         "wsd_decay_style": "cosine",
         "lr_warmup_steps": change.get("lr_warmup_steps", 16),
     }
-    stored = OptimizerParamScheduler(make_groups(), Schedule(**flags)).state_dict()
+    saved = OptimizerParamScheduler(make_groups(), Schedule(**flags)).state_dict()
     changed = Schedule(**flags | change)
     if message is None:
-        OptimizerParamScheduler(make_groups(), changed).load_state_dict(stored)
+        OptimizerParamScheduler(make_groups(), changed).load_state_dict(saved)
         return
     with pytest.raises(ValueError, match=message):
-        OptimizerParamScheduler(make_groups(), changed).load_state_dict(stored)
+        OptimizerParamScheduler(make_groups(), changed).load_state_dict(saved)
     scheduler = OptimizerParamScheduler(make_groups(), changed, use_checkpoint=True)
-    scheduler.load_state_dict(stored)
+    scheduler.load_state_dict(saved)
     assert scheduler.schedule == Schedule(**flags)
 
 

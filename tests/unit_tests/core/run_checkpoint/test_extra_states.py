@@ -69,11 +69,11 @@ def test_shared_object_is_stored_once(tmp_path):
     keys = [f"decoder.layers.{n}.mlp.linear_fc{k}.weight" for n in range(50) for k in (1, 2)]
     state = dict(build_extra_states(keys)) | {"rng": ShardedObject("rng", {"seed": 1})}
     save(state, tmp_path / "c", common={})
-    stored = read_metadata(tmp_path / "c").objects
+    objects = read_metadata(tmp_path / "c").objects
 
-    assert stored.keys() == state.keys()
+    assert objects.keys() == state.keys()
     assert len(state) == 101
-    assert len({stored[key] for key in state}) == 2
+    assert len({objects[key] for key in state}) == 2
 
     reader = Reader(tmp_path / "c")
     assert reader.read_object("rng") == {"seed": 1}

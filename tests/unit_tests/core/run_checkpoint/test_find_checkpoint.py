@@ -41,9 +41,9 @@ def runs(tmp_path_factory):
             source.training.iteration = iteration
             for group in source.training.param_groups:
                 group["step"] = iteration
-            part = tmp_path_factory.mktemp("part")
-            WRITERS[name](source, part, WriteOptions(tensor_parallel=2), no_progress)
-            shutil.copytree(part, roots[name], dirs_exist_ok=True)
+            one_rank = tmp_path_factory.mktemp("part")
+            WRITERS[name](source, one_rank, WriteOptions(tensor_parallel=2), no_progress)
+            shutil.copytree(one_rank, roots[name], dirs_exist_ok=True)
     return roots
 
 
@@ -158,7 +158,9 @@ def test_missing_or_truncated_files_are_detected(run, stride):
 
 def branch(*segments):
     """A lineage of (generation, last iteration) pairs."""
-    return Lineage(tuple(Segment(number, last, "a" * number or None) for number, last in segments))
+    return Lineage(
+        tuple(Segment(generation, last, "a" * generation or None) for generation, last in segments)
+    )
 
 
 @pytest.mark.parametrize(

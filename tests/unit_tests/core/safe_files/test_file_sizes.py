@@ -29,9 +29,9 @@ SECONDS = 5
 def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("pristine") / "run"
     write_torch_dist(random_source(LLAMA_ARGS | {"consumed_train_samples": 28}), root)
-    found = find_checkpoint(root)
-    assert found is not None
-    return found.directory
+    checkpoint = find_checkpoint(root)
+    assert checkpoint is not None
+    return checkpoint.directory
 
 
 @pytest.fixture

@@ -231,8 +231,8 @@ def test_tensors_are_only_used_as_values(use: str) -> None:
 
 def test_changed_records_are_detected() -> None:
     content = bytearray(archive_with(pickle.dumps({"iteration": 7}, 2)))
-    place = content.index(b"iteration")
-    content[place] ^= 1
+    position = content.index(b"iteration")
+    content[position] ^= 1
     with pytest.raises(CheckpointError, match=r"data\.pkl does not have its CRC-32"):
         safe_load(bytes(content))
 

@@ -47,8 +47,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = random_source(LLAMA_ARGS | {"consumed_train_samples": 28})
     write_torch_dist(source, root / "source")
     write_huggingface(source, root / "hf", WriteOptions(optim_sidecar=True))
-    for kind in ("torch_dist", "legacy", "universal"):
-        convert(root / "source", root / kind, kind)
+    for form in ("torch_dist", "legacy", "universal"):
+        convert(root / "source", root / form, form)
     return root
 
 

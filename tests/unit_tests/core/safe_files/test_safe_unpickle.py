@@ -157,10 +157,10 @@ def foreign_module():
     class Rows(dict):
         pass
 
-    for kind in (Kind, Config, Rows):
-        kind.__module__ = "someproject.enums"
-        kind.__qualname__ = kind.__name__
-        setattr(module, kind.__name__, kind)
+    for foreign_class in (Kind, Config, Rows):
+        foreign_class.__module__ = "someproject.enums"
+        foreign_class.__qualname__ = foreign_class.__name__
+        setattr(module, foreign_class.__name__, foreign_class)
     sys.modules["someproject"] = types.ModuleType("someproject")
     sys.modules["someproject.enums"] = module
     yield module

@@ -108,8 +108,8 @@ def run_linear(mesh: DeviceMesh, tp: Axis, column: bool, sequence_parallel: bool
     dx, dw, db, _ = _Linear.backward(context, dy)
 
     assert (y.shape, dx.shape, dw.shape) == (dy.shape, x.shape, weight.shape)
-    for tensor, kind in ((y, y_type), (dx, x_type), (dw, weight_type), (db, bias_type)):
-        spmd.assert_type(tensor, {mesh.get_group("dp"): R, mesh.get_group("tp"): kind})
+    for tensor, value_type in ((y, y_type), (dx, x_type), (dw, weight_type), (db, bias_type)):
+        spmd.assert_type(tensor, {mesh.get_group("dp"): R, mesh.get_group("tp"): value_type})
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")

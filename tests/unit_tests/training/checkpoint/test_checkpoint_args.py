@@ -72,11 +72,11 @@ def test_names_are_megatron_lms():
 
 
 def test_megatron_lms_names_are_understood():
-    stored = normalize_stored_args(
+    saved_args = normalize_stored_args(
         {"group_query_attention": False, "num_attention_heads": 8, "x": 1}
     )
-    assert stored["num_query_groups"] == 8  # Megatron-LM stores an unused 1
-    assert stored["x"] == 1
+    assert saved_args["num_query_groups"] == 8  # Megatron-LM stores an unused 1
+    assert saved_args["x"] == 1
 
 
 def test_same_model():
@@ -90,16 +90,16 @@ def test_same_model():
 @pytest.mark.parametrize("number", [0, 1, None])
 def test_dense_models_are_the_same_in_every_spelling(number):
     for more in ("", " --num-experts 1", " --num-experts 0"):
-        stored = normalize_stored_args(flags() | {"num_experts": number})
-        assert check_same_model(flags(more), stored, "here") == []
+        saved_args = normalize_stored_args(flags() | {"num_experts": number})
+        assert check_same_model(flags(more), saved_args, "here") == []
 
 
 def test_another_model_names_every_difference():
-    stored = flags() | {"num_layers": 8, "swiglu": False}
+    saved_args = flags() | {"num_layers": 8, "swiglu": False}
     with pytest.raises(
         ValueError, match=r"(?s)here holds another model.*num_layers: 8 in .*, 4 now.*swiglu: False"
     ):
-        check_same_model(flags(), stored, "here")
+        check_same_model(flags(), saved_args, "here")
 
 
 @pytest.mark.parametrize(
@@ -158,21 +158,21 @@ def test_another_model_names_every_difference():
     ],
 )
 def test_flags_that_change_the_training_are_listed(before, now, differences):
-    stored = normalize_stored_args(vars(make_namespace(flags(before), {})))
-    assert list_training_differences(flags(now), stored) == differences
+    saved_args = normalize_stored_args(vars(make_namespace(flags(before), {})))
+    assert list_training_differences(flags(now), saved_args) == differences
     assert list_training_differences(flags(now), {}) == []
 
 
 def test_data_types_of_megatron_lm_are_those_of_the_flags():
     """Megatron-LM stores `torch.dtype`s, and fp8 as uint8."""
     now = flags("--bf16 --main-params-dtype fp16 --exp-avg-dtype fp8")
-    stored = {
+    saved_args = {
         "main_params_dtype": torch.float16,
         "main_grads_dtype": torch.float32,
         "exp_avg_dtype": torch.uint8,
         "exp_avg_sq_dtype": torch.bfloat16,
     }
-    assert list_training_differences(now, normalize_stored_args(stored)) == [
+    assert list_training_differences(now, normalize_stored_args(saved_args)) == [
         "exp_avg_sq_dtype: bf16 in the checkpoint, fp32 now"
     ]
 
@@ -225,7 +225,7 @@ def test_text_of_a_checkpoint_cannot_forge_a_line():
 
 
 def test_taking_arguments_over():
-    stored = normalize_stored_args(vars(make_namespace(flags(), {})))
+    saved_args = normalize_stored_args(vars(make_namespace(flags(), {})))
     given = {
         "num_layers": 12,
         "lr": 1e-4,
@@ -233,7 +233,7 @@ def test_taking_arguments_over():
         "mock_data": True,
         "micro_batch_size": 4,
     }
-    merged, notes = merge_stored_args(given, stored)
+    merged, notes = merge_stored_args(given, saved_args)
     (note,) = notes
     assert "num_layers is 4 as in the checkpoint, not 12" in note
     config = make_config(merged, 1)
@@ -242,11 +242,11 @@ def test_taking_arguments_over():
     assert config.data.seq_length == 64
     assert config.optimizer.lr == 1e-4
     assert config.training.micro_batch_size == 4
-    assert merge_stored_args(given | {"seq_length": 32}, stored)[0]["seq_length"] == 32
+    assert merge_stored_args(given | {"seq_length": 32}, saved_args)[0]["seq_length"] == 32
 
 
 def test_dropout_and_losses_of_a_checkpoint_are_defaults():
-    stored = {
+    saved_args = {
         "hidden_dropout": 0.3,
         "attention_dropout": 0.0,
         "init_method_std": 0.006,
@@ -254,13 +254,13 @@ def test_dropout_and_losses_of_a_checkpoint_are_defaults():
         "moe_aux_loss_coeff": [0.001],
         "bf16": False,
     }
-    merged, notes = merge_stored_args({}, stored)
-    assert merged == {name: value for name, value in stored.items() if name != "bf16"}
+    merged, notes = merge_stored_args({}, saved_args)
+    assert merged == {name: value for name, value in saved_args.items() if name != "bf16"}
     assert notes == []
     # Flags take precedence, together with those that belong to them.
     given = {"attention_dropout": 0.2, "hidden_dropout": 0.3, "moe_aux_loss_coeff": [0.1, 0.2]}
     given["moe_router_load_balancing_type"] = ["aux_loss", "seq_aux_loss"]
-    merged, notes = merge_stored_args(given, stored)
+    merged, notes = merge_stored_args(given, saved_args)
     assert merged == given | {"init_method_std": 0.006}
     first, *losses = notes
     assert first == (
@@ -271,8 +271,8 @@ def test_dropout_and_losses_of_a_checkpoint_are_defaults():
 
 
 def test_unsupported_load_balancing_of_a_checkpoint_is_reported():
-    stored = {"moe_router_load_balancing_type": "unheard-of", "moe_aux_loss_coeff": 0.0}
-    merged, (note,) = merge_stored_args({}, stored)
+    saved_args = {"moe_router_load_balancing_type": "unheard-of", "moe_aux_loss_coeff": 0.0}
+    merged, (note,) = merge_stored_args({}, saved_args)
     assert "moe_router_load_balancing_type" not in merged
     assert "not unheard-of as in" in note
 
@@ -304,13 +304,13 @@ def test_stored_vocab_size_counts_every_row_of_a_null_tokenizer_run():
     """Converters of other projects keep `vocab_size` rows of the embedding."""
     given = flags()
     tokens = build_tokenizer(TokenizerConfig("NullTokenizer", vocab_size=given["vocab_size"]))
-    stored = vars(make_namespace(given, {"model_vocab_size": tokens.vocab_size}))
-    assert stored["vocab_size"] == tokens.vocab_size == given["vocab_size"] + 1
-    assert stored["null_tokenizer_eod_id"] == tokens.eod
+    saved_args = vars(make_namespace(given, {"model_vocab_size": tokens.vocab_size}))
+    assert saved_args["vocab_size"] == tokens.vocab_size == given["vocab_size"] + 1
+    assert saved_args["null_tokenizer_eod_id"] == tokens.eod
     again = TokenizerConfig(
         tokenizer_type="NullTokenizer",
-        vocab_size=stored["vocab_size"],
-        null_tokenizer_eod_id=stored["null_tokenizer_eod_id"],
+        vocab_size=saved_args["vocab_size"],
+        null_tokenizer_eod_id=saved_args["null_tokenizer_eod_id"],
     )
     assert (build_tokenizer(again).vocab_size, build_tokenizer(again).eod) == (
         tokens.vocab_size,

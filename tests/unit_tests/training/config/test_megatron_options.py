@@ -93,7 +93,7 @@ def test_equivalent_replacements_are_noted():
         "ckpt_format": "torch_dist",
     }
     notes = "\n".join(line.notes)
-    assert all(part in notes for part in ("replaced by --use-dist", "p2p is used", "torch_dist is"))
+    assert all(text in notes for text in ("replaced by --use-dist", "p2p is used", "torch_dist is"))
     # Data types would change the results.
     line = make_flag_parser().parse(["--megatron-fsdp-main-grads-dtype", "bf16"])
     assert "only fp32 or auto" in line.problems[0]

@@ -384,15 +384,15 @@ def test_numbers_must_be_finite():
 def list_invalid_values():
     """Return (section, field, word, value) of a wrong choice, bound or type of each field."""
     cases = []
-    for part, section in SECTIONS.values():
+    for section_name, section in SECTIONS.values():
         for field in flag_fields(section):
             hint = flag_type(field, section)
-            kind = get_word_type(hint)
+            word_type = get_word_type(hint)
             words = []
             if field.metadata["choices"]:
                 words.append("no-such-choice")
-            elif kind in (int, float) and not field.metadata["parse"]:
-                words += ["four", "nan"] if kind is float else ["four"]
+            elif word_type in (int, float) and not field.metadata["parse"]:
+                words += ["four", "nan"] if word_type is float else ["four"]
                 if field.metadata["positive"]:
                     words.append("0")
                 if field.metadata["below"]:
@@ -400,8 +400,10 @@ def list_invalid_values():
             for word in words:
                 value = word
                 if word not in ("no-such-choice", "four"):
-                    value = kind(word)
-                cases.append((part, field, word, [value] if kind is not hint else value))
+                    value = word_type(word)
+                cases.append(
+                    (section_name, field, word, [value] if word_type is not hint else value)
+                )
     return cases
 
 
@@ -411,10 +413,10 @@ def test_python_and_command_line_report_the_same_problem():
     assert len(cases) > 150
     parser = make_flag_parser()
     valid = config()
-    for part, field, word, value in cases:
+    for section_name, field, word, value in cases:
         (problem,) = parser.parse([option_names(field)[0], word]).problems
         with pytest.raises(ValueError) as error:
-            dataclasses.replace(getattr(valid, part), **{field.name: value})
+            dataclasses.replace(getattr(valid, section_name), **{field.name: value})
         lines = [line.replace("got 0.0", "got 0") for line in str(error.value).splitlines()]
         assert problem in [line.replace("got 1.0", "got 1") for line in lines]
 
@@ -502,12 +504,12 @@ def is_read(part: str, section: str, name: str) -> bool:
 
 def test_every_flag_is_read_somewhere():
     unread = [
-        f"{part}.{field.name}"
-        for part, section in SECTIONS.values()
+        f"{section_name}.{field.name}"
+        for section_name, section in SECTIONS.values()
         for field in flag_fields(section)
         if field.name not in COMPOSED
         and not any(
-            is_read(part, of.__name__, field.name)
+            is_read(section_name, of.__name__, field.name)
             for of in section.__mro__
             if dataclasses.is_dataclass(of)
         )

@@ -185,9 +185,9 @@ def test_workers_survive_the_signals_of_a_launcher_and_end_with_close():
     assert next(iterator)["tokens"].item() == 0
     workers = set(children_of(os.getpid())) - before
     assert len(workers) == 2
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    for signal_number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         for worker in workers:
-            os.kill(worker, number)
+            os.kill(worker, signal_number)
         assert [next(iterator)["tokens"].item() for _ in range(20)]
     assert workers <= set(children_of(os.getpid()))
     iterator.close()

@@ -106,8 +106,8 @@ def test_gpt_sentencepiece_and_llama2(sentencepiece_models):
     model = str(sentencepiece_models / "plain.model")
     oracle = sentencepiece.SentencePieceProcessor(model_file=model)
     plain, llama = (
-        build_tokenizer(TokenizerConfig(f"{kind}Tokenizer", model))
-        for kind in ("GPTSentencePiece", "Llama2")
+        build_tokenizer(TokenizerConfig(f"{tokenizer_type}Tokenizer", model))
+        for tokenizer_type in ("GPTSentencePiece", "Llama2")
     )
     assert plain.tokenize(TEXT) == oracle.encode(TEXT)
     assert llama.tokenize(TEXT) == [oracle.bos_id(), *oracle.encode(TEXT)]
@@ -373,12 +373,12 @@ def test_missing_flags_and_files(config, message):
 def test_files_of_another_kind(tmp_path, sentencepiece_models):
     junk = tmp_path / "junk"
     junk.write_text("not a tokenizer")
-    for kind, message in [
+    for tokenizer_type, message in [
         ("SentencePieceTokenizer", "is not a SentencePiece model"),
         ("HuggingFaceTokenizer", "is not a Hugging Face tokenizer"),
     ]:
         with pytest.raises(ValueError, match=message):
-            build_tokenizer(TokenizerConfig(kind, str(junk)))
+            build_tokenizer(TokenizerConfig(tokenizer_type, str(junk)))
     with pytest.raises(ValueError, match="is not a Hugging Face tokenizer"):
         build_tokenizer(TokenizerConfig("HuggingFaceTokenizer", str(tmp_path)))
     with pytest.raises(ValueError, match="--vocab-file .* is not valid JSON"):

@@ -118,7 +118,7 @@ def test_log_line(pool):
         [(9, 2.0, False), (10, 4.0, False), (11, 7.0, True), (12, math.nan, True)],
     )
     line = format_log_line(interval, 100)
-    for part in (
+    for text in (
         "iteration       12/     100 |",
         "consumed samples:           96 |",
         "elapsed time per iteration (ms): ",
@@ -133,7 +133,7 @@ def test_log_line(pool):
         "number of nan iterations:   1 |",
         "ETA: 0:04:24 |",  # 88 iterations of 3 seconds
     ):
-        assert part in line
+        assert text in line
 
     assert re.match(r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6}\] iteration", line)
     assert "params norm" not in line
@@ -182,9 +182,9 @@ def test_fields_of_a_json_line(pool):
 
 def test_losses_of_further_tokens_are_logged():
     iterations = []
-    for number, losses in ((1, [4.0, 5.0]), (2, [3.0, 4.0])):
+    for iteration, losses in ((1, [4.0, 5.0]), (2, [3.0, 4.0])):
         metrics = dict(zip(("mtp_1 loss", "mtp_2 loss"), losses, strict=True))
-        iterations.append(Iteration(number, 8, 8, 1e-3, 1.0, lm_loss=2.0, metrics=metrics))
+        iterations.append(Iteration(iteration, 8, 8, 1e-3, 1.0, lm_loss=2.0, metrics=metrics))
     interval = Interval(iterations, seconds=1.0, tokens=1, flops=1.0, world_size=1)
     line = format_log_line(interval, 100)
 

@@ -130,7 +130,7 @@ def test_large_metadata_is_encoded_in_blocks():
     )
     parts = encode(large)
 
-    assert {len(part) for part in parts[:-1]} == {BLOCK_SIZE}
+    assert {len(block) for block in parts[:-1]} == {BLOCK_SIZE}
     assert len(parts[-1]) <= BLOCK_SIZE
     assert plain(decode_metadata(b"".join(parts), "here")) == plain(large)
     assert (

@@ -26,7 +26,7 @@ def exchange(rank, size):
     try:
         value = bytes(LARGE) if rank == size - 1 else rank
         answer = Coordination.of(None).gather_compute_scatter(
-            value, lambda values: [(number, values[number]) for number in range(size)]
+            value, lambda values: [(rank_index, values[rank_index]) for rank_index in range(size)]
         )
     finally:
         for name, original in originals.items():

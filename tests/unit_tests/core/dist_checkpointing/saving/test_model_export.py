@@ -55,8 +55,8 @@ def make_plan(add_small_files=lambda directory: None):
     starts = [(0, start), (0, start + row)]
     matrix = locate_boxes(halves, starts, [(2 * row, 4)] * 2, "ab")
     end = start + ROWS * row
-    extents = [((number, 0, 0), (1, 40, 24)) for number in range(EXPERTS)]
-    starts = [(0, end + number * 40 * 24 * 2) for number in range(EXPERTS)]  # [24, 40] each
+    extents = [((expert, 0, 0), (1, 40, 24)) for expert in range(EXPERTS)]
+    starts = [(0, end + expert * 40 * 24 * 2) for expert in range(EXPERTS)]  # [24, 40] each
     experts = locate_boxes(extents, starts, [(0, 2, 40 * 2)] * EXPERTS, "ab")
     vector = locate_boxes([((0,), (77,))], [(1, 0)], [(4,)], "ab")
     tables = {"matrix": matrix, "experts": experts, "vector": vector}
@@ -98,10 +98,10 @@ def test_bytes_are_in_their_places(tmp_path, staging_mem_limit):
     report = save(tmp_path, make_plan(), staging_mem_limit=staging_mem_limit)
     assert report.exported == tmp_path / "exports/iter_0000001"
 
-    stored = torch.empty_like(matrix)
-    stored[0::2] = matrix[: ROWS // 2]
-    stored[1::2] = matrix[ROWS // 2 :]
-    expected = HEADER + to_bytes(stored) + to_bytes(experts.transpose(1, 2))
+    content = torch.empty_like(matrix)
+    content[0::2] = matrix[: ROWS // 2]
+    content[1::2] = matrix[ROWS // 2 :]
+    expected = HEADER + to_bytes(content) + to_bytes(experts.transpose(1, 2))
 
     assert (report.exported / "a").read_bytes() == expected
     assert (report.exported / "b").read_bytes() == to_bytes(vector)
@@ -147,9 +147,9 @@ def test_large_runs_begin_at_any_position(tmp_path, position, dtype):
     assert report.error is None
     assert report.warning is None
 
-    stored = (report.exported / "a").read_bytes()
-    assert stored[:position] == header[:position]
-    assert stored[position:] == to_bytes(torch.cat(list(tensors.values())).to(dtype))
+    content = (report.exported / "a").read_bytes()
+    assert content[:position] == header[:position]
+    assert content[position:] == to_bytes(torch.cat(list(tensors.values())).to(dtype))
 
 
 def test_incomplete_export_is_not_committed(tmp_path):
@@ -198,8 +198,8 @@ def save_forever(directory, iteration):
         return child
 
     try:
-        for number in itertools.count(iteration):
-            save(directory, make_plan(), number, keep_last=2)
+        for index in itertools.count(iteration):
+            save(directory, make_plan(), index, keep_last=2)
     finally:
         os._exit(1)
 
@@ -212,10 +212,10 @@ def test_kill_leaves_complete_exports_or_none(tmp_path):
     first_row = matrix[0].numpy().tobytes()
     last_row = matrix[-1].numpy().tobytes()
     plan = make_plan()
-    number = 1
+    iteration = 1
     for _ in range(5):
-        child = save_forever(tmp_path, number)
-        second_export = exports / f"iter_{number + 1:07d}"
+        child = save_forever(tmp_path, iteration)
+        second_export = exports / f"iter_{iteration + 1:07d}"
         while not second_export.exists():
             assert is_running(child), "the child ended by itself"
             time.sleep(0.005)
@@ -235,6 +235,6 @@ def test_kill_leaves_complete_exports_or_none(tmp_path):
             row = len(HEADER) + (ROWS - 1) * len(last_row)
             assert content[row : row + len(last_row)] == last_row
 
-        number = int(actual[-1].name.removeprefix("iter_")) + 1
+        iteration = int(actual[-1].name.removeprefix("iter_")) + 1
         clean_up(exports)
         assert sorted(exports.iterdir()) == actual

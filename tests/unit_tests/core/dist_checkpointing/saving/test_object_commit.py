@@ -507,19 +507,19 @@ def test_many_random_kills_and_takeovers(root):
 
 def test_load_reports_the_bytes_read(root):
     assert save_one(root / "c", 3).error is None
-    part = torch.zeros(10, 20)
+    rows = torch.zeros(10, 20)
     whole = Training(3, ROWS).weight
     state = {"w": ShardedTensor("weight", tuple(whole.shape), torch.float32, ())}
-    box = ShardedTensor.replicated("weight", part).boxes[0]
+    box = ShardedTensor.replicated("weight", rows).boxes[0]
     state = {
         "w": ShardedTensor(
-            "weight", tuple(whole.shape), torch.float32, (type(box)((100, 0), part),)
+            "weight", tuple(whole.shape), torch.float32, (type(box)((100, 0), rows),)
         )
     }
     report = load(state, root / "c", strictness="log_unexpected", verify=False)
-    assert torch.equal(part, whole[100:110])
+    assert torch.equal(rows, whole[100:110])
     assert report.bytes_read < 10_000
-    part.zero_()
+    rows.zero_()
     report = load(state, root / "c", strictness="log_unexpected")
-    assert torch.equal(part, whole[100:110])
+    assert torch.equal(rows, whole[100:110])
     assert report.bytes_read < 10_000 + 2 * BLOCK_SIZE

@@ -102,14 +102,14 @@ def run_case(case, ps):
         rng=TensorParallelRng(11, ps.tp.rank),
     )
     model.initialize(seed=3)
-    part = cp.select_local(batch(documents))
+    local_batch = cp.select_local(batch(documents))
     losses = model(
-        part["tokens"],
-        part["position_ids"],
-        labels=part["labels"],
-        documents=part.get("documents"),
+        local_batch["tokens"],
+        local_batch["position_ids"],
+        labels=local_batch["labels"],
+        documents=local_batch.get("documents"),
     )
-    (losses * part["weights"]).sum().backward()
+    (losses * local_batch["weights"]).sum().backward()
 
     for param in model.parameters():
         axes = [ps.dp_cp, ps.tp] if param_info(param).partial_grad else [ps.dp_cp]

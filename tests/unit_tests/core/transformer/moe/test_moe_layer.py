@@ -76,8 +76,8 @@ def test_micro_batch_equals_megatron_lm(case):
     tolerance = 2e-2 if config.bf16 else 2e-6
     model = GPTModel(config, make_vocab_size_divisible_by=32)
     for name, param in model.named_parameters():
-        kind = "buffer" if name.endswith("expert_bias") else "weight"
-        param.data.copy_(reference.tensor(kind, name))
+        array_type = "buffer" if name.endswith("expert_bias") else "weight"
+        param.data.copy_(reference.tensor(array_type, name))
     tokens = torch.from_numpy(reference.arrays["tokens"]).long()
     labels = torch.from_numpy(reference.arrays["labels"]).long()
     positions = torch.arange(64).expand(2, -1)
