@@ -95,42 +95,32 @@ def test_errors_are_those_of_the_training_program():
 
 
 def test_json_equals_the_table(capsys):
-    arguments = [
-        "--world-size",
-        "8",
-        "--device-memory-gb",
-        "80",
-        *LLAMA_8B,
-        "--tensor-model-parallel-size",
-        "2",
-    ]
-    arguments += ["--pipeline-model-parallel-size", "2"]
+    arguments = ["--world-size", "8", "--device-memory-gb", "80", *LLAMA_8B]
+    arguments += ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
     status = tool.main(arguments)
-    rows = {line[2:25].strip(): line[25:].split() for line in capsys.readouterr().out.splitlines()}
+    rows = {}
+    for line in capsys.readouterr().out.splitlines():
+        name = line[2:25].strip()
+        rows[name] = line[25:].split()
     assert tool.main([*arguments, "--json"]) == status
     answer = json.loads(capsys.readouterr().out)
-
     assert answer["fits"] == (status == 0)
 
-    for name, key in {
-        "weights": "weights",
-        "logits and loss": "loss",
-        "total memory": "total",
-    }.items():
-        assert rows[name] == [f"{stage['memory'][key] / 1e9:.2f}" for stage in answer["stages"]]
+    # Rows of the table
+    stages = answer["stages"]
+    memories = [stage["memory"] for stage in stages]
+    assert rows["weights"] == [f"{memory['weights'] / 1e9:.2f}" for memory in memories]
+    assert rows["logits and loss"] == [f"{memory['loss'] / 1e9:.2f}" for memory in memories]
+    assert rows["total memory"] == [f"{memory['total'] / 1e9:.2f}" for memory in memories]
 
-    for stage in answer["stages"]:
-        memory = stage["memory"]
-        assert memory["total"] == sum(
-            size for component, size in memory.items() if component != "total"
-        )
-    assert (
-        sum(stage["num_parameters"] for stage in answer["stages"]) * 2
-        > answer["num_parameters"]
-        == 8030261248
-    )
-    assert [stage["memory"]["loss"] > 0 for stage in answer["stages"]] == [False, True]
-    assert [stage["passes_in_flight"] for stage in answer["stages"]] == [2, 1]
+    # The values of each stage
+    for memory in memories:
+        assert sum(memory.values()) == 2 * memory["total"]
+    assert answer["num_parameters"] == 8030261248
+    num_parameters_of_tp_rank = sum(stage["num_parameters"] for stage in stages)
+    assert num_parameters_of_tp_rank * 2 > answer["num_parameters"]
+    assert [memory["loss"] > 0 for memory in memories] == [False, True]
+    assert [stage["passes_in_flight"] for stage in stages] == [2, 1]
 
 
 def test_json_lists_alternatives(capsys):

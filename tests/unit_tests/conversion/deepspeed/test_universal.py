@@ -522,67 +522,65 @@ def test_dynamic_loss_scale_is_reported_as_lost(written: Path) -> None:
     assert opened(written).unused == ["state: loss_scaler"]
 
 
-def test_damaged_directories_are_refused(written: Path, tmp_path: Path) -> None:
-    zero = written / "zero"
-    moment = zero / "2.input_layernorm.weight" / "exp_avg.pt"
-    moment.rename(tmp_path / "moment")
+def test_damaged_moments_are_refused(written: Path) -> None:
+    moment = written / "zero" / "2.input_layernorm.weight" / "exp_avg.pt"
+    content = moment.read_bytes()
 
-    with pytest.raises(
-        ValueError,
-        match=r"is incomplete: .*2\.input_layernorm\.weight/exp_avg\.pt is missing",
-    ):
-        read_whole(opened(written), optimizer_key("exp_avg", LAYER_NORM))
+    def read_moment() -> torch.Tensor:
+        return read_whole(opened(written), optimizer_key("exp_avg", LAYER_NORM))
 
-    moment.write_bytes((tmp_path / "moment").read_bytes()[:300])
+    moment.unlink()
+    missing = r"is incomplete: .*2\.input_layernorm\.weight/exp_avg\.pt is missing"
+    with pytest.raises(ValueError, match=missing):
+        read_moment()
+
+    moment.write_bytes(content[:300])
     with pytest.raises(ValueError, match=r"exp_avg\.pt"):
-        read_whole(opened(written), optimizer_key("exp_avg", LAYER_NORM))
+        read_moment()
 
-    shutil.move(tmp_path / "moment", moment)
-    shutil.copy(moment, tmp_path / "moment")
-
-    for other, shape in (
+    for value, description in (
         (torch.zeros(2), r"float32 of shape \[2\]"),
         (torch.zeros(32, dtype=torch.int), "int32"),
     ):
-        edit(moment, lambda _, other=other: {"param": other})
-        with pytest.raises(
-            ValueError,
-            match=rf"exp_avg\.pt of 2\.input_layernorm\.weight has torch\.{shape}",
-        ):
-            read_whole(opened(written), optimizer_key("exp_avg", LAYER_NORM))
+        moment.write_bytes(content)
+        edit(moment, lambda _, value=value: {"param": value})
+        message = rf"exp_avg\.pt of 2\.input_layernorm\.weight has torch\.{description}"
+        with pytest.raises(ValueError, match=message):
+            read_moment()
 
-    shutil.move(tmp_path / "moment", moment)
 
-    edit(zero / "3.mlp.dense_h_to_4h.bias" / "step.pt", lambda step: step + 1)
+def test_steps_must_be_equal(written: Path) -> None:
+    step_file = written / "zero" / "3.mlp.dense_h_to_4h.bias" / "step.pt"
+    edit(step_file, lambda step: step + 1)
     with pytest.raises(ValueError, match=r"different steps: \[7, 8\]"):
         opened(written)
 
-    edit(zero / "3.mlp.dense_h_to_4h.bias" / "step.pt", lambda step: step - 1)
 
-    shutil.move(zero / "3.mlp.dense_4h_to_h.bias", tmp_path / "bias")
+def test_missing_and_foreign_parameters_are_refused(written: Path, tmp_path: Path) -> None:
+    bias = written / "zero" / "3.mlp.dense_4h_to_h.bias"
+    shutil.move(bias, tmp_path / "bias")
     with pytest.raises(ValueError, match=r"it lacks decoder\.layers\.1\.mlp\.linear_fc2\.bias"):
         opened(written)
 
-    shutil.move(tmp_path / "bias", zero / "3.mlp.dense_4h_to_h.bias")
-    (zero / "5.moe.gate.weight").mkdir()
+    shutil.move(tmp_path / "bias", bias)
+    (written / "zero" / "5.moe.gate.weight").mkdir()
     with pytest.raises(ValueError, match=r"5\.moe\.gate\.weight are not parameters of a GPT"):
         opened(written)
 
-    (zero / "5.moe.gate.weight").rmdir()
 
-    def other_heads(state: dict) -> dict:
-        state["args"] = argparse.Namespace(**{**vars(state["args"]), "ffn_hidden_size": 100})
-        return state
+def test_arguments_must_fit_the_shapes(written: Path, tmp_path: Path) -> None:
+    model_states = written / "mp_rank_00_model_states.pt"
 
-    edit(written / "mp_rank_00_model_states.pt", other_heads)
+    def change_size(state: dict) -> dict:
+        args = vars(state["args"]) | {"ffn_hidden_size": 100}
+        return state | {"args": argparse.Namespace(**args)}
 
-    with pytest.raises(
-        ValueError,
-        match=r"dense_h_to_4h\.weight has shape \[128, 32\], its arguments make it \[100, 32\]",
-    ):
+    edit(model_states, change_size)
+    message = r"dense_h_to_4h\.weight has shape \[128, 32\], its arguments make it \[100, 32\]"
+    with pytest.raises(ValueError, match=message):
         opened(written)
 
-    (written / "mp_rank_00_model_states.pt").unlink()
+    model_states.unlink()
     with pytest.raises(ValueError, match="it has no mp_rank_00_model_states.pt"):
         opened(written)
     with pytest.raises(ValueError, match="is not a DeepSpeed universal checkpoint"):
