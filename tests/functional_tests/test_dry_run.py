@@ -43,7 +43,7 @@ def test_dry_run_reports_all_errors(tmp_path):
     assert "  - unknown flag --zzz" in result.stderr
 
 
-def test_dry_run_reports_what_a_launch_lacks(tmp_path):
+def test_dry_run_reports_missing_resources_of_a_launch(tmp_path):
     missing = tmp_path / "missing"
     result = dry_run(
         f"--train-iters 4 --fp16 --bf16 --zzz --data-path {missing} --load {missing} --finetune "

@@ -124,7 +124,7 @@ def test_removed_generation_is_created_again(launcher, tmp_path):
 
 
 @pytest.mark.parametrize("begin", ["--load {run} --ckpt-step 2", "--load {base} --finetune", ""])
-def test_restart_continues_what_its_job_has_saved(launcher, tmp_path, begin):
+def test_restart_continues_from_the_saves_of_its_job(launcher, tmp_path, begin):
     """A job is killed and restarted as by torchrun --max-restarts, with flags that name an older
     checkpoint.
     """

@@ -1,4 +1,4 @@
-"""Every value of a training step has the type that its use requires, whatever the data is.
+"""Every value of a training step has the type that its use requires, for any data.
 
 One process runs the forward and the backward pass and the reductions of gradients as rank 0 of two
 ranks without communication; see `tests/support/sharding_types.py` for the types.
@@ -104,7 +104,7 @@ def build_typed_run(config: Config, checker: Checker) -> Run:
         output = forward_step(*args)
         is_mean = not config.training.calculate_per_token_loss
         if checker.independent and is_mean and isinstance(output, Loss):
-            # The mean over a micro-batch is a mean, whatever other replicas have.
+            # The mean over a micro-batch does not depend on other replicas.
             for numbers in (output.num_tokens, output.metric_num_tokens):
                 if numbers is not None:
                     checker.set(numbers, REPLICATED)
@@ -145,14 +145,14 @@ def compare_gradients(run: Run, checker: Checker, axis: Axis) -> Iterator[str]:
         for name, param in chunk.named_parameters():
             if not param.requires_grad:
                 continue
-            kind = checker.get(param.main_grad)
+            value_type = checker.get(param.main_grad)
             declared = get_declared_type(param, axis)
-            if kind == UNDEFINED:
+            if value_type == UNDEFINED:
                 continue  # no row of this expert
-            if kind == VARYING and param_info(param).sharding.is_expert:
+            if value_type == VARYING and param_info(param).sharding.is_expert:
                 continue  # the rows of this rank's experts
-            if (kind.name, kind.dim) != (declared.name, declared.dim):
-                yield f"{name}: {kind} instead of {declared}"
+            if (value_type.name, value_type.dim) != (declared.name, declared.dim):
+                yield f"{name}: {value_type} instead of {declared}"
 
 
 def select(layout: str, number: int | None) -> list[Model]:
@@ -238,7 +238,7 @@ BY_NUMBERS = {"gather_tokens": "which tokens an expert drops depends on the valu
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tp2", "sp2", "dp2"])
 def test_mutations_are_noticed_by_types_or_numbers(layout):
-    """Print what notices each mutation (pytest -s).
+    """Print the check that notices each mutation (pytest -s).
 
     Left to the numbers are exchanges whose types are declared (context parallelism), and experts
     that are split over the ranks of the axis, with which sums of varying values are permitted.

@@ -42,14 +42,18 @@ def check_adam(device: str, tolerance: float) -> None:
                 param.grad[7] = torch.nan if index == 2 else param.grad[7]
             rule.step()
 
-        (ours, mine), (theirs, expected) = rules
-        for param, wanted in zip(mine, expected, strict=True):
-            torch.testing.assert_close(param, wanted, rtol=tolerance, atol=tolerance)
-            assert ours.state[param]["step"] == theirs.state[wanted]["step"] == index + (index < 2)
+        (apex_rule, apex_params), (torch_rule, torch_params) = rules
+        num_steps = index + (index < 2)  # step 2 is skipped
+        for param, expected in zip(apex_params, torch_params, strict=True):
+            torch.testing.assert_close(param, expected, rtol=tolerance, atol=tolerance)
+            state = apex_rule.state[param]
+            expected_state = torch_rule.state[expected]
+            assert state["step"] == num_steps
+            assert expected_state["step"] == num_steps
             for name in ("exp_avg", "exp_avg_sq"):
                 torch.testing.assert_close(
-                    ours.state[param][name],
-                    theirs.state[wanted][name],
+                    state[name],
+                    expected_state[name],
                     rtol=tolerance,
                     atol=tolerance,
                 )

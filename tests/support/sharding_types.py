@@ -216,7 +216,8 @@ class Checker(TorchDispatchMode):
             self._infer(name, args, kwargs, inputs, before, result)
         except ShardingError as error:
             described = ", ".join(
-                f"{tuple(tensor.shape)} {kind}" for tensor, kind in zip(inputs, before, strict=True)
+                f"{tuple(tensor.shape)} {value_type}"
+                for tensor, value_type in zip(inputs, before, strict=True)
             )
             raise ShardingError(f"{name}({described}): {error}") from None
         return result
@@ -240,9 +241,13 @@ class Checker(TorchDispatchMode):
             self.write(args[0], self._align([(self.get(args[1]), args[1])], args[0]))
             return
 
-        if name in FACTORIES or not outputs or all(kind == REPLICATED for kind in before):
+        if (
+            name in FACTORIES
+            or not outputs
+            or all(value_type == REPLICATED for value_type in before)
+        ):
             value = [REPLICATED] * len(outputs)
-        elif all(kind in (REPLICATED, UNDEFINED) for kind in before):
+        elif all(value_type in (REPLICATED, UNDEFINED) for value_type in before):
             is_write = name.endswith("_") or "out" in kwargs
             is_view = len(inputs) == 1 and name not in SUMS
             undefined = is_view and not is_write
@@ -251,11 +256,11 @@ class Checker(TorchDispatchMode):
             value = self._apply(name, args, kwargs, inputs, before, outputs)
 
         is_written = name.endswith("_") or "out" in kwargs
-        for output, kind in zip(outputs, value, strict=True):
+        for output, value_type in zip(outputs, value, strict=True):
             if is_written:
-                self.write(output, kind)
+                self.write(output, value_type)
             else:
-                self.set(output, kind)
+                self.set(output, value_type)
 
     def _apply(
         self,
@@ -267,10 +272,10 @@ class Checker(TorchDispatchMode):
         outputs: list[Tensor],
     ) -> list[Type]:
         """Return the types of the outputs, where an input is not replicated."""
-        kinds = dict(zip(map(id, inputs), before, strict=True))
+        value_types = dict(zip(map(id, inputs), before, strict=True))
 
         def of(tensor: Tensor) -> Type:
-            return kinds[id(tensor)]
+            return value_types[id(tensor)]
 
         if name in VIEWS:
             shape = tuple(args[0].shape)
@@ -298,16 +303,18 @@ class Checker(TorchDispatchMode):
                     "_embedding_bag", "_embedding_bag_forward_only"):  # fmt: skip
             return [self._index(name, args, kwargs, of, inputs, outputs)] * len(outputs)
 
-        pairs = [(kind, tensor) for kind, tensor in zip(before, inputs, strict=True)]
+        pairs = [(value_type, tensor) for value_type, tensor in zip(before, inputs, strict=True)]
         if "out" in kwargs:  # it is overwritten
-            pairs = [(kind, tensor) for kind, tensor in pairs if tensor is not kwargs["out"]]
+            pairs = [
+                (value_type, tensor) for value_type, tensor in pairs if tensor is not kwargs["out"]
+            ]
         if name in SAME_SHAPE_LINEAR:
             return [self._add(pairs, outputs[0])]
         if name in PRODUCTS:
             return [self._scale(name, pairs, outputs[0])]
         if name in ELEMENTWISE:
             return [self._map(name, args, pairs, outputs[0])]
-        if {kind.name for kind in before} <= {"varying", "replicated", "undefined"}:
+        if {value_type.name for value_type in before} <= {"varying", "replicated", "undefined"}:
             return [VARYING] * len(outputs)
         raise ShardingError("no rule for this operator")
 
@@ -315,103 +322,113 @@ class Checker(TorchDispatchMode):
 
     def _align(self, pairs: Sequence[tuple[Type, Tensor]], output: Tensor) -> Type:
         """Return the type of a function of broadcast elements."""
-        kinds = {kind for kind, _ in pairs} - {UNDEFINED}
-        if not kinds or kinds == {REPLICATED}:
-            return REPLICATED if kinds else UNDEFINED
-        special = [kind for kind in kinds if kind.name not in ("replicated", "sharded")]
-        if len(special) > 1 or (special and any(kind.name == "sharded" for kind in kinds)):
+        value_types = {value_type for value_type, _ in pairs} - {UNDEFINED}
+        if not value_types or value_types == {REPLICATED}:
+            return REPLICATED if value_types else UNDEFINED
+        special = [
+            value_type
+            for value_type in value_types
+            if value_type.name not in ("replicated", "sharded")
+        ]
+        if len(special) > 1 or (
+            special and any(value_type.name == "sharded" for value_type in value_types)
+        ):
             return VARYING
         if special:
             return special[0]
-        found = set()
-        for kind, tensor in pairs:
-            if kind.name == "sharded":
-                found.add((kind.dim + output.dim() - tensor.dim(), kind.outer))
-        dims = {dim for dim, _ in found}
+        sharded_dims = set()
+        for value_type, tensor in pairs:
+            if value_type.name == "sharded":
+                sharded_dims.add((value_type.dim + output.dim() - tensor.dim(), value_type.outer))
+        dims = {dim for dim, _ in sharded_dims}
         if len(dims) > 1:
             raise ShardingError("operands are sharded along different dimensions")
-        return sharded(dims.pop(), max(outer for _, outer in found))
+        return sharded(dims.pop(), max(outer for _, outer in sharded_dims))
 
     def _add(self, pairs: Sequence[tuple[Type, Tensor]], output: Tensor) -> Type:
-        kinds = {kind for kind, _ in pairs} - {UNDEFINED}
-        if OFFSET in kinds or (MASK in kinds and len(kinds) > 1):
-            return VARYING if len(pairs) > 1 else kinds.pop()
+        value_types = {value_type for value_type, _ in pairs} - {UNDEFINED}
+        if OFFSET in value_types or (MASK in value_types and len(value_types) > 1):
+            return VARYING if len(pairs) > 1 else value_types.pop()
         for complete in (PARTIAL, MAXIMUM):
-            if complete in kinds and len(kinds) > 1 and VARYING not in kinds:
+            if complete in value_types and len(value_types) > 1 and VARYING not in value_types:
                 raise ShardingError("a sum of a partial and a complete value")
         return self._align(pairs, output)
 
     def _scale(self, name: str, pairs: Sequence[tuple[Type, Tensor]], output: Tensor) -> Type:
-        kinds = [kind for kind, _ in pairs]
-        if MASK in kinds and set(kinds) == {MASK, REPLICATED}:
+        value_types = [value_type for value_type, _ in pairs]
+        if MASK in value_types and set(value_types) == {MASK, REPLICATED}:
             return PARTIAL  # one rank has the value, the others have zero
 
-        if PARTIAL in kinds:
-            if kinds.count(PARTIAL) > 1 or any(kind.name == "sharded" for kind in kinds):
+        if PARTIAL in value_types:
+            if value_types.count(PARTIAL) > 1 or any(
+                value_type.name == "sharded" for value_type in value_types
+            ):
                 raise ShardingError("a product of a partial with a partial or sharded value")
-            is_divided = name in ("div", "div_") and len(kinds) > 1 and kinds[0] != PARTIAL
-            if is_divided or MAXIMUM in kinds:
+            is_divided = (
+                name in ("div", "div_") and len(value_types) > 1 and value_types[0] != PARTIAL
+            )
+            if is_divided or MAXIMUM in value_types:
                 raise ShardingError("a division by a partial value")
-            return VARYING if VARYING in kinds else PARTIAL
+            return VARYING if VARYING in value_types else PARTIAL
 
-        if MAXIMUM in kinds:
+        if MAXIMUM in value_types:
             raise ShardingError("a product with a partial maximum")
         return self._align(pairs, output)
 
     def _map(
         self, name: str, args: tuple[Any, ...], pairs: Sequence[tuple[Type, Tensor]], output: Tensor
     ) -> Type:
-        kinds = [kind for kind, _ in pairs]
+        value_types = [value_type for value_type, _ in pairs]
         if name in ("fill_", "full_like"):
-            return kinds[0] if kinds[0].name == "sharded" else REPLICATED
+            return value_types[0] if value_types[0].name == "sharded" else REPLICATED
         if name == "ones_like":
-            return kinds[0] if kinds[0].name == "sharded" else REPLICATED
+            return value_types[0] if value_types[0].name == "sharded" else REPLICATED
 
         if name in ("masked_fill", "masked_fill_"):
             value = args[2]
             is_zero = not isinstance(value, Tensor) and value == 0
-            if kinds[1] == MASK and is_zero and kinds[0] in (REPLICATED, LOOKED_UP):
+            if value_types[1] == MASK and is_zero and value_types[0] in (REPLICATED, LOOKED_UP):
                 return PARTIAL
-            if kinds[0] == PARTIAL and kinds[1] == REPLICATED and is_zero:
+            if value_types[0] == PARTIAL and value_types[1] == REPLICATED and is_zero:
                 return PARTIAL
 
-        if OFFSET in kinds:
+        if OFFSET in value_types:
             is_comparison = name in ("lt", "le", "gt", "ge", "eq", "ne")
-            return MASK if is_comparison and len(kinds) == 1 else VARYING
-        if set(kinds) == {MASK} and name in ("bitwise_or", "bitwise_and", "bitwise_and_",
+            return MASK if is_comparison and len(value_types) == 1 else VARYING
+        if set(value_types) == {MASK} and name in ("bitwise_or", "bitwise_and", "bitwise_and_",
                                              "bitwise_not", "logical_and_"):  # fmt: skip
             return MASK
-        if MASK in kinds:
+        if MASK in value_types:
             return VARYING
         if name == "addcmul_":
             product = self._scale(name, pairs[1:], output)
             return self._add([pairs[0], (product, output)], output)
-        if PARTIAL in kinds or MAXIMUM in kinds:
+        if PARTIAL in value_types or MAXIMUM in value_types:
             raise ShardingError("a function that is not linear, of a partial value")
         return self._align(pairs, output)
 
-    def _reshape(self, kind: Type, old: tuple[int, ...], new: tuple[int, ...]) -> Type:
-        if kind.name != "sharded":
-            return kind
+    def _reshape(self, value_type: Type, old: tuple[int, ...], new: tuple[int, ...]) -> Type:
+        if value_type.name != "sharded":
+            return value_type
 
         for dims, targets in _match_dims(old, new):
-            if kind.dim not in dims:
+            if value_type.dim not in dims:
                 continue
             if len(targets) == 1:
                 return sharded(
                     targets[0],
-                    kind.outer * math.prod(old[dim] for dim in dims if dim < kind.dim),
+                    value_type.outer * math.prod(old[dim] for dim in dims if dim < value_type.dim),
                 )
-            outer = kind.outer * math.prod(old[dim] for dim in dims if dim < kind.dim)
+            outer = value_type.outer * math.prod(old[dim] for dim in dims if dim < value_type.dim)
             for dim in targets:
                 if outer == 1 or new[dim] > outer or outer % new[dim]:
                     return sharded(dim, outer)
                 outer //= new[dim]
         return VARYING
 
-    def _permute(self, name: str, kind: Type, args: tuple[Any, ...]) -> Type:
-        if kind.name != "sharded":
-            return kind
+    def _permute(self, name: str, value_type: Type, args: tuple[Any, ...]) -> Type:
+        if value_type.name != "sharded":
+            return value_type
         num_dims = args[0].dim()
         order = list(range(num_dims))
         if name == "permute":
@@ -419,57 +436,68 @@ class Checker(TorchDispatchMode):
         elif name == "transpose" or num_dims == 2:
             first, second = (0, 1) if name == "t" else (args[1] % num_dims, args[2] % num_dims)
             order[first], order[second] = order[second], order[first]
-        return sharded(order.index(kind.dim), kind.outer)
+        return sharded(order.index(value_type.dim), value_type.outer)
 
-    def _broadcast(self, name: str, kind: Type, args: tuple[Any, ...], output: Tensor) -> Type:
-        if kind.name != "sharded":
-            return kind
+    def _broadcast(
+        self, name: str, value_type: Type, args: tuple[Any, ...], output: Tensor
+    ) -> Type:
+        if value_type.name != "sharded":
+            return value_type
         num_dims = args[0].dim()
         if name == "expand":
-            return sharded(kind.dim + output.dim() - num_dims, kind.outer)
+            return sharded(value_type.dim + output.dim() - num_dims, value_type.outer)
         if name == "unsqueeze":
             dim = args[1] % (num_dims + 1)
-            return sharded(kind.dim + (dim <= kind.dim), kind.outer)
+            return sharded(value_type.dim + (dim <= value_type.dim), value_type.outer)
         removed = [dim for dim in range(num_dims) if args[0].shape[dim] == 1]
         if len(args) > 1:
             removed = [args[1] % num_dims]
-        return sharded(kind.dim - sum(dim < kind.dim for dim in removed), kind.outer)
+        return sharded(
+            value_type.dim - sum(dim < value_type.dim for dim in removed), value_type.outer
+        )
 
     def _take(
-        self, name: str, kind: Type, args: tuple[Any, ...], outputs: list[Tensor]
+        self, name: str, value_type: Type, args: tuple[Any, ...], outputs: list[Tensor]
     ) -> list[Type]:
-        if kind.name != "sharded":
-            return [kind] * len(outputs)
+        if value_type.name != "sharded":
+            return [value_type] * len(outputs)
         num_dims = args[0].dim()
         if name in ("select", "unbind"):
             dim = (args[1] if len(args) > 1 else 0) % num_dims
-            if dim == kind.dim:
+            if dim == value_type.dim:
                 return [VARYING] * len(outputs)
-            return [sharded(kind.dim - (dim < kind.dim), kind.outer)] * len(outputs)
+            return [sharded(value_type.dim - (dim < value_type.dim), value_type.outer)] * len(
+                outputs
+            )
 
-        if name == "slice_backward" and args[2] % len(args[1]) == kind.dim:
+        if name == "slice_backward" and args[2] % len(args[1]) == value_type.dim:
             return [PARTIAL]  # zero except for the rows of this rank
         if name == "select_backward":
             dim = args[2] % len(args[1])
-            return [sharded(kind.dim + (dim <= kind.dim), kind.outer)]
-        return [kind] * len(outputs)
+            return [sharded(value_type.dim + (dim <= value_type.dim), value_type.outer)]
+        return [value_type] * len(outputs)
 
     def _concatenate(self, name: str, args: tuple[Any, ...], before: list[Type]) -> Type:
-        kinds = set(before) - {UNDEFINED}
+        value_types = set(before) - {UNDEFINED}
         dim = (args[1] if len(args) > 1 else 0) % (args[0][0].dim() + (name == "stack"))
-        found = {kind for kind in kinds if kind.name == "sharded"}
-        if len({kind.dim for kind in found}) == 1 and kinds - found == {REPLICATED}:
+        sharded_types = {value_type for value_type in value_types if value_type.name == "sharded"}
+        sharded_dims = {value_type.dim for value_type in sharded_types}
+        are_shards_kept = len(sharded_dims) == 1 and (sharded_dims != {dim} or name == "stack")
+        if are_shards_kept and value_types - sharded_types == {REPLICATED}:
             # The same value next to each shard, but not instead of one
-            kinds = found if next(iter(found)).dim != dim or name == "stack" else kinds
-        if len({kind.name for kind in kinds}) > 1 or len({kind.dim for kind in kinds}) > 1:
+            value_types = sharded_types
+
+        names = {value_type.name for value_type in value_types}
+        dims = {value_type.dim for value_type in value_types}
+        if len(names) > 1 or len(dims) > 1:
             return VARYING
-        kind = next(iter(kinds))
-        if kind.name != "sharded":
-            return kind
+        value_type = next(iter(value_types))
+        if value_type.name != "sharded":
+            return value_type
         if name == "cat":
             # Next to zeros: the place of this rank's elements among those of all ranks
-            return PARTIAL if kind.dim == dim and UNDEFINED in before else kind
-        return sharded(kind.dim + (dim <= kind.dim), kind.outer)
+            return PARTIAL if value_type.dim == dim and UNDEFINED in before else value_type
+        return sharded(value_type.dim + (dim <= value_type.dim), value_type.outer)
 
     def _multiply(self, name: str, args: tuple[Any, ...], of: Callable[[Tensor], Type]) -> Type:
         """Return the type of a product of matrices: contracted shards give a partial sum."""
@@ -478,45 +506,47 @@ class Checker(TorchDispatchMode):
         rows, inner = left.dim() - 2, left.dim() - 1
         right_inner = right.dim() - 2 if name != "mv" else 0
         a, b = of(left), of(right)
-        kind = REPLICATED
+        value_type = REPLICATED
         if {a, b} & {MASK, OFFSET, MAXIMUM}:
             raise ShardingError("a product of a mask or a maximum")
 
         if VARYING in (a, b):
-            kind = VARYING
+            value_type = VARYING
         elif PARTIAL in (a, b):
             if a != REPLICATED and b != REPLICATED:
                 raise ShardingError("a product of a partial with a partial or sharded value")
-            kind = PARTIAL
+            value_type = PARTIAL
         else:
             a_inner = a.name == "sharded" and a.dim == inner
             b_inner = b.name == "sharded" and b.dim == right_inner
             if a_inner != b_inner:
                 raise ShardingError("a sum over a dimension of which only one operand is a shard")
             if a_inner:
-                kind = PARTIAL
+                value_type = PARTIAL
             elif a.name == "sharded" and b.name == "sharded":
                 if not (name in ("bmm", "baddbmm") and a.dim == b.dim == 0):
                     raise ShardingError("rows and columns are sharded over the same axis")
-                kind = a
+                value_type = a
             elif a.name == "sharded":
-                kind = a
+                value_type = a
             elif b.name == "sharded":
                 dim = rows if name == "mv" else b.dim + left.dim() - right.dim()
-                kind = sharded(dim, b.outer)
+                value_type = sharded(dim, b.outer)
 
         if not has_summand or of(args[0]) == UNDEFINED:
-            return kind
-        if of(args[0]).name == "sharded" and kind == VARYING:
+            return value_type
+        if of(args[0]).name == "sharded" and value_type == VARYING:
             return of(args[0])  # each rank adds to its own
         output = args[0] if name == "addmm_" else left.new_empty(left.shape[0], right.shape[-1])
-        return self._add([(of(args[0]), args[0]), (kind, output)], output)
+        return self._add([(of(args[0]), args[0]), (value_type, output)], output)
 
-    def _reduce(self, name: str, kind: Type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Type:
-        if kind.name == "varying" or kind in (MASK, OFFSET):
+    def _reduce(
+        self, name: str, value_type: Type, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Type:
+        if value_type.name == "varying" or value_type in (MASK, OFFSET):
             return VARYING
-        if kind.name != "sharded":
-            if kind == PARTIAL and name in SUMS:
+        if value_type.name != "sharded":
+            if value_type == PARTIAL and name in SUMS:
                 return PARTIAL
             raise ShardingError("a function that is not linear, of a partial value")
 
@@ -528,7 +558,7 @@ class Checker(TorchDispatchMode):
         if dims is None or dims == []:
             dims = list(range(num_dims))
         dims = [dim % num_dims for dim in ([dims] if isinstance(dims, int) else dims)]
-        if kind.dim in dims:
+        if value_type.dim in dims:
             if name in SUMS:
                 return PARTIAL
             if name == "amax":
@@ -540,8 +570,8 @@ class Checker(TorchDispatchMode):
         keeps = name in ("_softmax", "_log_softmax", "topk", "sort", "cumsum")
         keep = kwargs.get("keepdim", len(args) > position + 1 and args[position + 1] is True)
         if keeps or keep:
-            return kind
-        return sharded(kind.dim - sum(dim < kind.dim for dim in dims), kind.outer)
+            return value_type
+        return sharded(value_type.dim - sum(dim < value_type.dim for dim in dims), value_type.outer)
 
     def _normalize(
         self, name: str, args: tuple[Any, ...], of: Callable[[Tensor], Type], outputs: list[Tensor]
@@ -550,30 +580,30 @@ class Checker(TorchDispatchMode):
         tensors = args[:2] if is_backward else args[:1]
         shape = args[2] if is_backward else args[1]
         pairs = [(of(tensor), tensor) for tensor in tensors]
-        kinds = [kind for kind, _ in pairs]
-        if PARTIAL in kinds and (not is_backward or kinds[1] == PARTIAL):
+        value_types = [value_type for value_type, _ in pairs]
+        if PARTIAL in value_types and (not is_backward or value_types[1] == PARTIAL):
             raise ShardingError("a function that is not linear, of a partial value")
-        kind = self._align(pairs, tensors[0])
-        if kind.name == "sharded" and kind.dim >= tensors[0].dim() - len(shape):
+        value_type = self._align(pairs, tensors[0])
+        if value_type.name == "sharded" and value_type.dim >= tensors[0].dim() - len(shape):
             raise ShardingError("a norm over a sharded dimension")
         if not is_backward:
-            return [kind] * len(outputs)
+            return [value_type] * len(outputs)
         # The gradients of weight and bias are sums over all other dimensions.
-        gradient = PARTIAL if kind.name == "sharded" else kind
-        return [kind if output.dim() > 1 else gradient for output in outputs]
+        gradient = PARTIAL if value_type.name == "sharded" else value_type
+        return [value_type if output.dim() > 1 else gradient for output in outputs]
 
     def _attend(self, before: list[Type], outputs: list[Tensor]) -> list[Type]:
-        kinds = set(before)
-        if PARTIAL in kinds:
+        value_types = set(before)
+        if PARTIAL in value_types:
             raise ShardingError("attention of a partial value")
-        if VARYING in kinds:
+        if VARYING in value_types:
             return [VARYING] * len(outputs)
-        found = {kind for kind in kinds if kind.name == "sharded"}
-        dims = {kind.dim for kind in found}
+        sharded_types = {value_type for value_type in value_types if value_type.name == "sharded"}
+        dims = {value_type.dim for value_type in sharded_types}
         if len(dims) != 1 or dims.pop() > 1:
             raise ShardingError("attention over sharded positions, or of different heads")
-        kind = next(iter(found))
-        return [kind if output.dim() > kind.dim else REPLICATED for output in outputs]
+        value_type = next(iter(sharded_types))
+        return [value_type if output.dim() > value_type.dim else REPLICATED for output in outputs]
 
     def _index(
         self,
@@ -599,9 +629,9 @@ class Checker(TorchDispatchMode):
             return PARTIAL if indices.name == "sharded" else gradient
 
         if name == "index_select":
-            kind = of(args[0])
+            value_type = of(args[0])
             dim = args[1] % args[0].dim()
-            return self._look_up(kind, dim, of(args[2]), 1, dim)
+            return self._look_up(value_type, dim, of(args[2]), 1, dim)
 
         if name == "gather":
             base, indices = of(args[0]), of(args[2])
@@ -624,7 +654,7 @@ class Checker(TorchDispatchMode):
             return VARYING if VARYING in (rows, positions) else positions
 
         indices = [index for index in args[1] if index is not None]
-        kinds = [of(index) for index in indices]
+        value_types = [of(index) for index in indices]
         if name == "index_put_":
             base = of(args[0])
             adds = len(args) > 3 and args[3]
@@ -632,18 +662,22 @@ class Checker(TorchDispatchMode):
                 return VARYING
             if base != UNDEFINED:
                 return base
-            if VARYING in kinds:
+            if VARYING in value_types:
                 return sharded(0)
-            return PARTIAL if any(kind.name == "sharded" for kind in kinds) else of(args[2])
+            return (
+                PARTIAL
+                if any(value_type.name == "sharded" for value_type in value_types)
+                else of(args[2])
+            )
 
-        if VARYING in kinds or of(args[0]) == VARYING:
+        if VARYING in value_types or of(args[0]) == VARYING:
             return VARYING
         first = [position for position, index in enumerate(args[1]) if index is not None]
         if len(first) == 1:
             base = of(args[0])
-            return self._look_up(base, first[0], kinds[0], indices[0].dim(), first[0])
+            return self._look_up(base, first[0], value_types[0], indices[0].dim(), first[0])
         return self._align(
-            [(kind, index) for kind, index in zip(kinds, indices, strict=True)],
+            [(value_type, index) for value_type, index in zip(value_types, indices, strict=True)],
             outputs[0],
         )
 
@@ -674,12 +708,12 @@ class Checker(TorchDispatchMode):
             return VARYING
         if indices.name == "sharded" and indices.dim == dim:
             return PARTIAL  # each rank adds its part
-        kinds = [(indices, args[2])]
+        value_types = [(indices, args[2])]
         if isinstance(args[3], Tensor):
-            kinds.append((source, args[3]))
+            value_types.append((source, args[3]))
         if base != UNDEFINED:
-            kinds.append((base, args[0]))
-        return self._align(kinds, args[0])
+            value_types.append((base, args[0]))
+        return self._align(value_types, args[0])
 
     # --- collectives --------------------------------------------------------------------------
 
@@ -687,35 +721,39 @@ class Checker(TorchDispatchMode):
         (tensor,) = tensors
         is_maximum = options.reduceOp == dist.ReduceOp.MAX
         for view in self._list_views(tensor):
-            kind = self._types[view]
-            if kind == UNDEFINED:
+            value_type = self._types[view]
+            if value_type == UNDEFINED:
                 continue
             completes = MAXIMUM if is_maximum else PARTIAL
-            if kind != completes and not self._is_sum_of_varying(kind):
-                raise ShardingError(f"an all-reduce of a {kind} value of shape {view[2]}")
+            if value_type != completes and not self._is_sum_of_varying(value_type):
+                raise ShardingError(f"an all-reduce of a {value_type} value of shape {view[2]}")
             self._types[view] = REPLICATED
 
     def all_gather(self, whole: Tensor, shard: Tensor) -> None:
-        kind = self.get(shard)
-        if kind in (REPLICATED, PARTIAL, MAXIMUM):
-            raise ShardingError(f"an all-gather of a {kind} value of shape {tuple(shard.shape)}")
+        value_type = self.get(shard)
+        if value_type in (REPLICATED, PARTIAL, MAXIMUM):
+            raise ShardingError(
+                f"an all-gather of a {value_type} value of shape {tuple(shard.shape)}"
+            )
         self.write(whole, REPLICATED)
 
     def reduce_scatter(self, shard: Tensor, whole: Tensor) -> None:
-        kind = self.get(whole)
-        if kind != PARTIAL and not self._is_sum_of_varying(kind):
+        value_type = self.get(whole)
+        if value_type != PARTIAL and not self._is_sum_of_varying(value_type):
             shape = tuple(whole.shape)
-            raise ShardingError(f"a reduce-scatter of a {kind} value of shape {shape}")
+            raise ShardingError(f"a reduce-scatter of a {value_type} value of shape {shape}")
         self.write(shard, sharded(0))
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> None:
-        kind = self.get(sent)
-        if kind == REPLICATED:
-            raise ShardingError(f"an all-to-all of a {kind} value of shape {tuple(sent.shape)}")
+        value_type = self.get(sent)
+        if value_type == REPLICATED:
+            raise ShardingError(
+                f"an all-to-all of a {value_type} value of shape {tuple(sent.shape)}"
+            )
         self.write(received, VARYING)
 
-    def _is_sum_of_varying(self, kind: Type) -> bool:
-        return self.varying_sums and kind == VARYING
+    def _is_sum_of_varying(self, value_type: Type) -> bool:
+        return self.varying_sums and value_type == VARYING
 
     def _list_views(self, tensor: Tensor) -> list[tuple[Any, ...]]:
         """Return the views that a collective completes: gradients in a buffer, or the tensor.
@@ -914,8 +952,8 @@ class _Declare(torch.autograd.Function):
 
 
 def _declare(checker: Checker, tensor: Tensor, value: Type) -> Tensor:
-    kind = checker.get(tensor)
-    if kind == VARYING or (kind.name, kind.dim) == (value.name, value.dim):
+    value_type = checker.get(tensor)
+    if value_type == VARYING or (value_type.name, value_type.dim) == (value.name, value.dim):
         checker.set(tensor, value)
     return tensor
 
@@ -930,19 +968,19 @@ def declare_exchanges(checker: Checker) -> Iterator[None]:
 
     def make_exchange(compute: Callable[..., Tensor], source: int, target: int) -> Any:
         def send(tensor: Tensor, axis: Axis) -> Tensor:
-            kind = checker.get(tensor)
-            if kind != VARYING and (kind.name, kind.dim) != ("sharded", source):
-                raise ShardingError(f"an exchange of dimension {source} of a {kind} value")
+            value_type = checker.get(tensor)
+            if value_type != VARYING and (value_type.name, value_type.dim) != ("sharded", source):
+                raise ShardingError(f"an exchange of dimension {source} of a {value_type} value")
             return _declare(checker, compute(tensor, axis), sharded(target))
 
         return send
 
     def attend(forward: Callable[..., Tensor]) -> Any:
-        def compute(ctx: Any, query: Tensor, key_value: Tensor, *rest: Any) -> Tensor:
+        def compute(ctx: Any, query: Tensor, key_value: Tensor, *other_args: Any) -> Tensor:
             for tensor, dim in ((query, 2), (key_value, 3)):
                 _check_sharded(checker, tensor, dim)
             with checker.paused():
-                out = forward(ctx, query, key_value, *rest)
+                out = forward(ctx, query, key_value, *other_args)
             checker.set(out, sharded(2))
             return out
 
@@ -965,16 +1003,16 @@ def declare_exchanges(checker: Checker) -> Iterator[None]:
         return staticmethod(compute)
 
     def make_dispatcher(dispatch: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def compute(tokens: Tensor, routing: Any, *rest: Any) -> Tensor:
-            kind = checker.get(tokens)
-            if kind.name == "sharded":
-                tokens = _Declare.apply(tokens, checker, kind)
-                probs = _Declare.apply(routing.probs, checker, kind)
+        def compute(tokens: Tensor, routing: Any, *other_args: Any) -> Tensor:
+            value_type = checker.get(tokens)
+            if value_type.name == "sharded":
+                tokens = _Declare.apply(tokens, checker, value_type)
+                probs = _Declare.apply(routing.probs, checker, value_type)
                 routing = replace(routing, probs=probs)
 
-            output = dispatch(tokens, routing, *rest)
-            if kind.name == "sharded":
-                output = _Declare.apply(output, checker, kind)
+            output = dispatch(tokens, routing, *other_args)
+            if value_type.name == "sharded":
+                output = _Declare.apply(output, checker, value_type)
             return output
 
         return compute
@@ -1018,9 +1056,9 @@ class _Unpacked:
 
 
 def _check_sharded(checker: Checker, tensor: Tensor, dim: int) -> None:
-    kind = checker.get(tensor)
-    if (kind.name, kind.dim) != ("sharded", dim):
-        raise ShardingError(f"attention between ranks: {kind}, sharded({dim}) expected")
+    value_type = checker.get(tensor)
+    if (value_type.name, value_type.dim) != ("sharded", dim):
+        raise ShardingError(f"attention between ranks: {value_type}, sharded({dim}) expected")
 
 
 def _make_methods(checker: Checker) -> dict[str, tuple[Callable[..., None], Callable[..., None]]]:
@@ -1031,19 +1069,23 @@ def _make_methods(checker: Checker) -> dict[str, tuple[Callable[..., None], Call
     def reduce(group: dist.ProcessGroup, tensors: list[Tensor], options: Any) -> None:
         checker.all_reduce(tensors, options)
 
-    def reduce_coordinated(group: dist.ProcessGroup, tensors: list[Tensor], *rest: Any) -> None:
-        checker.all_reduce(tensors, rest[0])
+    def reduce_coordinated(
+        group: dist.ProcessGroup, tensors: list[Tensor], *other_args: Any
+    ) -> None:
+        checker.all_reduce(tensors, other_args[0])
 
     def repeat(group: dist.ProcessGroup, whole: Tensor, shard: Tensor) -> None:
         copies = shard.reshape(1, -1).expand(group.size(), -1)
         with torch.utils._python_dispatch._disable_current_modes():
             whole.view(group.size(), -1).copy_(copies)
 
-    def gather(group: dist.ProcessGroup, whole: Tensor, shard: Tensor, *rest: Any) -> None:
+    def gather(group: dist.ProcessGroup, whole: Tensor, shard: Tensor, *other_args: Any) -> None:
         repeat(group, whole, shard)
         checker.all_gather(whole, shard)
 
-    def do_not_gather(group: dist.ProcessGroup, whole: Tensor, shard: Tensor, *rest: Any) -> None:
+    def do_not_gather(
+        group: dist.ProcessGroup, whole: Tensor, shard: Tensor, *other_args: Any
+    ) -> None:
         repeat(group, whole, shard)
         checker.write(whole, VARYING)
 
@@ -1051,25 +1093,31 @@ def _make_methods(checker: Checker) -> dict[str, tuple[Callable[..., None], Call
         with torch.utils._python_dispatch._disable_current_modes():
             shard.view(-1).copy_(whole.view(group.size(), -1)[group.rank()])
 
-    def scatter(group: dist.ProcessGroup, shard: Tensor, whole: Tensor, *rest: Any) -> None:
+    def scatter(group: dist.ProcessGroup, shard: Tensor, whole: Tensor, *other_args: Any) -> None:
         take(group, shard, whole)
         checker.reduce_scatter(shard, whole)
 
-    def do_not_scatter(group: dist.ProcessGroup, shard: Tensor, whole: Tensor, *rest: Any) -> None:
+    def do_not_scatter(
+        group: dist.ProcessGroup, shard: Tensor, whole: Tensor, *other_args: Any
+    ) -> None:
         take(group, shard, whole)
         checker.write(shard, VARYING)
 
-    def send_back(group: dist.ProcessGroup, received: Tensor, sent: Tensor, *rest: Any) -> None:
+    def send_back(
+        group: dist.ProcessGroup, received: Tensor, sent: Tensor, *other_args: Any
+    ) -> None:
         count = min(received.numel(), sent.numel())
         with torch.utils._python_dispatch._disable_current_modes():
             received.zero_().view(-1)[:count].copy_(sent.reshape(-1)[:count])
 
-    def exchange(group: dist.ProcessGroup, received: Tensor, sent: Tensor, *rest: Any) -> None:
+    def exchange(
+        group: dist.ProcessGroup, received: Tensor, sent: Tensor, *other_args: Any
+    ) -> None:
         send_back(group, received, sent)
         checker.all_to_all(received, sent)
 
     def do_not_exchange(
-        group: dist.ProcessGroup, received: Tensor, sent: Tensor, *rest: Any
+        group: dist.ProcessGroup, received: Tensor, sent: Tensor, *other_args: Any
     ) -> None:
         send_back(group, received, sent)
         checker.write(received, checker.get(sent))

@@ -122,14 +122,15 @@ def build(
     **kwargs: Any,
 ) -> tuple[DistributedDataParallel, MegatronOptimizer]:
     """Return the wrapped tiny model and its optimizer."""
+    if ddp is None:
+        ddp = DistributedDataParallelConfig()
+    if config is None:
+        config = OptimizerConfig(lr=0.05, weight_decay=0.1)
     model = TinyModel(dtype, ps.tp, **kwargs)
     model.initialize(seed=7)
-    chunk = DistributedDataParallel(model, ddp or DistributedDataParallelConfig(), ps.dp)
-    return chunk, MegatronOptimizer(
-        [chunk],
-        config or OptimizerConfig(lr=0.05, weight_decay=0.1),
-        ps,
-    )
+    chunk = DistributedDataParallel(model, ddp, ps.dp)
+    optimizer = MegatronOptimizer([chunk], config, ps)
+    return chunk, optimizer
 
 
 def batch(step: int, sequences: int = 8, length: int = 6) -> tuple[Tensor, Tensor]:
@@ -140,9 +141,11 @@ def batch(step: int, sequences: int = 8, length: int = 6) -> tuple[Tensor, Tenso
 
 
 def microbatches(step: int, dp: Axis, count: int) -> list[tuple[Tensor, Tensor]]:
-    """Return this replica's part of the global batch in `count` pieces."""
-    tokens, labels = (rows.chunk(dp.size)[dp.rank] for rows in batch(step))
-    return list(zip(tokens.chunk(count), labels.chunk(count), strict=True))
+    """Return this replica's share of the global batch as `count` micro-batches."""
+    tokens, labels = batch(step)
+    local_tokens = tokens.chunk(dp.size)[dp.rank]
+    local_labels = labels.chunk(dp.size)[dp.rank]
+    return list(zip(local_tokens.chunk(count), local_labels.chunk(count), strict=True))
 
 
 def backward_pass(
@@ -176,30 +179,31 @@ def train(
     """Return losses, norms, final parameters, the boxes of the optimizer and the number of
     buckets.
     """
-    ps = (
-        ParallelState.create(ParallelConfig())
-        if world_size > 1
-        else ParallelState.for_rank(ParallelConfig())
-    )
-    chunk, optimizer = build(
-        ps,
-        DistributedDataParallelConfig(**ddp),
-        OptimizerConfig(**config),
-        dtype,
-        tied=tied,
-    )
+    if world_size > 1:
+        ps = ParallelState.create(ParallelConfig())
+    else:
+        ps = ParallelState.for_rank(ParallelConfig())
+    ddp_config = DistributedDataParallelConfig(**ddp)
+    optimizer_config = OptimizerConfig(**config)
+    chunk, optimizer = build(ps, ddp_config, optimizer_config, dtype, tied=tied)
+
     losses = []
     norms = []
     for step in range(steps):
-        losses.append(backward_pass(chunk, step, count, optimizer.loss_scale))
+        loss = backward_pass(chunk, step, count, optimizer.loss_scale)
         finalize_model_grads([chunk], ps)
-        norms.append(optimizer.step().grad_norm.item())
+        result = optimizer.step()
+        losses.append(loss)
+        norms.append(result.grad_norm.item())
 
+    params = {}
+    for name, param in chunk.module.named_parameters():
+        params[name] = param.detach().clone()
     model_state = chunk.sharded_state_dict()
     return {
         "losses": losses,
         "norms": norms,
-        "params": {name: param.detach().clone() for name, param in chunk.module.named_parameters()},
+        "params": params,
         "state": boxes_of(optimizer.sharded_state_dict(model_state)),
         "plain": optimizer.state_dict(),
         "buckets": len(chunk.buckets),
@@ -210,11 +214,12 @@ def boxes_of(
     state: ShardedStateDict,
 ) -> dict[str, tuple[tuple[int, ...], list[tuple[tuple[int, ...], Tensor]]]]:
     """Return key -> (global shape, [(offset, data)]), copied as a save stores them."""
-    return {
-        key: (entry.global_shape, [(box.offset, copy_values(entry, box)) for box in entry.boxes])
-        for key, entry in state.items()
-        if isinstance(entry, ShardedTensor)
-    }
+    boxes = {}
+    for key, entry in state.items():
+        if isinstance(entry, ShardedTensor):
+            copies = [(box.offset, copy_values(entry, box)) for box in entry.boxes]
+            boxes[key] = (entry.global_shape, copies)
+    return boxes
 
 
 def copy_values(entry: ShardedTensor, box: Box) -> Tensor:
@@ -225,25 +230,24 @@ def copy_values(entry: ShardedTensor, box: Box) -> Tensor:
 
 def assemble(states: list[dict[str, Any]]) -> dict[str, Tensor]:
     """Return global tensors from the boxes of all ranks; assert coverage and equal replicas."""
-    whole: dict[str, Tensor] = {}
-    filled: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
+    is_covered: dict[str, Tensor] = {}
     for state in states:
         for key, (shape, boxes) in state.items():
-            target = whole.setdefault(
-                key,
-                torch.zeros(shape, dtype=boxes[0][1].dtype if boxes else None),
-            )
-            seen = filled.setdefault(key, torch.zeros(shape, dtype=torch.bool))
+            if key not in tensors:
+                dtype = boxes[0][1].dtype if boxes else None
+                tensors[key] = torch.zeros(shape, dtype=dtype)
+                is_covered[key] = torch.zeros(shape, dtype=torch.bool)
             for offset, data in boxes:
                 slices = index_box(offset, data.shape)
-                assert torch.equal(target[slices][seen[slices]], data[seen[slices]]), key
-                target[slices] = data
-                seen[slices] = True
+                overlap = is_covered[key][slices]
+                assert torch.equal(tensors[key][slices][overlap], data[overlap]), key
+                tensors[key][slices] = data
+                is_covered[key][slices] = True
 
-    assert all(seen.all() for seen in filled.values()), [
-        key for key, seen in filled.items() if not seen.all()
-    ]
-    return whole
+    for key, covered in is_covered.items():
+        assert covered.all(), f"no box contains some elements of {key}"
+    return tensors
 
 
 def run(
@@ -261,7 +265,8 @@ def run(
 def snapshot(chunk: DistributedDataParallel, optimizer: MegatronOptimizer) -> dict[str, Tensor]:
     """Copy the global tensors of a single-process run: parameters and optimizer."""
     model_state = chunk.sharded_state_dict()
-    return assemble([boxes_of(model_state), boxes_of(optimizer.sharded_state_dict(model_state))])
+    optimizer_state = optimizer.sharded_state_dict(model_state)
+    return assemble([boxes_of(model_state), boxes_of(optimizer_state)])
 
 
 def region(box: Box) -> tuple[slice, ...]:

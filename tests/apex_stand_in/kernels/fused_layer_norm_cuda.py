@@ -4,22 +4,35 @@ import torch
 
 
 def _normalized(x, eps, centered):
+    """Return the normalized rows, and 1 / sigma of each."""
     x = x.float()
-    x = x - x.mean(-1, keepdim=True) if centered else x
+    if centered:
+        x = x - x.mean(-1, keepdim=True)
     scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     return x * scale, scale
 
 
 def _gradients(dy, x, weight, eps, centered):
+    """Return the gradients of the input and of the weight."""
     normalized, scale = _normalized(x, eps, centered)
     dnormalized = dy.float() * weight.float()
-    dx = dnormalized - normalized * (dnormalized * normalized).mean(-1, keepdim=True)
-    dx = (dx - dnormalized.mean(-1, keepdim=True) if centered else dx) * scale
-    return dx.to(x.dtype), (dy.float() * normalized).flatten(0, -2).sum(0).to(weight.dtype)
+    projection = (dnormalized * normalized).mean(-1, keepdim=True)
+    dx = dnormalized - normalized * projection
+    if centered:
+        dx = dx - dnormalized.mean(-1, keepdim=True)
+    dx = dx * scale
+    dweight = _sum_rows(dy.float() * normalized)
+    return dx.to(x.dtype), dweight.to(weight.dtype)
+
+
+def _sum_rows(x):
+    return x.flatten(0, -2).sum(0)
 
 
 def rms_forward_affine(x, shape, weight, eps):
-    return (_normalized(x, eps, False)[0] * weight.float()).to(x.dtype), torch.empty(0)
+    normalized, _ = _normalized(x, eps, False)
+    y = normalized * weight.float()
+    return y.to(x.dtype), torch.empty(0)
 
 
 def rms_backward_affine(dy, invvar, x, shape, weight, eps, memory_efficient):
@@ -27,10 +40,12 @@ def rms_backward_affine(dy, invvar, x, shape, weight, eps, memory_efficient):
 
 
 def forward_affine(x, shape, weight, bias, eps):
-    y = _normalized(x, eps, True)[0] * weight.float() + bias.float()
+    normalized, _ = _normalized(x, eps, True)
+    y = normalized * weight.float() + bias.float()
     return y.to(x.dtype), torch.empty(0), torch.empty(0)
 
 
 def backward_affine(dy, mean, invvar, x, shape, weight, bias, eps, memory_efficient):
-    dx, dw = _gradients(dy, x, weight, eps, True)
-    return dx, dw, dy.float().flatten(0, -2).sum(0).to(bias.dtype)
+    dx, dweight = _gradients(dy, x, weight, eps, True)
+    dbias = _sum_rows(dy.float())
+    return dx, dweight, dbias.to(bias.dtype)

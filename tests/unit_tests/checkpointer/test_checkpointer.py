@@ -312,7 +312,7 @@ def test_another_sharded_model_is_refused_with_both_shapes(pool, tmp_path):
         assert "model.1.out.weight: (6, 10) in the checkpoint, but (8, 10) in the mo" in message
 
 
-def test_stored_weights_that_nobody_requests_are_an_error(tmp_path):
+def test_stored_weights_that_are_not_requested_are_an_error(tmp_path):
     train(0, 1, "plain", tmp_path, 2, {"save_interval": 2})
     model, _ = build()
     with pytest.raises(

@@ -192,7 +192,7 @@ def test_verify_of_other_formats(capsys):
     assert "is a legacy checkpoint; only torch_dist" in capsys.readouterr().err
 
 
-def test_diff_finds_what_differs(run, tmp_path, capsys):
+def test_diff_lists_every_difference(run, tmp_path, capsys):
     torch.manual_seed(1)
     weight = torch.randn(30, 20)
     bias = torch.randn(20).bfloat16()
@@ -280,7 +280,7 @@ def test_scripts_find_the_standard_library(script, tmp_path):
 
 
 @pytest.mark.parametrize(("tp", "pp", "vpp"), [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 2)])
-def test_plan_says_what_every_rank_reads(capsys, tp, pp, vpp):
+def test_plan_lists_the_bytes_that_every_rank_reads(capsys, tp, pp, vpp):
     """Split tensors are read once over all ranks, replicated ones by every tensor-parallel rank."""
     directory = LLAMA / "torch_dist_fully_reshardable"
     layout = ["--tensor-model-parallel-size", tp, "--pipeline-model-parallel-size", pp]
@@ -320,7 +320,7 @@ def test_plan_says_what_every_rank_reads(capsys, tp, pp, vpp):
 
 
 @pytest.mark.parametrize(("flag", "reason"), [("tensor", "3"), ("pipeline", "4")])
-def test_plan_says_why_a_layout_is_impossible(capsys, flag, reason):
+def test_plan_explains_impossible_layouts(capsys, flag, reason):
     directory = LLAMA / "torch_dist_fully_reshardable"
     code, planned = inspect_json(capsys, "plan", directory, f"--{flag}-model-parallel-size", 3)
     assert code == 1
@@ -329,13 +329,13 @@ def test_plan_says_why_a_layout_is_impossible(capsys, flag, reason):
     assert reason in planned["reason"]
 
 
-def test_plan_of_something_that_is_no_model(run, capsys):
+def test_plan_refuses_checkpoints_without_a_model(run, capsys):
     assert inspect("plan", run) in (1, 2)
     assert main(["plan", str(run / "absent")]) == 2
     assert "absent" in capsys.readouterr().err
 
 
-def test_plan_plots_who_reads_what(tmp_path):
+def test_plan_plots_the_bytes_of_every_rank(tmp_path):
     pytest.importorskip("matplotlib", reason="the extra plots is not installed")
     picture = tmp_path / "load.png"
     layout = ["--pipeline-model-parallel-size", "2", "--plot", str(picture)]

@@ -348,7 +348,7 @@ def test_hugging_face_tokenizer_is_copied(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("prefix", [True, False])
-def test_sentencepiece_tokenizer_splits_text_alike_in_transformers(
+def test_sentencepiece_tokenizer_splits_text_as_in_transformers(
     prefix: bool, tmp_path: Path
 ) -> None:
     processor = train_sentencepiece(

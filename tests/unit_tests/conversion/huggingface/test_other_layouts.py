@@ -157,10 +157,11 @@ def make_experts():
 def test_experts_of_torchtitan(tmp_path, version):
     """Experts are stacked; a bias that balances them must be zero."""
     weights = make_experts()
-    theirs = tmp_path / "theirs"
-    titan = tmp_path / "step-5"
-    theirs.mkdir()
-    save_file(weights, theirs / "model.safetensors")
+    hugging_face = tmp_path / "hugging_face"
+    hugging_face.mkdir()
+    save_file(weights, hugging_face / "model.safetensors")
+
+    # Rename tensors and stack those of experts, as torchtitan does.
     state = {}
     for name, value in weights.items():
         if "experts" in name:
@@ -170,27 +171,28 @@ def test_experts_of_torchtitan(tmp_path, version):
         state[name.replace("feed_forward.gate", "moe.router.gate")] = value
 
     for layer in range(2):
-        for their_name, name, axes in (
+        for titan_name, name, axes in (
             ("w1", "gate", "FD"),
             ("w2", "down", "DF"),
             ("w3", "up", "FD"),
         ):
-            parts = []
+            matrices = []
             for expert in range(3):
                 prefix = f"model.layers.{layer}.mlp.experts.{expert}"
-                parts.append(weights[f"{prefix}.{name}_proj.weight"])
-            key = EXPERTS[version].format(their_name, axes)
-            state[f"layers.{layer}.{key}"] = torch.stack(parts)
+                matrices.append(weights[f"{prefix}.{name}_proj.weight"])
+            key = EXPERTS[version].format(titan_name, axes)
+            state[f"layers.{layer}.{key}"] = torch.stack(matrices)
 
     bias = "layers.1.moe.expert_bias" + ("_E" if version == "0.3" else "")
-    dcp.save(state | {bias: torch.zeros(3)}, checkpoint_id=titan)
+    unbiased = tmp_path / "step-5"
     biased = tmp_path / "step-6"
+    dcp.save(state | {bias: torch.zeros(3)}, checkpoint_id=unbiased)
     dcp.save(state | {bias: torch.tensor([0.0, 0.5, 0.0])}, checkpoint_id=biased)
-    for directory in (theirs, titan, biased):
-        (directory / "config.json").write_text(json.dumps(QWEN3_MOE))
-    expected = open_checkpoint(theirs)
-    actual = open_checkpoint(titan)
 
+    for directory in (hugging_face, unbiased, biased):
+        (directory / "config.json").write_text(json.dumps(QWEN3_MOE))
+    expected = open_checkpoint(hugging_face)
+    actual = open_checkpoint(unbiased)
     assert actual.tensors.keys() == expected.tensors.keys()
     assert compare(expected, actual) == len(expected.tensors)
     assert actual.unused == []

@@ -66,7 +66,8 @@ def exported(request, tmp_path):
 def test_files_have_every_tensor_and_copies(exported):
     model_type, source, directory = exported
     fields = json.loads((directory / "config.json").read_text())
-    assert (fields["model_type"], fields["num_nextn_predict_layers"]) == (model_type, 2)
+    assert fields["model_type"] == model_type
+    assert fields["num_nextn_predict_layers"] == 2
 
     tensors = load_file(directory / "model.safetensors")
     embedding = tensors["model.embed_tokens.weight"]
@@ -74,10 +75,17 @@ def test_files_have_every_tensor_and_copies(exported):
         prefix = f"model.layers.{layer}."
         assert torch.equal(tensors[f"{prefix}embed_tokens.weight"], embedding)
         assert torch.equal(tensors[f"{prefix}shared_head.head.weight"], tensors["lm_head.weight"])
-        last = {key for key in tensors if key.startswith(f"model.layers.{LAYERS - 1}.")}
-        extra = {"embed_tokens", "enorm", "hnorm", "eh_proj", "shared_head.norm"}
-        extra = {f"{prefix}{name}.weight" for name in (*extra, "shared_head.head")}
-        expected = {key.replace(f".{LAYERS - 1}.", f".{layer}.", 1) for key in last} | extra
+
+        # The tensors of an ordinary layer, and six more
+        last_prefix = f"model.layers.{LAYERS - 1}."
+        expected = set()
+        for key in tensors:
+            if key.startswith(last_prefix):
+                expected.add(prefix + key.removeprefix(last_prefix))
+        for name in ("embed_tokens", "enorm", "hnorm", "eh_proj"):
+            expected.add(f"{prefix}{name}.weight")
+        for name in ("shared_head.norm", "shared_head.head"):
+            expected.add(f"{prefix}{name}.weight")
         assert {key for key in tensors if key.startswith(prefix)} == expected
 
     source_again = open_checkpoint(directory)
@@ -94,7 +102,7 @@ def test_losses_equal_layers_of_transformers(exported):
     config.num_hidden_layers = LAYERS + 2
     if hasattr(config, "mlp_layer_types") and config.mlp_layer_types is not None:
         config.mlp_layer_types = [*config.mlp_layer_types, "sparse", "sparse"]
-    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
+    peer, info = transformers.AutoModelForCausalLM.from_pretrained(
         directory,
         config=config,
         attn_implementation="eager",
@@ -102,16 +110,18 @@ def test_losses_equal_layers_of_transformers(exported):
     )
     assert not info["missing_keys"]
 
-    tensors = load_file(directory / "model.safetensors")
-
+    # Run the ordinary layers.
     tokens = torch.randint(VOCAB, (2, 12), generator=torch.Generator().manual_seed(5))
     labels = tokens.roll(-1, dims=1)
-    layers = theirs.model.layers
-    theirs.model.layers = layers[:LAYERS]
-    theirs.config.num_hidden_layers = LAYERS
-    hidden = theirs.model(tokens).last_hidden_state
+    layers = peer.model.layers
+    peer.model.layers = layers[:LAYERS]
+    peer.config.num_hidden_layers = LAYERS
+    hidden = peer.model(tokens).last_hidden_state
+
+    # Run each further layer between the tensors that transformers does not read.
+    tensors = load_file(directory / "model.safetensors")
     positions = torch.arange(12).expand(2, -1)
-    rope = theirs.model.rotary_emb(hidden, positions)
+    rope = peer.model.rotary_emb(hidden, positions)
     mask = torch.full((12, 12), float("-inf")).triu(1)[None, None]
     expected = []
     for depth in (1, 2):
@@ -124,13 +134,16 @@ def test_losses_equal_layers_of_transformers(exported):
         embedding = tensors[f"{prefix}embed_tokens.weight"][shifted]
         inputs = torch.cat((norm(embedding, "enorm"), norm(hidden, "hnorm")), dim=-1)
         projected = inputs @ tensors[f"{prefix}eh_proj.weight"].t()
-        output = layers[LAYERS + depth - 1](
+        layer = layers[LAYERS + depth - 1]
+        output = layer(
             projected,
             attention_mask=mask,
             position_ids=positions,
             position_embeddings=rope,
         )
-        hidden = norm(output[0] if isinstance(output, tuple) else output, "shared_head.norm")
+        if isinstance(output, tuple):
+            output = output[0]
+        hidden = norm(output, "shared_head.norm")
         logits = hidden @ tensors[f"{prefix}shared_head.head.weight"].t()
         losses = torch.nn.functional.cross_entropy(
             logits[:, :-depth].flatten(0, 1),
@@ -139,13 +152,13 @@ def test_losses_equal_layers_of_transformers(exported):
         )
         expected.append(losses)
 
+    # Compare with our model.
     imported = open_checkpoint(directory)
     model = GPTModel(model_config(imported.args, VOCAB, "test")).eval()
     fill(model, imported)
-    got = model(tokens, positions, labels=labels)
-
-    torch.testing.assert_close(got.mtp_totals, torch.stack(expected), rtol=1e-4, atol=1e-3)
-    assert got.mtp_num_tokens.tolist() == [22.0, 20.0]
+    output = model(tokens, positions, labels=labels)
+    torch.testing.assert_close(output.mtp_totals, torch.stack(expected), rtol=1e-4, atol=1e-3)
+    assert output.mtp_num_tokens.tolist() == [22.0, 20.0]
 
 
 def test_layers_that_transformers_leaves_out_are_not_required(exported):

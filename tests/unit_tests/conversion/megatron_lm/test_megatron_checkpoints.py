@@ -185,7 +185,7 @@ def test_resharding_round_trip_is_bitwise(case, tp, pp, vpp, tmp_path):
     assert back.training.param_groups == source.training.param_groups
 
 
-def test_plain_dcp_reads_what_we_write(tmp_path):
+def test_plain_dcp_reads_our_files(tmp_path):
     source = LegacySource(GOLDEN / "mcore_0.16.1/llama_fp32_tp2pp2/legacy/iter_0000005")
     write_torch_dist(source, tmp_path / "out", files=3)
     expected = read_all(source)

@@ -128,14 +128,17 @@ def test_checksums_of_older_checkpoints_are_checked(checkpoint):
     assert not report.notes, report
     assert load_and_compare(checkpoint) is None
 
+    # A damaged shard
     shard = max(checkpoint.glob("*.distcp"), key=lambda path: path.stat().st_size)
     flip(shard, shard.stat().st_size // 2, 3)
     assert shard.name in load_and_compare(checkpoint)
 
+    # Damaged checksums
     flip(shard, shard.stat().st_size // 2, 3)
     flip(checkpoint / "checksums.json", 40, 0)
     assert "damaged" in load_and_compare(checkpoint)
 
+    # Checksums that are well-formed JSON with wrong content
     file = files[shard.name]
     for wrong, message in (
         ({"files": files}, "no 'algorithm'"),
@@ -159,11 +162,10 @@ def test_checksums_of_older_checkpoints_are_checked(checkpoint):
 
 
 def test_checksums_name_files_of_their_directory_alone(checkpoint):
-    content = b"".join(
-        seal_checksums(encode_checksum_records({"../secret": compute_checksums(b"content")}))
-    )
-    (checkpoint / "checksums.bin").write_bytes(content)
-    assert any("without a path" in problem for problem in verify(checkpoint).problems)
+    records = encode_checksum_records({"../secret": compute_checksums(b"content")})
+    (checkpoint / "checksums.bin").write_bytes(b"".join(seal_checksums(records)))
+    problems = verify(checkpoint).problems
+    assert any("without a path" in problem for problem in problems)
 
 
 @pytest.mark.parametrize("positions", [80, pytest.param(260, marks=pytest.mark.slow)])
@@ -173,34 +175,30 @@ def test_every_flipped_bit_is_found(checkpoint, positions):
     """
     rng = random.Random(0)
     files = sorted(checkpoint.iterdir())
-    places = [
-        (path, rng.randrange(path.stat().st_size))
-        for path in files
-        for _ in range(-(-positions // len(files)))
-    ]
-    actual = 0
-    for path, position in places:
+    flips = []
+    for path in files:
+        for _ in range(-(-positions // len(files))):
+            flips.append((path, rng.randrange(path.stat().st_size)))
+
+    num_noticed_by_load = 0
+    for path, position in flips:
         bit = rng.randrange(8)
+        case = (path.name, position, bit)
         flip(path, position, bit)
         report = verify(checkpoint, workers=1)
-
-        assert not report.ok, (path.name, position, bit)
-        assert any(path.name in problem for problem in report.problems), (
-            path.name,
-            report.problems,
-        )
+        assert not report.ok, case
+        assert path.name in "\n".join(report.problems), case
 
         problem = load_and_compare(checkpoint)
-        if problem is not None:
-            actual += 1
-            assert path.name in problem, (path.name, position, problem)
-        else:
+        if problem is None:
             assert path.name == "metadata.json", "a load does not read this file only"
-
+        else:
+            num_noticed_by_load += 1
+            assert path.name in problem, case
         flip(path, position, bit)
 
-    assert len(places) >= positions
-    assert actual > 0.75 * positions
+    assert len(flips) >= positions
+    assert num_noticed_by_load > 0.75 * positions
     assert verify(checkpoint).ok
 
 
@@ -223,7 +221,7 @@ def test_unverified_loads_of_damaged_files_explain_themselves(checkpoint, positi
             flip(path, position, bit)
 
 
-def test_only_what_is_read_is_checked(checkpoint):
+def test_only_read_blocks_are_checked(checkpoint):
     """Damage in a block that a partial load does not touch does not stop it."""
     big = max(checkpoint.glob("*.distcp"), key=lambda path: path.stat().st_size)
     blocks = big.stat().st_size // BLOCK_SIZE

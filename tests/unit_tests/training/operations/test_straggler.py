@@ -31,7 +31,7 @@ def test_slowest_rank_is_compared_with_the_median_of_the_others():
     assert (slowest.rank, median) == (3, 0.2)
 
 
-def test_no_rank_is_named_if_all_are_alike():
+def test_no_rank_is_named_if_all_are_equally_fast():
     assert describe_slowest(make_measurements([0.2, 0.21, 0.2])) is None
     assert describe_slowest(make_measurements([0.2])) is None
 

@@ -231,7 +231,7 @@ def test_replicated_tensors_are_written_once_and_evenly(size, fully_parallel):
     assert list(itertools.chain.from_iterable(plan.objects)) == ["rng"]
 
 
-def test_shares_level_out_what_ranks_write_alone():
+def test_shares_balance_the_shards_of_single_ranks():
     """Rank 0 has a large optimizer shard of its own, so the others take the replicated weights."""
     weight = ("w", (600, 100), [((0, 0), (600, 100))])
     shard = ("o", (30_000,), [((0,), (30_000,))])

@@ -501,7 +501,7 @@ def lazy_state():
     }
 
 
-def test_what_is_read_while_it_is_staged_is_saved_as_from_memory(tmp_path):
+def test_tensors_read_during_staging_are_saved_as_from_memory(tmp_path):
     written = []
     save(state_of(**LAZY), tmp_path / "live", common={}, workers=2)
     save(lazy_state(), tmp_path / "lazy", common={}, workers=2, progress=written.append)

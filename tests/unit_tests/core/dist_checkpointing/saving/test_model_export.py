@@ -223,10 +223,9 @@ def test_kill_leaves_complete_exports_or_none(tmp_path):
         os.kill(child, signal.SIGKILL)
         assert os.waitpid(child, 0)[1] == signal.SIGKILL, "the child ended by itself"
 
-        actual = sorted(exports.glob("iter_*"))
-        assert actual
-
-        for directory in actual:
+        complete_exports = sorted(exports.glob("iter_*"))
+        assert complete_exports
+        for directory in complete_exports:
             assert sorted(path.name for path in directory.iterdir()) == ["a", "b"]
             for name, file in plan.files.items():
                 assert (directory / name).stat().st_size == file.size
@@ -235,6 +234,6 @@ def test_kill_leaves_complete_exports_or_none(tmp_path):
             row = len(HEADER) + (ROWS - 1) * len(last_row)
             assert content[row : row + len(last_row)] == last_row
 
-        iteration = int(actual[-1].name.removeprefix("iter_")) + 1
+        iteration = int(complete_exports[-1].name.removeprefix("iter_")) + 1
         clean_up(exports)
-        assert sorted(exports.iterdir()) == actual
+        assert sorted(exports.iterdir()) == complete_exports

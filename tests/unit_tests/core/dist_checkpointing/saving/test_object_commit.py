@@ -491,7 +491,8 @@ def run_kills(root, starts):
     result = run_program(WRITERS, root, starts, timeout=3600)
     assert result.returncode == 0, result.stderr
     whole = [path for path in root.glob("iter_*") if is_complete(path)]
-    assert whole and all(verify(path).ok for path in whole), "0 torn"
+    assert whole
+    assert all(verify(path).ok for path in whole), "0 torn"
     assert max(int(path.name[5:]) for path in whole) >= int(result.stdout), "0 lost"
     assert len(whole) <= 4, "what is superfluous is removed"
 

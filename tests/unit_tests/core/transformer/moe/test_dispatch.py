@@ -21,16 +21,25 @@ def test_permutation_sorts_by_key_and_is_transposed(complete):
     keys = torch.randint(0, 5 if complete else 6, (7, 3), generator=generator)
     permutation = Permutation(keys, 5, complete)
     rows = torch.randn(7, 4, dtype=torch.float64, generator=generator, requires_grad=True)
-    expected = []
+    row_of_output = []
+    counts = []
     for key in range(5):
+        counts.append(int((keys == key).sum()))
         for row in range(7):
-            expected += [row] * int((keys[row] == key).sum())
+            row_of_output += [row] * int((keys[row] == key).sum())
+
     gathered = permutation.gather(rows)
-    assert torch.equal(gathered, rows[expected])
-    assert permutation.counts.tolist() == [(keys == key).sum().item() for key in range(5)]
-    plain = torch.zeros(7, 4, dtype=torch.float64).index_add(0, torch.tensor(expected), gathered)
-    torch.testing.assert_close(permutation.combine(gathered, 7), plain)
-    torch.autograd.gradcheck(lambda x: permutation.combine(permutation.gather(x).sin(), 7), rows)
+    assert torch.equal(gathered, rows[row_of_output])
+    assert permutation.counts.tolist() == counts
+
+    zeros = torch.zeros(7, 4, dtype=torch.float64)
+    combined = zeros.index_add(0, torch.tensor(row_of_output), gathered)
+    torch.testing.assert_close(permutation.combine(gathered, 7), combined)
+
+    def gather_and_combine(x):
+        return permutation.combine(permutation.gather(x).sin(), 7)
+
+    torch.autograd.gradcheck(gather_and_combine, rows)
 
 
 def run_with_two_used_experts(rank, world_size, options):
@@ -46,7 +55,9 @@ def run_with_two_used_experts(rank, world_size, options):
     layer.initialize(seed=3)
     layer.router.weight.data[:2].fill_(1.0)
     layer.router.weight.data[2:].fill_(-1.0)
-    tokens = torch.rand(6, 2, 16, generator=torch.Generator().manual_seed(0)).requires_grad_()
+
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.rand(6, 2, 16, generator=generator).requires_grad_()
     output = layer(tokens)
     output.square().sum().backward()
     gradients = {}
@@ -62,7 +73,8 @@ def test_rank_without_tokens(pool, dispatcher, biases):
     options = {"add_bias_linear": biases, "moe_token_dispatcher_type": dispatcher}
     run = partial(run_with_two_used_experts, options=options)
     expected_output, expected_token_grad, expected_gradients = run(0, 1)
-    for rank, (output, token_grad, gradients) in enumerate(pool.run(run, 2)):
+    results = pool.run(run, 2)
+    for rank, (output, token_grad, gradients) in enumerate(results):
         torch.testing.assert_close(output, expected_output)
         torch.testing.assert_close(token_grad, expected_token_grad)
         for name, gradient in gradients.items():
