@@ -37,9 +37,14 @@ TOLERANCES = {
 }  # of the largest element
 CPU = torch.device("cpu")
 LLAMA = {
-    "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False,
-    "group_query_attention": True, "num_query_groups": 2, "attention_dropout": 0.0,
-}  # fmt: skip
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "add_bias_linear": False,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+    "attention_dropout": 0.0,
+}
 
 
 def config(dtype: torch.dtype, **options) -> TransformerConfig:

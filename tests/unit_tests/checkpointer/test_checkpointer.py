@@ -778,12 +778,24 @@ def test_stored_object_is_read_without_loading(tmp_path):
 
 def test_every_option_has_an_effect_and_others_are_refused(tmp_path):
     defaults: CheckpointerOptions = {
-        "async_save": True, "save_interval": None, "save_seconds": None, "exit_signals": (),
-        "keep_last": None, "keep_every": None, "local_directory": None, "local_interval": None,
-        "local_replicas": 1, "local_replication_interval": 1, "workers": default_workers(),
-        "staging_mem_limit": None, "timeout": 600.0, "must_succeed": False,
-        "override_existing_run": False, "on_saved": lambda report: None, "clock": time.monotonic,
-    }  # fmt: skip
+        "async_save": True,
+        "save_interval": None,
+        "save_seconds": None,
+        "exit_signals": (),
+        "keep_last": None,
+        "keep_every": None,
+        "local_directory": None,
+        "local_interval": None,
+        "local_replicas": 1,
+        "local_replication_interval": 1,
+        "workers": default_workers(),
+        "staging_mem_limit": None,
+        "timeout": 600.0,
+        "must_succeed": False,
+        "override_existing_run": False,
+        "on_saved": lambda report: None,
+        "clock": time.monotonic,
+    }
     assert defaults.keys() == CheckpointerOptions.__annotations__.keys()
 
     model = nn.Linear(2, 2)

@@ -28,9 +28,13 @@ GATED = {
 }
 GROUPED = {"group_query_attention": True, "num_query_groups": 2}
 LATENT = GATED | {
-    "multi_latent_attention": True, "q_lora_rank": 48, "kv_lora_rank": 24, "qk_head_dim": 16,
-    "qk_pos_emb_head_dim": 8, "v_head_dim": 16,
-}  # fmt: skip
+    "multi_latent_attention": True,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 24,
+    "qk_head_dim": 16,
+    "qk_pos_emb_head_dim": 8,
+    "v_head_dim": 16,
+}
 GPT_OSS = {
     "swiglu": False,
     "quick_geglu": True,

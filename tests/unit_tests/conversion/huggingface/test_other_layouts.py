@@ -21,22 +21,41 @@ from tests import GOLDEN
 from tests.support.compare import assert_same, read_all
 
 TITAN = {
-    "model.embed_tokens": "tok_embeddings", "model.norm": "norm", "lm_head": "output",
-    "model.layers": "layers", "input_layernorm": "attention_norm",
-    "post_attention_layernorm": "ffn_norm", "self_attn": "attention", "q_proj": "wq",
-    "k_proj": "wk", "v_proj": "wv", "o_proj": "wo", "mlp": "feed_forward", "gate_proj": "w1",
-    "down_proj": "w2", "up_proj": "w3",
-}  # fmt: skip
+    "model.embed_tokens": "tok_embeddings",
+    "model.norm": "norm",
+    "lm_head": "output",
+    "model.layers": "layers",
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn": "attention",
+    "q_proj": "wq",
+    "k_proj": "wk",
+    "v_proj": "wv",
+    "o_proj": "wo",
+    "mlp": "feed_forward",
+    "gate_proj": "w1",
+    "down_proj": "w2",
+    "up_proj": "w3",
+}
 NEW_TITAN = TITAN | {
-    "lm_head": "lm_head", "q_proj": "qkv_linear.wq", "k_proj": "qkv_linear.wk",
+    "lm_head": "lm_head",
+    "q_proj": "qkv_linear.wq",
+    "k_proj": "qkv_linear.wk",
     "v_proj": "qkv_linear.wv",
-}  # fmt: skip
+}
 TUNE = {
-    "model.embed_tokens": "tok_embeddings", "model.norm.weight": "norm.scale", "lm_head": "output",
-    "model.layers": "layers", "input_layernorm.weight": "sa_norm.scale",
-    "post_attention_layernorm.weight": "mlp_norm.scale", "self_attn": "attn",
-    "o_proj": "output_proj", "gate_proj": "w1", "down_proj": "w2", "up_proj": "w3",
-}  # fmt: skip
+    "model.embed_tokens": "tok_embeddings",
+    "model.norm.weight": "norm.scale",
+    "lm_head": "output",
+    "model.layers": "layers",
+    "input_layernorm.weight": "sa_norm.scale",
+    "post_attention_layernorm.weight": "mlp_norm.scale",
+    "self_attn": "attn",
+    "o_proj": "output_proj",
+    "gate_proj": "w1",
+    "down_proj": "w2",
+    "up_proj": "w3",
+}
 
 VOCABULARY = {
     "tok_embeddings.weight": "embedding.word_embeddings.weight",
@@ -119,13 +138,28 @@ def test_fused_queries_keys_and_values_of_torchtitan(tmp_path, model):
 
 
 QWEN3_MOE = {
-    "model_type": "qwen3_moe", "hidden_size": 40, "num_hidden_layers": 2, "vocab_size": 131,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 64,
-    "moe_intermediate_size": 24, "num_experts": 3, "num_experts_per_tok": 2, "hidden_act": "silu",
-    "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
-    "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
-    "tie_word_embeddings": False, "attention_bias": False, "output_router_logits": False,
-}  # fmt: skip
+    "model_type": "qwen3_moe",
+    "hidden_size": 40,
+    "num_hidden_layers": 2,
+    "vocab_size": 131,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 24,
+    "num_experts": 3,
+    "num_experts_per_tok": 2,
+    "hidden_act": "silu",
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "output_router_logits": False,
+}
 EXPERTS = {
     "0.3": "moe.routed_experts.inner_experts.{}_E{}",
     "0.2": "moe.experts.{}",

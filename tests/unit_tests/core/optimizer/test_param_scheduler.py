@@ -40,7 +40,8 @@ def test_warmup_is_linear(style):
         assert make_schedule_of(style).learning_rate(n) == pytest.approx(MAX * n / WARMUP, abs=0)
         expected = 1e-4 + (MAX - 1e-4) * n / WARMUP
         assert make_schedule_of(style, init_lr=1e-4).learning_rate(n) == pytest.approx(
-            expected, abs=0
+            expected,
+            abs=0,
         )
 
 
@@ -49,13 +50,15 @@ def test_decay_styles():
         r = (n - WARMUP) / (END - WARMUP)
         assert make_schedule_of("constant").learning_rate(n) == MAX
         assert make_schedule_of("linear").learning_rate(n) == pytest.approx(
-            MAX - r * (MAX - MIN), abs=1e-12
+            MAX - r * (MAX - MIN),
+            abs=1e-12,
         )
         cosine = MIN + (MAX - MIN) / 2 * (1 + math.cos(math.pi * r))
         assert make_schedule_of("cosine").learning_rate(n) == pytest.approx(cosine, abs=1e-12)
         root = max(MIN, MAX * (WARMUP / n) ** 0.5)
         assert make_schedule_of("inverse-square-root").learning_rate(n) == pytest.approx(
-            root, abs=1e-12
+            root,
+            abs=1e-12,
         )
     for style in ("linear", "cosine", "inverse-square-root"):
         assert make_schedule_of(style).learning_rate(END + 1) == MIN
@@ -93,7 +96,8 @@ def test_wsd_decay_styles(style, left):
         assert wsd.learning_rate(n) == MAX
     for n in range(END - 20, END + 1):
         assert wsd.learning_rate(n) == pytest.approx(
-            MIN + (MAX - MIN) * left((n - 60) / 20), abs=1e-12
+            MIN + (MAX - MIN) * left((n - 60) / 20),
+            abs=1e-12,
         )
     assert wsd.learning_rate(END + 1) == MIN
 
@@ -126,7 +130,8 @@ def test_scheduler_writes_into_param_groups():
     }
     param_groups = make_groups(decoupled)
     scheduler = OptimizerParamScheduler(
-        param_groups, make_schedule_of("linear", start_wd=0.1, end_wd=0.1)
+        param_groups,
+        make_schedule_of("linear", start_wd=0.1, end_wd=0.1),
     )
     assert [group["lr"] for group in param_groups] == [0, 0, 0]
     scheduler.step(40)
@@ -143,13 +148,22 @@ def test_scheduler_writes_into_param_groups():
 def test_make_schedule_in_iterations_and_samples():
     config = OptimizerConfig(lr=MAX, min_lr=MIN, weight_decay=0.1)
     iters = make_schedule(
-        config, SchedulerConfig(lr_warmup_iters=2), global_batch_size=8, train_iters=10
+        config,
+        SchedulerConfig(lr_warmup_iters=2),
+        global_batch_size=8,
+        train_iters=10,
     )
     samples = make_schedule(
-        config, SchedulerConfig(lr_warmup_samples=16), global_batch_size=8, train_samples=80
+        config,
+        SchedulerConfig(lr_warmup_samples=16),
+        global_batch_size=8,
+        train_samples=80,
     )
     fraction = make_schedule(
-        config, SchedulerConfig(lr_warmup_fraction=0.2), global_batch_size=8, train_iters=10
+        config,
+        SchedulerConfig(lr_warmup_fraction=0.2),
+        global_batch_size=8,
+        train_iters=10,
     )
     assert (
         iters
@@ -193,13 +207,17 @@ def test_make_schedule_in_iterations_and_samples():
 def test_invalid_schedules(flags, length, message):
     with pytest.raises(ValueError, match=message):
         make_schedule(
-            OptimizerConfig(lr=MAX), SchedulerConfig(**flags), global_batch_size=8, **length
+            OptimizerConfig(lr=MAX),
+            SchedulerConfig(**flags),
+            global_batch_size=8,
+            **length,
         )
 
 
 def save_at_40():
     first = OptimizerParamScheduler(
-        make_groups(), make_schedule_of("cosine", start_wd=0.1, end_wd=0.1, wd_incr_steps=80)
+        make_groups(),
+        make_schedule_of("cosine", start_wd=0.1, end_wd=0.1, wd_incr_steps=80),
     )
     first.step(40)
     return first.state_dict()
@@ -208,15 +226,24 @@ def save_at_40():
 def test_state_dict_has_megatron_lms_fields_and_ours():
     ours = {"init_lr": 0.0, "wsd_decay_steps": None, "wsd_decay_style": "exponential"}
     assert save_at_40() == ours | {
-        "max_lr": MAX, "lr_warmup_steps": 16, "num_steps": 40, "lr_decay_style": "cosine", "lr_decay_steps": 80,
-        "min_lr": MIN, "start_wd": 0.1, "end_wd": 0.1, "wd_incr_style": "constant", "wd_incr_steps": 80,
-    }  # fmt: skip
+        "max_lr": MAX,
+        "lr_warmup_steps": 16,
+        "num_steps": 40,
+        "lr_decay_style": "cosine",
+        "lr_decay_steps": 80,
+        "min_lr": MIN,
+        "start_wd": 0.1,
+        "end_wd": 0.1,
+        "wd_incr_style": "constant",
+        "wd_incr_steps": 80,
+    }
 
 
 def test_resume_with_the_same_schedule():
     param_groups = make_groups()
     resumed = OptimizerParamScheduler(
-        param_groups, make_schedule_of("cosine", start_wd=0.1, end_wd=0.1, wd_incr_steps=80)
+        param_groups,
+        make_schedule_of("cosine", start_wd=0.1, end_wd=0.1, wd_incr_steps=80),
     )
     resumed.load_state_dict(save_at_40())
     assert resumed.num_steps == 40
@@ -225,9 +252,15 @@ def test_resume_with_the_same_schedule():
 
 def make_longer_scheduler(**options):
     later = Schedule(
-        max_lr=1e-3, min_lr=MIN, lr_warmup_steps=16, lr_decay_steps=160, lr_decay_style="linear", start_wd=0.1,
-        end_wd=0.1, wd_incr_steps=160,
-    )  # fmt: skip
+        max_lr=1e-3,
+        min_lr=MIN,
+        lr_warmup_steps=16,
+        lr_decay_steps=160,
+        lr_decay_style="linear",
+        start_wd=0.1,
+        end_wd=0.1,
+        wd_incr_steps=160,
+    )
     param_groups = make_groups()
     return param_groups, OptimizerParamScheduler(param_groups, later, **options)
 
@@ -266,7 +299,8 @@ def test_other_decoupled_learning_rate_is_another_schedule():
     unchanged = resume(make_decoupled_group(0.02, 0.001))
     other = make_decoupled_group(0.04, 0.0)
     with pytest.raises(
-        ValueError, match=r"--decoupled-lr.*: \(0.02, 0.001\) \(now \(0.04, 0.0\)\)"
+        ValueError,
+        match=r"--decoupled-lr.*: \(0.02, 0.001\) \(now \(0.04, 0.0\)\)",
     ):
         resume(other)
     with pytest.raises(ValueError, match=r"--decoupled-lr.*: \(0.02, 0.001\) \(now None\)"):
@@ -284,18 +318,27 @@ def test_constant_schedule_may_be_extended():
     same = {"max_lr": MAX, "min_lr": MIN, "lr_warmup_steps": 16}
     wd = {"start_wd": 0.1, "end_wd": 0.1}
     longer_wd = Schedule(
-        **same, **wd, lr_decay_steps=80, lr_decay_style="cosine", wd_incr_steps=160
+        **same,
+        **wd,
+        lr_decay_steps=80,
+        lr_decay_style="cosine",
+        wd_incr_steps=160,
     )
     OptimizerParamScheduler(make_groups(), longer_wd).load_state_dict(save_at_40())
     constant = Schedule(
-        **same, **wd, lr_decay_steps=160, lr_decay_style="constant", wd_incr_steps=160
+        **same,
+        **wd,
+        lr_decay_steps=160,
+        lr_decay_style="constant",
+        wd_incr_steps=160,
     )
     scheduler = OptimizerParamScheduler(make_groups(), constant)
     scheduler.load_state_dict(save_at_40() | {"lr_decay_style": "constant"})
     assert scheduler.num_steps == 40
     assert scheduler.schedule == constant
     with pytest.raises(
-        ValueError, match=r"another schedule: lr_decay_style: cosine \(now constant\)"
+        ValueError,
+        match=r"another schedule: lr_decay_style: cosine \(now constant\)",
     ):
         scheduler.load_state_dict(save_at_40())
     rising = Schedule(

@@ -22,13 +22,24 @@ from tests.support.tiny_ddp_model import HIDDEN, LAYERS, assemble, build, train
 
 ONE = ParallelState.for_rank(ParallelConfig())
 ADEMAMIX = {
-    "optimizer": "ademamix", "lr": 0.01, "weight_decay": 0.1, "clip_grad": 0.0, "ademamix_beta3": 0.99,
-    "ademamix_alpha": 4.0, "ademamix_beta3_warmup": 6, "ademamix_alpha_warmup": 4,
-}  # fmt: skip
+    "optimizer": "ademamix",
+    "lr": 0.01,
+    "weight_decay": 0.1,
+    "clip_grad": 0.0,
+    "ademamix_beta3": 0.99,
+    "ademamix_alpha": 4.0,
+    "ademamix_beta3_warmup": 6,
+    "ademamix_alpha_warmup": 4,
+}
 MUON = {
-    "optimizer": "muon", "lr": 0.01, "weight_decay": 0.1, "clip_grad": 0.0, "muon_momentum": 0.9,
-    "muon_extra_scale_factor": 0.2, "muon_nesterov": True,
-}  # fmt: skip
+    "optimizer": "muon",
+    "lr": 0.01,
+    "weight_decay": 0.1,
+    "clip_grad": 0.0,
+    "muon_momentum": 0.9,
+    "muon_extra_scale_factor": 0.2,
+    "muon_nesterov": True,
+}
 
 
 def step_on_noise(config, steps=8, bad_step=None):

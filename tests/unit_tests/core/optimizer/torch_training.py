@@ -84,5 +84,5 @@ def read_main_params(chunk, optimizer):
 
 
 def without_padding(expected, actual):
-    """Return the rows of a parameter of our tiny model: its vocabulary is not padded on disk."""
+    """Return the rows of `expected` that `actual` has: a vocabulary is stored without padding."""
     return expected[: len(actual)]

@@ -82,10 +82,14 @@ PAYLOADS = {
     "deep tuple in a set": member(deep(b"\x85", 40_000)),
     "deep tuple in a frozenset": b"(" + deep(b"\x85", 40_000).removeprefix(PROTO) + b"\x91.",
     "deep tuple in set()": call("builtins", "set", b"](" + DEEP + b"e\x85") + b".",
-    "deep tuple in OrderedDict()": call("collections", "OrderedDict", b"](](" + DEEP + b"Neae\x85") + b".",
+    "deep tuple in OrderedDict()": call("collections", "OrderedDict", b"](](" + DEEP + b"Neae\x85")
+    + b".",
     "deep tuple": deep(b"\x85", 50_000) + b".",
     "deep list": b"]" * 50_000 + b"a" * 49_999 + b".",
-    "nested slice": b"cbuiltins\nslice\nq\x000K\x00" + b"q\x01" + b"0h\x00h\x01\x85Rq\x01" * 40_000 + b"h\x01.",
+    "nested slice": b"cbuiltins\nslice\nq\x000K\x00"
+    + b"q\x01"
+    + b"0h\x00h\x01\x85Rq\x01" * 40_000
+    + b"h\x01.",
     "memo index": b"Nr\xff\xff\xff\x3f.",
     "memo index as text": b"Np1073741823\n.",
     "shared tuples": doubled(60) + b".",
@@ -96,24 +100,35 @@ PAYLOADS = {
     "shared tuples as a persistent id": doubled(60) + b"Q.",
     "shared tuples as a dtype": b"cnumpy\ndtype\n" + SHARED + b"\x85\x81.",
     "shared tuples as a signal": call("signal", "Signals", SHARED + b"\x85") + b".",
-    "shared tuples as a layout": call("torch.serialization", "_get_layout", SHARED + b"\x85") + b".",
+    "shared tuples as a layout": call("torch.serialization", "_get_layout", SHARED + b"\x85")
+    + b".",
     "shared tuples as a codec": call("_codecs", "encode", b"N" + SHARED + b"\x86") + b".",
     "colliding ints": colliding_ints(10_000),
     "colliding ints in a set": colliding_ints(10_000).replace(b"}(", b"\x8f(", 1)[:-2] + b"\x90.",
     "tuples as keys": colliding_tuples(30_000),
-    "bytearray of text": call("builtins", "bytearray", text("a" * 60_000) + text("punycode") + b"\x86") + b".",
+    "bytearray of text": call(
+        "builtins", "bytearray", text("a" * 60_000) + text("punycode") + b"\x86"
+    )
+    + b".",
     "bytearray of a number": call("builtins", "bytearray", b"J\xff\xff\xff\x7f\x85") + b".",
     "array of a number": call("numpy.core.multiarray", "_reconstruct", b")")
-    + b"(K\x01K\x01\x85" + call("numpy", "dtype", b"U\x02u1\x85").replace(b"R", b"\x81") + b"\x89J\xff\xff\xff\x7ftb.",
+    + b"(K\x01K\x01\x85"
+    + call("numpy", "dtype", b"U\x02u1\x85").replace(b"R", b"\x81")
+    + b"\x89J\xff\xff\xff\x7ftb.",
     "complex of text": call("builtins", "complex", text("1" * 50_000) + b"\x85") + b".",
     "announced bytes": b"\x8e" + struct.pack("<Q", 1 << 40) + b".",
     "announced bytearray": b"\x96" + struct.pack("<Q", 1 << 40) + b".",
     "announced text": b"\x8d" + struct.pack("<Q", 1 << 62) + b".",
     "announced int": b"\x8b\xff\xff\xff\x7f.",
     "frame": b"\x80\x04\x95" + struct.pack("<Q", 1 << 62) + b"N.",
-    "a list copied again and again": BIG_LIST + b"0(" + call("collections", "deque", b"h\x00\x85") * 20_000 + b"t.",
-    "a text copied again and again": text("a" * 50_000) + b"\x940("
-    + call("_codecs", "encode", b"h\x00U\x06latin1\x86") * 20_000 + b"t.",
+    "a list copied again and again": BIG_LIST
+    + b"0("
+    + call("collections", "deque", b"h\x00\x85") * 20_000
+    + b"t.",
+    "a text copied again and again": text("a" * 50_000)
+    + b"\x940("
+    + call("_codecs", "encode", b"h\x00U\x06latin1\x86") * 20_000
+    + b"t.",
     "classes": b"(" + b"".join(b"ca\nb%d\n" % n for n in range(40_000)) + b"t.",
     "one class again and again": b"(" + b"ca\nb\n" * 40_000 + b"t.",
     "instances": b"cx\nX\n\x940(" + b"h\x00)\x81" * 50_000 + b"t.",
@@ -122,7 +137,7 @@ PAYLOADS = {
     "stack": b"(" + b"N" * 200_000 + b"t.",
     "duplicates": b"(N" + b"2" * 200_000 + b"t.",
     "no end": b"N0" * 200_000,
-}  # fmt: skip
+}
 
 
 def try_to_read(read: Callable[[], object], size: int) -> str:

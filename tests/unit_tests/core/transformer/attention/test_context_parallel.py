@@ -16,11 +16,21 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 SEQ = 32
 BATCH = 2
 LLAMA = {
-    "num_layers": 2, "hidden_size": 32, "num_attention_heads": 8, "ffn_hidden_size": 48, "vocab_size": 53,
-    "group_query_attention": True, "num_query_groups": 4, "max_position_embeddings": SEQ,
-    "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False,
-    "hidden_dropout": 0.0, "attention_dropout": 0.0,
-}  # fmt: skip
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 8,
+    "ffn_hidden_size": 48,
+    "vocab_size": 53,
+    "group_query_attention": True,
+    "num_query_groups": 4,
+    "max_position_embeddings": SEQ,
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "add_bias_linear": False,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+}
 CASES = {  # changed fields of the model, and whether documents are masked
     "causal, rope, groups": ({}, False),
     "window": ({"window_size": (5, 0)}, False),

@@ -24,18 +24,39 @@ from tests.unit_tests.core.transformer.tiny_moe import make_config
 
 GOLDEN = ROOT / "tests/golden/megatron_moe"
 QWEN = {
-    "num_experts": 8, "moe_ffn_hidden_size": 16, "moe_router_topk": 4, "moe_router_pre_softmax": True,
-    "moe_z_loss_coeff": 1e-3, "moe_shared_expert_intermediate_size": 32, "moe_shared_expert_gate": True, "bf16": True,
+    "num_experts": 8,
+    "moe_ffn_hidden_size": 16,
+    "moe_router_topk": 4,
+    "moe_router_pre_softmax": True,
+    "moe_z_loss_coeff": 1e-3,
+    "moe_shared_expert_intermediate_size": 32,
+    "moe_shared_expert_gate": True,
+    "bf16": True,
     "add_qkv_bias": True,
-}  # fmt: skip
+}
 DEEPSEEK = {
-    "num_layers": 4, "num_experts": 8, "moe_ffn_hidden_size": 16, "moe_layer_freq": [0, 1, 1, 1], "num_query_groups": 4,
-    "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_router_num_groups": 4,
-    "moe_router_group_topk": 2, "moe_router_topk_scaling_factor": 2.5, "moe_router_dtype": "fp32",
-    "moe_router_load_balancing_type": "seq_aux_loss", "moe_shared_expert_intermediate_size": 32, "rope_type": "rope",
-    "multi_latent_attention": True, "q_lora_rank": 12, "kv_lora_rank": 8, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4,
-    "v_head_dim": 8, "qk_layernorm": True,
-}  # fmt: skip
+    "num_layers": 4,
+    "num_experts": 8,
+    "moe_ffn_hidden_size": 16,
+    "moe_layer_freq": [0, 1, 1, 1],
+    "num_query_groups": 4,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_num_groups": 4,
+    "moe_router_group_topk": 2,
+    "moe_router_topk_scaling_factor": 2.5,
+    "moe_router_dtype": "fp32",
+    "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_shared_expert_intermediate_size": 32,
+    "rope_type": "rope",
+    "multi_latent_attention": True,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 8,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 8,
+    "qk_layernorm": True,
+}
 CASES = {
     "deepseek_fp32": DEEPSEEK,
     "mixtral_fp32": {},
@@ -152,11 +173,21 @@ def copy_to_mixtral(ours, theirs):
 def test_loss_and_gradients_equal_mixtral_of_transformers():
     theirs = MixtralForCausalLM(
         MixtralConfig(
-            vocab_size=96, hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=32,
-            sliding_window=None, rope_theta=10000.0, rms_norm_eps=1e-5, router_aux_loss_coef=0.0,
+            vocab_size=96,
+            hidden_size=32,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            max_position_embeddings=32,
+            sliding_window=None,
+            rope_theta=10000.0,
+            rms_norm_eps=1e-5,
+            router_aux_loss_coef=0.0,
         )
-    )  # fmt: skip
+    )
     config = make_config(
         hidden_size=32,
         moe_ffn_hidden_size=24,

@@ -25,9 +25,13 @@ def test_groups_limit_the_selection():
     The expert bias affects the selection but not the weights.
     """
     options = {
-        "num_experts": 8, "moe_router_score_function": "sigmoid", "moe_router_num_groups": 4,
-        "moe_router_group_topk": 2, "moe_router_enable_expert_bias": True, "moe_router_topk_scaling_factor": 2.5,
-    }  # fmt: skip
+        "num_experts": 8,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_num_groups": 4,
+        "moe_router_group_topk": 2,
+        "moe_router_enable_expert_bias": True,
+        "moe_router_topk_scaling_factor": 2.5,
+    }
     logits = torch.tensor([[3.0, -9.0, 2.0, 1.9, -1.0, -1.0, 2.5, -9.0]])
     bias = torch.zeros(8)
     config = make_config(**options)
