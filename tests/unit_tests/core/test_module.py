@@ -36,42 +36,48 @@ class Split(MegatronModule):
 
 def global_tensors(modules):
     """Paste the boxes of all ranks into whole tensors; every element must be covered."""
-    whole = {}
+    tensors = {}
     for module in modules:
         for key, entry in module.sharded_state_dict().items():
-            target = whole.setdefault(key, torch.full(entry.global_shape, float("nan")))
+            if key not in tensors:
+                tensors[key] = torch.full(entry.global_shape, float("nan"))
             for box in entry.boxes:
                 slices = index_box(box.offset, box.shape)
-                target[slices] = box.tensor
+                tensors[key][slices] = box.tensor
 
-    assert not any(tensor.isnan().any() for tensor in whole.values())
-    return whole
+    for key, tensor in tensors.items():
+        assert not tensor.isnan().any(), key
+    return tensors
+
+
+def make_shards(size):
+    """Return the initialized modules of all ranks."""
+    shards = [Split(rank, size) for rank in range(size)]
+    for shard in shards:
+        shard.initialize(seed=7)
+    return shards
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_initial_values_do_not_depend_on_the_split(size):
-    dense = Split(0, 1)
-    dense.initialize(seed=7)
-    parts = [Split(rank, size) for rank in range(size)]
-    for shard in parts:
-        shard.initialize(seed=7)
-    expected = global_tensors([dense])
-    got = global_tensors(parts)
-
-    assert expected.keys() == got.keys()
-    assert all(torch.equal(expected[key], got[key]) for key in expected)
+    expected = global_tensors(make_shards(1))
+    actual = global_tensors(make_shards(size))
+    assert actual.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert torch.equal(actual[key], tensor), key
 
 
 def test_padding_is_zero_and_seed_and_key_matter():
-    parts = [Split(rank, 4) for rank in range(4)]
-    for shard in parts:
-        shard.initialize(seed=7)
-    assert torch.equal(parts[3].table[2], torch.zeros(3))
+    shards = make_shards(4)
+    assert torch.equal(shards[3].table[2], torch.zeros(3))
 
-    other = Split(0, 1)
-    other.initialize(seed=8)
-    assert not torch.equal(other.fused, global_tensors(parts)["fused"])
-    assert not torch.equal(other.fused[:7, :5].flatten()[:7], other.columns.flatten()[:7])
+    other_seed = Split(0, 1)
+    other_seed.initialize(seed=8)
+    assert not torch.equal(other_seed.fused, global_tensors(shards)["fused"])
+
+    fused_values = other_seed.fused.flatten()[:7]
+    column_values = other_seed.columns.flatten()[:7]
+    assert not torch.equal(fused_values, column_values)
 
 
 def test_values_are_drawn_in_fp32_and_rounded():

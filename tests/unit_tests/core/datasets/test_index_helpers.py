@@ -15,15 +15,21 @@ from tests import ROOT
 
 
 def sample_index_by_definition(lengths, documents, seq_length, num_samples, extra):
-    """Row j >= 1: the document of token number j * S + e - 1 and the offset after the shared tokens
-    before it.
+    """Return the document and the offset in it that each sample begins at.
+
+    Row j >= 1 is the document of token j * S + e - 1, and the offset after the shared tokens before
+    it. S is the length of a sequence, and e the number of extra tokens.
     """
-    ends = np.cumsum(lengths[documents])
-    last_token = np.arange(1, num_samples + 1) * seq_length + extra - 1
-    cut = np.minimum(last_token, ends[-1] - 1)  # a partial last sample ends where the documents end
-    position = np.searchsorted(ends, cut, side="right")
-    offset = cut - (ends[position] - lengths[documents][position]) + 1 - extra
-    return np.concatenate([[[0, 0]], np.stack([position, offset], axis=1)])
+    document_lengths = lengths[documents]
+    ends = np.cumsum(document_lengths)
+    last_tokens = np.arange(1, num_samples + 1) * seq_length + extra - 1
+    # A partial last sample ends where the documents end.
+    last_tokens = np.minimum(last_tokens, ends[-1] - 1)
+    positions = np.searchsorted(ends, last_tokens, side="right")
+    starts = ends[positions] - document_lengths[positions]
+    offsets = last_tokens - starts + 1 - extra
+    rows = np.stack([positions, offsets], axis=1)
+    return np.concatenate([[[0, 0]], rows])
 
 
 @pytest.mark.parametrize("extra", [0, 1])
@@ -31,22 +37,24 @@ def sample_index_by_definition(lengths, documents, seq_length, num_samples, extr
 @pytest.mark.parametrize("seed", range(8))
 def test_sample_index_matches_definition(extra, partial, seed):
     random = np.random.RandomState(seed)
-    lengths = random.randint(1 if partial else 0, 40, size=50).astype(np.int32)
-    documents = random.permutation(np.tile(np.arange(10, 45, dtype=np.int32), 3))
+    shortest = 1 if partial else 0
+    lengths = random.randint(shortest, 40, size=50).astype(np.int32)
+    epoch = np.arange(10, 45, dtype=np.int32)
+    documents = random.permutation(np.tile(epoch, 3))
     seq_length = [1, 7, 16, 64, 200, 33, 5, 128][seed]
-    tokens = int(lengths[documents].sum()) - extra
-    num_samples = -(-tokens // seq_length) if partial else tokens // seq_length
-    index = build_sample_index(lengths, documents, seq_length, num_samples, extra)
+    num_tokens = int(lengths[documents].sum()) - extra
+    num_samples = num_tokens // seq_length
+    if partial:
+        num_samples = -(-num_tokens // seq_length)
 
+    arguments = (lengths, documents, seq_length, num_samples, extra)
+    index = build_sample_index(*arguments)
     assert index.dtype == np.int32
-    np.testing.assert_array_equal(
-        index,
-        sample_index_by_definition(lengths, documents, seq_length, num_samples, extra),
-    )
+    np.testing.assert_array_equal(index, sample_index_by_definition(*arguments))
 
-    wide = helpers_cpp.build_sample_index_int64(lengths, documents, seq_length, num_samples, extra)
-    assert wide.dtype == np.int64
-    np.testing.assert_array_equal(wide, index)
+    wide_index = helpers_cpp.build_sample_index_int64(*arguments)
+    assert wide_index.dtype == np.int64
+    np.testing.assert_array_equal(wide_index, index)
 
 
 def test_sample_index_counts_tokens_in_64_bits():
@@ -54,10 +62,9 @@ def test_sample_index_counts_tokens_in_64_bits():
     documents = np.array([3, 1, 2, 0], dtype=np.int32)
     seq_length = 2**31 + 5  # a sample longer than a document and than int32
     index = build_sample_index(lengths, documents, seq_length, 3, 1)
-    np.testing.assert_array_equal(
-        index,
-        sample_index_by_definition(lengths.astype(np.int64), documents, seq_length, 3, 1),
-    )
+    wide_lengths = lengths.astype(np.int64)
+    expected = sample_index_by_definition(wide_lengths, documents, seq_length, 3, 1)
+    np.testing.assert_array_equal(index, expected)
 
 
 def test_sample_index_rejects_inconsistent_input():
@@ -69,15 +76,19 @@ def test_sample_index_rejects_inconsistent_input():
 
 
 def blend_by_definition(weights, size, limits):
+    """Return the member of each sample, and the sample's number in it.
+
+    The next sample is of the member whose count is the most below its share, if it has more.
+    """
     counts = [0] * len(weights)
     members = []
     samples = []
-    for s in range(size):
-        behind = [
-            w * max(s, 1) - c if c < limit else -np.inf
-            for w, c, limit in zip(weights, counts, limits, strict=True)
-        ]
-        member = behind.index(max(behind))
+    for index in range(size):
+        deficits = []
+        for weight, count, limit in zip(weights, counts, limits, strict=True):
+            deficit = weight * max(index, 1) - count
+            deficits.append(deficit if count < limit else -np.inf)
+        member = deficits.index(max(deficits))
         members.append(member)
         samples.append(counts[member])
         counts[member] += 1
@@ -91,22 +102,22 @@ def test_blend_index_matches_definition(num_members, limited):
     weights = random.dirichlet(np.ones(num_members))
     if num_members == 8:
         weights = np.full(8, 1 / 8)  # all ties
-    limits = random.randint(0, 60, size=num_members) + 1 if limited else np.full(num_members, 10**9)
-    size = int(limits.sum()) if limited else 700
-    members, samples = build_blend_index(weights, size, limits if limited else None)
-
+    if limited:
+        limits = random.randint(0, 60, size=num_members) + 1
+        size = int(limits.sum())
+        members, samples = build_blend_index(weights, size, limits)
+        assert np.bincount(members, minlength=num_members).tolist() == limits.tolist()
+    else:
+        limits = np.full(num_members, 10**9)
+        size = 700
+        members, samples = build_blend_index(weights, size, None)
     assert members.dtype == np.int16
     assert samples.dtype == np.int64
 
-    expected_members, expected_samples = blend_by_definition(
-        weights.tolist(),
-        size,
-        limits.tolist(),
-    )
+    expected = blend_by_definition(weights.tolist(), size, limits.tolist())
+    expected_members, expected_samples = expected
     assert members.tolist() == expected_members
     assert samples.tolist() == expected_samples
-    if limited:
-        assert np.bincount(members, minlength=num_members).tolist() == limits.tolist()
 
 
 def test_blend_index_rejects_more_samples_than_limits():

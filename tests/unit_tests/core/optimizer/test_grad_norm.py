@@ -13,10 +13,14 @@ CPU = torch.device("cpu")
 
 
 def test_sum_of_squares_has_fp64_precision():
-    grads = [torch.randn(n) * 1e-3 for n in (1 << 22, 1024, 64, 1000 * 64)]
-    exact = sum(grad.double().square().sum() for grad in grads)
-    assert sum_of_squares(grads, CPU).dtype == torch.float64
-    assert sum_of_squares(grads, CPU).item() == pytest.approx(exact.item(), rel=1e-6)
+    sizes = (1 << 22, 1024, 64, 1000 * 64)
+    grads = [torch.randn(size) * 1e-3 for size in sizes]
+    exact = 0.0
+    for grad in grads:
+        exact += grad.double().square().sum().item()
+    result = sum_of_squares(grads, CPU)
+    assert result.dtype == torch.float64
+    assert result.item() == pytest.approx(exact, rel=1e-6)
     assert sum_of_squares([], CPU).item() == 0.0
 
 
@@ -28,13 +32,19 @@ def test_nonfinite_element_makes_the_sum_nonfinite(bad, position):
     assert not torch.isfinite(sum_of_squares([grad], CPU))
 
 
-def test_count_zeros():
+def test_negative_zeros_are_counted():
     grads = [torch.tensor([0.0, 1.0, 0.0]), torch.tensor([-0.0, 2.0])]
     assert count_zeros(grads, CPU).item() == 3
 
 
-def test_clip_coefficient():
-    norm = torch.tensor(4.0, dtype=torch.float64)
-    assert compute_clip_coefficient(norm, 1.0).item() == 1.0 / (4.0 + 1e-6)
-    assert compute_clip_coefficient(torch.tensor(0.5), 1.0).item() == 1.0
-    assert compute_clip_coefficient(torch.tensor(100.0), 0.0).item() == 1.0
+@pytest.mark.parametrize(
+    ("norm", "clip_grad", "expected"),
+    [
+        (4.0, 1.0, 1.0 / (4.0 + 1e-6)),
+        (0.5, 1.0, 1.0),
+        (100.0, 0.0, 1.0),  # clipping is disabled
+    ],
+)
+def test_clip_coefficient(norm, clip_grad, expected):
+    norm = torch.tensor(norm, dtype=torch.float64)
+    assert compute_clip_coefficient(norm, clip_grad).item() == expected

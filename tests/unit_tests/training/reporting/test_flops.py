@@ -35,18 +35,24 @@ def test_flops_equal_a_count_of_the_products():
     ffn = 80
     seq = 64
     vocab = 100
-    x = torch.zeros(seq, h)
+
+    def multiply(rows, inner, columns):
+        torch.mm(torch.zeros(rows, inner), torch.zeros(inner, columns))
+
+    # The matrix products of one layer
     with FlopCounterMode(display=False) as counter:
-        torch.mm(x, torch.zeros(h, (heads + 2 * groups) * d))
+        multiply(seq, h, (heads + 2 * groups) * d)
         for _ in range(heads):
-            torch.mm(torch.mm(torch.zeros(seq, d), torch.zeros(d, seq)), torch.zeros(seq, d))
-        torch.mm(torch.zeros(seq, heads * d), torch.zeros(heads * d, h))
-        torch.mm(x, torch.zeros(h, 2 * ffn))
-        torch.mm(torch.zeros(seq, ffn), torch.zeros(ffn, h))
+            multiply(seq, d, seq)
+            multiply(seq, seq, d)
+        multiply(seq, heads * d, h)
+        multiply(seq, h, 2 * ffn)
+        multiply(seq, ffn, h)
 
     layer = counter.get_total_flops() / seq
     causal = 2 * (2 * heads * d * seq) / 2  # half of the scores and of the weighted sums
-    expected = 3 * (4 * (layer - causal) + 2 * h * vocab)
+    logits = 2 * h * vocab
+    expected = 3 * (4 * (layer - causal) + logits)
     assert compute_flops_per_token(GOLDEN, seq, vocab) == expected
 
 

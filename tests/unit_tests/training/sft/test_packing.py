@@ -7,14 +7,18 @@ from megatron.training.sft.packing import pack_best_fit
 
 
 def pack_one_by_one(lengths, capacity):
-    """Place examples in the order of decreasing lengths, each into the fullest row with room."""
+    """Place examples in the order of decreasing lengths, each into the fullest row with room.
+
+    Return the room that is left in each row.
+    """
     rooms = []
-    for index in np.argsort(-lengths, kind="stable"):
-        sufficient = [room for room in rooms if room >= lengths[index]]
+    for length in sorted(lengths, reverse=True):
+        sufficient = [room for room in rooms if room >= length]
         if not sufficient:
             rooms.append(capacity)
             sufficient = [capacity]
-        rooms[rooms.index(min(sufficient))] -= lengths[index]
+        fullest_row = rooms.index(min(sufficient))
+        rooms[fullest_row] -= length
     return rooms
 
 
