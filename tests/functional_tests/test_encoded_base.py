@@ -24,7 +24,7 @@ LAYOUTS = {
     "recompute": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
 }
 
-FAST = ("tp2_sp", "pp2")
+SLOW_LAYOUTS = ("tp2", "dp2", "recompute")
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +37,7 @@ def models(tmp_path_factory):
 
 
 def decode_copy(values):
+    """Return the values after encoding in nf4."""
     return ENCODINGS["nf4"].encode(values).decode(torch.float32)
 
 
@@ -57,7 +58,7 @@ def assert_same_adapters(outcomes, expected, **tolerances):
 
 
 def test_losses_and_adapters_are_those_of_the_decoded_copy(pool, models, saved):
-    """Bitwise."""
+    """Compare bitwise."""
     flags = f"{FLAGS} --pretrained-checkpoint {models / 'decoded'}"
     expected = pool.run(train, 1, flags, "")
     assert get_losses(saved) == get_losses(expected)
@@ -68,7 +69,11 @@ def test_losses_and_adapters_are_those_of_the_decoded_copy(pool, models, saved):
 
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST)) for name in LAYOUTS],
+    [
+        "tp2_sp",
+        "pp2",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_LAYOUTS),
+    ],
 )
 def test_layouts_train_the_same_adapters(pool, models, saved, layout):
     flags = f"{NF4} --pretrained-checkpoint {models / 'base'} {LAYOUTS[layout]}"
@@ -84,6 +89,7 @@ def test_resume_encodes_the_base_model_again(pool, models, saved, tmp_path, layo
     (tmp_path / "run/latest_checkpointed_iteration.txt").write_text("2")
     flags = f"{NF4} --load {tmp_path / 'run'} {LAYOUTS.get(layout, '')}"
     losses = get_losses(pool.run(train, 2 if layout else 1, flags, ""))
+
     if layout:
         assert losses == pytest.approx(get_losses(saved)[2:], abs=1e-5)
     else:
@@ -98,25 +104,46 @@ def test_another_encoding_is_an_error(pool, models, saved):
 def write_bitsandbytes(source, directory):
     """Write a model in nf4 with double quantization, whose scales are not bf16 numbers."""
     shutil.copytree(source, directory)
-    config = json.loads((directory / "config.json").read_text())
+    config_file = directory / "config.json"
+    config = json.loads(config_file.read_text())
     config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-    (directory / "config.json").write_text(json.dumps(config))
+    config_file.write_text(json.dumps(config))
+
+    model_file = directory / "model.safetensors"
+    tensors = {}
+    for name, values in load_file(model_file).items():
+        if name.endswith("_proj.weight"):
+            tensors |= encode_for_bitsandbytes(name, values)
+        else:
+            tensors[name] = values
+
+    save_file(tensors, model_file, {"format": "pt"})
+
+
+def encode_for_bitsandbytes(name, values):
+    """Return the stored tensors of a weight."""
     encoding = ENCODINGS["nf4"]
-    tensors = load_file(directory / "model.safetensors")
-    for name in [name for name in tensors if name.endswith("_proj.weight")]:
-        values = tensors.pop(name)
-        weight = encoding.encode(values)
-        state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16"}
-        state |= {"shape": list(values.shape), "nested_blocksize": 256, "nested_offset": 0.15}
-        tensors[name] = weight.packed.view(-1, 1)
-        codes = torch.arange(weight.scales.numel()) * 7 % 256
-        tensors[f"{name}.absmax"] = codes.byte()
-        tensors[f"{name}.quant_map"] = torch.tensor(encoding.values)
-        tensors[f"{name}.nested_absmax"] = torch.full((-(-weight.scales.numel() // 256),), 0.0377)
-        tensors[f"{name}.nested_quant_map"] = torch.linspace(-1, 1, 256)
-        content = json.dumps(state).encode()
-        tensors[f"{name}.quant_state.bitsandbytes__nf4"] = torch.tensor(list(content)).byte()
-    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    weight = encoding.encode(values)
+    num_blocks = weight.scales.numel()
+    codes = torch.arange(num_blocks) * 7 % 256
+    num_nested_blocks = -(-num_blocks // 256)
+    state = {
+        "quant_type": "nf4",
+        "blocksize": 64,
+        "dtype": "bfloat16",
+        "shape": list(values.shape),
+        "nested_blocksize": 256,
+        "nested_offset": 0.15,
+    }
+    content = json.dumps(state).encode()
+    return {
+        name: weight.packed.view(-1, 1),
+        f"{name}.absmax": codes.byte(),
+        f"{name}.quant_map": torch.tensor(encoding.values),
+        f"{name}.nested_absmax": torch.full((num_nested_blocks,), 0.0377),
+        f"{name}.nested_quant_map": torch.linspace(-1, 1, 256),
+        f"{name}.quant_state.bitsandbytes__nf4": torch.tensor(list(content)).byte(),
+    }
 
 
 @pytest.mark.parametrize(
@@ -135,16 +162,17 @@ def test_quantized_base_keeps_its_encoding(pool, models, tmp_path, encoding, met
     else:
         options = WriteOptions(dtype="bf16", quantization=method)
         convert(models / "base", quantized, "hf", options=options)
+
     convert(quantized, tmp_path / "decoded", "hf", options=WriteOptions(dtype="bf16"))
-    losses = {}
-    for base, flags in (
-        (quantized, f"--lora-base-encoding {encoding}"),
-        (tmp_path / "decoded", ""),
-        (tmp_path / "decoded", f"--lora-base-encoding {encoding}"),
-    ):
-        flags = f"{FLAGS} --bf16 --pretrained-checkpoint {base} {flags} {LAYOUTS.get(layout, '')}"
+    decoded = tmp_path / "decoded"
+    keep = f"--lora-base-encoding {encoding}"
+    losses = []
+    for base, encoding_flags in ((quantized, keep), (decoded, ""), (decoded, keep)):
+        flags = f"{FLAGS} --bf16 --pretrained-checkpoint {base} {encoding_flags}"
+        flags = f"{flags} {LAYOUTS.get(layout, '')}"
         outcomes = pool.run(train, 2 if layout else 1, flags, "")
-        losses[base, len(losses)] = get_losses(outcomes)
-    kept, expected, encoded_again = losses.values()
+        losses.append(get_losses(outcomes))
+
+    kept, expected, encoded_again = losses
     assert kept == expected
     assert encoded_again != expected

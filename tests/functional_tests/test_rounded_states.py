@@ -1,6 +1,7 @@
 """Optimizer state in bf16, fp16 and fp8 is stored in fp32 and continues as if not interrupted."""
 
 import shlex
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -44,6 +45,7 @@ def test_resume_with_rounded_moments_is_bitwise(pool, first, second, tmp_path):
     pool.run(train, ranks, f"{FLAGS} {flags} --exit-interval 2 --save {tmp_path}")
     ranks, flags = LAYOUTS[second]
     resumed = whole(pool.run(train, ranks, f"{FLAGS} {flags} --load {tmp_path}"))
+
     assert at_once.keys() == resumed.keys()
     for key, tensor in at_once.items():
         assert torch.equal(tensor, resumed[key]), key
@@ -59,47 +61,63 @@ def test_resume_with_scaled_state_is_bitwise(pool, layout, save, tmp_path):
     saved = whole(pool.run(train, ranks, f"{flags} --exit-interval 2 --save {tmp_path} {save}"))
     loaded = whole(pool.run(train, ranks, f"{flags} --load {tmp_path} --skip-train"))
     resumed = whole(pool.run(train, ranks, f"{flags} --load {tmp_path}"))
+
     for key, tensor in at_once.items():
         assert torch.equal(tensor, resumed[key]), key
         assert torch.equal(saved[key], loaded[key]), key
 
 
+class Precision(NamedTuple):
+    """Rounding error of a scaled state: values much smaller than the largest one are multiples of a
+    spacing.
+    """
+
+    relative: float
+    spacing: float  # relative to the largest value
+
+
+FP8 = Precision(2**-4, 2**-9 / 448)
+FP16 = Precision(2**-11, 2**-24 / 32752)
+PRECISIONS = {"exp_avg": FP8, "exp_avg_sq": FP16, "param": FP16}
+
+
 def test_scaled_state_loads_at_another_layout(pool, tmp_path):
     """The scales of other shards round again, by at most half of the distance of two values."""
     saved = whole(pool.run(train, 1, f"{SCALED} --save {tmp_path}"))
-    loaded = whole(
-        pool.run(train, 2, f"{SCALED} {DISTRIBUTED_OPTIMIZER} --load {tmp_path} --skip-train")
-    )
-    plain = whole(pool.run(train, 1, f"{PLAIN} --load {tmp_path} --skip-train"))
-    precision = {"exp_avg.": 2**-4, "exp_avg_sq.": 2**-11, "param.": 2**-11}
+    load = f"--load {tmp_path} --skip-train"
+    loaded = whole(pool.run(train, 2, f"{SCALED} {DISTRIBUTED_OPTIMIZER} {load}"))
+    plain = whole(pool.run(train, 1, f"{PLAIN} {load}"))
     for key, tensor in saved.items():
         assert torch.equal(plain[key], tensor), key
-        for kind, relative in precision.items():
-            if key.startswith(f"optimizer.state.{kind}"):
-                # Values much smaller than the largest one are multiples of a spacing.
-                spacing = 2**-9 / 448 if kind == "exp_avg." else 2**-24 / 32752
-                bound = relative * tensor.abs() + spacing * tensor.abs().max()
-                assert torch.all((loaded[key] - tensor).abs() <= bound), key
+        for state, precision in PRECISIONS.items():
+            if key.startswith(f"optimizer.state.{state}."):
+                magnitude = tensor.abs()
+                bound = precision.relative * magnitude + precision.spacing * magnitude.max()
+                error = (loaded[key] - tensor).abs()
+                assert torch.all(error <= bound), key
 
 
 def collect_copies(rank, world_size, flags):
     """Return the keys of the tensors of a checkpoint that are copies of the state."""
     config = parse_args(shlex.split(COMMON + flags), world_size)
     run = pretrain(config, model_provider, datasets_provider, forward_step)
-    live = {tensor.untyped_storage().data_ptr() for tensor in find_tensors(run)}
+    live = {get_address(tensor) for tensor in list_tensors(run)}
     copies = []
     for key, entry in get_state_to_save(run).items():
         if isinstance(entry, ShardedTensor):
-            assert entry.dtype == (
-                torch.bfloat16 if key in run.known_state.model else torch.float32
-            )
+            is_weight = key in run.known_state.model
+            assert entry.dtype == (torch.bfloat16 if is_weight else torch.float32)
             for box in entry.boxes:
-                if box.tensor.untyped_storage().data_ptr() not in live:
+                if get_address(box.tensor) not in live:
                     copies.append(key)
     return copies
 
 
-def find_tensors(run):
+def get_address(tensor):
+    return tensor.untyped_storage().data_ptr()
+
+
+def list_tensors(run):
     for chunk in run.chunks:
         yield from chunk.parameters()
     for shard in run.optimizer.shards:
@@ -113,17 +131,28 @@ def test_saves_do_not_copy_the_state(pool, flags):
     assert copies == []
 
 
+@pytest.fixture(scope="module")
+def rounded_run(pool, tmp_path_factory):
+    """Return the directory and the final state of a run with moments in bf16."""
+    directory = tmp_path_factory.mktemp("rounded")
+    saved = whole(pool.run(train, 1, f"{FLAGS} --save {directory}"))
+    return directory, saved
+
+
+def test_rounded_moments_are_stored_in_fp32(rounded_run):
+    _, saved = rounded_run
+    for key, tensor in saved.items():
+        if "exp_avg" in key:
+            assert tensor.dtype == torch.float32
+            assert torch.equal(tensor, tensor.bfloat16().float()), key
+            assert torch.any(tensor != 0)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_rounded_moments_load_at_another_layout(pool, layout, tmp_path):
-    """The state is fp32 with values of bf16, and loads unchanged; so does fp32 state, rounded."""
-    saved = whole(pool.run(train, 1, f"{FLAGS} --save {tmp_path}"))
-    moments = {key: value for key, value in saved.items() if "exp_avg" in key}
-    for key, tensor in moments.items():
-        assert tensor.dtype == torch.float32
-        assert torch.equal(tensor, tensor.bfloat16().float()), key
-        assert tensor.abs().sum() > 0
+def test_rounded_moments_load_at_another_layout(pool, rounded_run, layout):
+    directory, saved = rounded_run
     ranks, flags = LAYOUTS[layout]
-    loaded = whole(pool.run(train, ranks, f"{FLAGS} {flags} --load {tmp_path} --skip-train"))
+    loaded = whole(pool.run(train, ranks, f"{FLAGS} {flags} --load {directory} --skip-train"))
     for key, tensor in saved.items():
         assert torch.equal(tensor, loaded[key]), key
 
@@ -132,14 +161,17 @@ def test_fp32_moments_are_rounded_on_load(pool, tmp_path):
     saved = whole(pool.run(train, 1, f"{PLAIN} --save {tmp_path}"))
     loaded = whole(pool.run(train, 1, f"{FLAGS} --load {tmp_path} --skip-train"))
     for key, tensor in saved.items():
-        expected = tensor.bfloat16().float() if "exp_avg" in key else tensor
+        expected = tensor
+        if "exp_avg" in key:
+            expected = tensor.bfloat16().float()
         assert torch.equal(loaded[key], expected), key
 
 
 def test_bf16_main_gradients_are_those_of_grad_reduce_in_bf16(pool):
     flags = FLAGS + LAYOUTS["dp2"][1]
-    named = whole(pool.run(train, 2, f"{flags} --main-grads-dtype bf16"))
-    other = whole(pool.run(train, 2, f"{flags} --grad-reduce-in-bf16"))
-    plain = whole(pool.run(train, 2, flags))
-    assert all(torch.equal(named[key], other[key]) for key in other)
-    assert any(not torch.equal(named[key], plain[key]) for key in plain)
+    by_dtype = whole(pool.run(train, 2, f"{flags} --main-grads-dtype bf16"))
+    by_flag = whole(pool.run(train, 2, f"{flags} --grad-reduce-in-bf16"))
+    in_fp32 = whole(pool.run(train, 2, flags))
+    for key, tensor in by_flag.items():
+        assert torch.equal(by_dtype[key], tensor), key
+    assert not all(torch.equal(by_dtype[key], tensor) for key, tensor in in_fp32.items())

@@ -137,15 +137,19 @@ def train(
 def whole(outcomes: list[Outcome]) -> dict[str, torch.Tensor]:
     """Return global tensors from the boxes of all ranks; assert coverage and equal overlaps."""
     tensors: dict[str, torch.Tensor] = {}
-    covered: dict[str, torch.Tensor] = {}
-    for key, shape, offset, values in (row for outcome in outcomes for row in outcome.boxes):
-        target = tensors.setdefault(key, torch.zeros(shape, dtype=values.dtype))
-        done = covered.setdefault(key, torch.zeros(shape, dtype=torch.bool))
-        slices = index_box(offset, values.shape)
-        assert torch.equal(target[slices][done[slices]], values[done[slices]]), (
-            f"replicas of {key} differ"
-        )
-        target[slices] = values
-        done[slices] = True
-    assert all(done.all() for done in covered.values()), "not covered"
+    is_covered: dict[str, torch.Tensor] = {}
+    for outcome in outcomes:
+        for key, shape, offset, values in outcome.boxes:
+            if key not in tensors:
+                tensors[key] = torch.zeros(shape, dtype=values.dtype)
+                is_covered[key] = torch.zeros(shape, dtype=torch.bool)
+            slices = index_box(offset, values.shape)
+            overlap = is_covered[key][slices]
+            current = tensors[key][slices]
+            assert torch.equal(current[overlap], values[overlap]), f"replicas of {key} differ"
+            tensors[key][slices] = values
+            is_covered[key][slices] = True
+
+    for key, covered in is_covered.items():
+        assert covered.all(), f"no rank has some elements of {key}"
     return tensors
