@@ -18,14 +18,24 @@ def test_run_goes_on_in_a_directory_that_moves_and_leaves_a_link(launcher, tmp_p
     job = launcher.start(1, f"{flags} --train-iters 1000000")
     job.until(job.saved, "a save")
     job.suspend()
-    root.rename(tmp_path / "moved")
-    root.symlink_to(tmp_path / "moved")
-    count = len(job.saved())
+    moved = tmp_path / "moved"
+    root.rename(moved)
+    root.symlink_to(moved)
+    num_saved = len(job.saved())
     job.resume()
-    job.until(lambda: len(job.saved()) > count + 3, "further saves")
+    job.until(lambda: len(job.saved()) > num_saved + 3, "further saves")
+
     assert not job.has_ended()
     assert "WARNING" not in job.output()
-    assert verify(root / f"iter_{job.saved()[-1]:07d}").ok
+
+    newest = job.saved()[-1]
+    assert verify(root / f"iter_{newest:07d}").ok
+
+
+def flip_a_bit(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
 
 
 @pytest.mark.parametrize("damaged", ["common.pt", "__1_0.distcp"])
@@ -33,17 +43,19 @@ def test_wrong_checksum_names_an_older_intact_checkpoint(launcher, tmp_path, dam
     """Iteration 8 is damaged, too, in a file that the resumed run does not reach."""
     flags = f"{FLAGS} --save {tmp_path} --load {tmp_path} --save-interval 2"
     launcher.run(2, f"{flags} --train-iters 10")
-    for path in (tmp_path / "iter_0000010" / damaged, tmp_path / "iter_0000008/__0_0.distcp"):
-        content = bytearray(path.read_bytes())
-        content[len(content) // 2] ^= 1
-        path.write_bytes(content)
+    flip_a_bit(tmp_path / "iter_0000010" / damaged)
+    flip_a_bit(tmp_path / "iter_0000008" / "__0_0.distcp")
     job = launcher.start(2, f"{flags} --train-iters 12")
     job.until(job.has_ended, "the error")
     job.kill(1)  # as launchers do
+
     assert job.wait()[0] == 1
     assert f"iter_0000010/{damaged}: damaged: wrong checksum" in job.output()
+
+    # The command in the message works.
     fix = f"--load {tmp_path} --ckpt-step 6"
     assert f"iter_0000006 is intact: continue from it with {fix}" in job.output()
+
     again = launcher.run(2, f"{FLAGS} --save {tmp_path} {fix} --train-iters 10")
     assert again.resumed_at() == 6
 
@@ -62,10 +74,16 @@ def test_resume_warns_of_other_samples(launcher, tmp_path, changed, warning):
     flags = f"{FLAGS} --train-iters 4 --save {tmp_path} --save-interval 2"
     launcher.run(1, flags)
     job = launcher.run(1, f"{flags} --load {tmp_path} --ckpt-step 2 {changed}")
-    warnings = job.output().split("WARNING: ")[1:]
-    assert warnings.pop(0).startswith(f"starting from {tmp_path / 'iter_0000002'}: --ckpt-step 2")
-    assert warnings.pop(0).startswith(f"{tmp_path / 'iter_0000004'} is not used: --ckpt-step 2")
-    assert [warning in text for text in warnings] == ([True] if warning else [])
+    _, chosen, unused, *others = job.output().split("WARNING: ")
+
+    assert chosen.startswith(f"starting from {tmp_path / 'iter_0000002'}: --ckpt-step 2")
+    assert unused.startswith(f"{tmp_path / 'iter_0000004'} is not used: --ckpt-step 2")
+
+    if warning is None:
+        assert others == []
+    else:
+        (text,) = others
+        assert warning in text
 
 
 def write_data(prefix, num_sequences, first_token=0):
@@ -75,33 +93,43 @@ def write_data(prefix, num_sequences, first_token=0):
 
 
 def test_resume_reports_how_the_data_changed(launcher, tmp_path):
-    """Weights, order and members of a blend, and the files of a member."""
-    a, b, c = (tmp_path / name for name in "abc")
+    """A warning names changed weights, order, members of a blend, or files of a member."""
+    a = tmp_path / "a"
+    b = tmp_path / "b"
+    c = tmp_path / "c"
     for prefix in (a, b, c):
         write_data(prefix, 20)
-    flags = f"{FLAGS} --split 1 --train-iters 3".replace("--mock-data", "")
+    common = FLAGS.replace("--mock-data", "")
+    flags = f"{common} --split 1 --train-iters 3"
     blend = f"3 {a} 1 {b}"
     launcher.run(1, f"{flags} --data-path {blend} --save {tmp_path / 'run'} --exit-interval 2")
-    flags = f"{flags} --load {tmp_path / 'run'}"
+
+    def resume(data_path):
+        resume_flags = f"{flags} --load {tmp_path / 'run'} --data-path {data_path}"
+        return launcher.run(1, resume_flags).output()
+
     warning = "the training data or its order differs from the checkpoint's "
-    assert warning not in launcher.run(1, f"{flags} --data-path {blend}").output()
+    assert warning not in resume(blend)
+
+    # Weights, order and members
     for changed in (f"2 {a} 1 {b}", f"1 {b} 3 {a}", f"3 {a} 1 {c}"):
-        output = launcher.run(1, f"{flags} --data-path {changed}").output()
-        values = [f"data_path: {blend.split()} in the checkpoint, {changed.split()} now"]
-        assert f"{warning}({'; '.join(values)}): some of the 16 samples" in output
+        values = f"data_path: {blend.split()} in the checkpoint, {changed.split()} now"
+        assert f"{warning}({values}): some of the 16 samples" in resume(changed)
+
+    # Another length of a member
     write_data(b, 21)
-    output = launcher.run(1, f"{flags} --data-path {blend}").output()
-    assert f"{warning}(its flags are the same: the .idx file of a member has other" in output
+    assert f"{warning}(its flags are the same: the .idx file of a member has other" in resume(blend)
+
+    # Other tokens of a member
     write_data(b, 20, first_token=1)
-    output = launcher.run(1, f"{flags} --data-path {blend}").output()
     digests = "digest of blocks of the .bin files: [0-9a-f]{32} in the checkpoint, [0-9a-f]{32} now"
-    assert re.search(
-        rf"the tokens of --data-path differ from the checkpoint's \({digests}\)", output
-    )
+    message = rf"the tokens of --data-path differ from the checkpoint's \({digests}\)"
+    assert re.search(message, resume(blend))
+
     # A file that does not fit its index is an error.
     with open(f"{b}.bin", "ab") as file:
         file.write(b"xx")
-    job = launcher.start(1, f"{flags} --data-path {blend}")
+    job = launcher.start(1, f"{flags} --load {tmp_path / 'run'} --data-path {blend}")
     assert job.wait() == [1]
     assert f"{b}.bin has 1602 bytes, but {b}.idx describes" in job.output()
 
