@@ -35,7 +35,8 @@ def saved(pool, tmp_path_factory):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_train_the_same_adapters(pool, saved, layout):
     _, expected = saved
-    assert_same(pool.run(train, 2, f"{FLAGS} {BASE} {LAYOUTS[layout]}", ""), expected)
+    outcomes = pool.run(train, 2, f"{FLAGS} {BASE} {LAYOUTS[layout]}", "")
+    assert_same(outcomes, expected)
 
 
 def assert_same(outcomes, expected):
@@ -51,38 +52,47 @@ def test_only_adapters_are_trained_and_saved(saved):
     directory, outcomes = saved
     losses = get_losses(outcomes)
     assert losses[3] < losses[0]
-    keys = whole(outcomes).keys()
-    assert all(".lora_" in key for key in keys)
-    size = sum(path.stat().st_size for path in (directory / "run/iter_0000004").iterdir())
+    for key in whole(outcomes):
+        assert ".lora_" in key
+
+    checkpoint = directory / "run" / "iter_0000004"
+    size = sum(path.stat().st_size for path in checkpoint.iterdir())
     base_size = (MODEL / "model.safetensors").stat().st_size
     assert size < base_size
 
 
 @pytest.mark.parametrize("layout", ["", "tp2_sp", "pp2", "dp2"])
 def test_resume_at_another_layout(pool, saved, tmp_path, layout):
-    """Optimizer state included; bitwise at the same layout. The base model is read again from the
-    path in the checkpoint.
+    """The optimizer state is loaded, too; bitwise at the same layout. The base model is read again
+    from the path in the checkpoint.
     """
     directory, expected = saved
-    shutil.copytree(directory / "run/iter_0000002", tmp_path / "run/iter_0000002")
-    (tmp_path / "run/latest_checkpointed_iteration.txt").write_text("2")
-    flags = f"{FLAGS} --load {tmp_path / 'run'} {LAYOUTS.get(layout, '')}"
+    expected_losses = get_losses(expected)[2:]
+    run = tmp_path / "run"
+    shutil.copytree(directory / "run/iter_0000002", run / "iter_0000002")
+    (run / "latest_checkpointed_iteration.txt").write_text("2")
+    flags = f"{FLAGS} --load {run} {LAYOUTS.get(layout, '')}"
     losses = get_losses(pool.run(train, 2 if layout else 1, flags, ""))
+
     if layout:
-        assert losses == pytest.approx(get_losses(expected)[2:], abs=1e-5)
+        assert losses == pytest.approx(expected_losses, abs=1e-5)
     else:
-        assert losses == get_losses(expected)[2:]
+        assert losses == expected_losses
 
 
 def test_another_base_model_is_an_error(pool, saved, tmp_path):
     directory, _ = saved
-    shutil.copytree(MODEL, tmp_path / "base")
-    path = tmp_path / "base/model.safetensors"
+    base = tmp_path / "base"
+    shutil.copytree(MODEL, base)
+    path = base / "model.safetensors"
     tensors = load_file(path)
+    flags = f"{FLAGS} --load {directory / 'run'} --pretrained-checkpoint {base} "
+
+    # The same values in another file are the same model.
     save_file(tensors, path, {"format": "pt"})
-    flags = f"{FLAGS} --load {directory / 'run'} --pretrained-checkpoint {tmp_path / 'base'} "
-    outcomes = pool.run(train, 1, f"{flags} --train-iters 5", "")  # the same values elsewhere
+    outcomes = pool.run(train, 1, f"{flags} --train-iters 5", "")
     assert len(get_losses(outcomes)) == 1
+
     tensors["model.layers.1.mlp.up_proj.weight"][3, 5] += 1e-3
     save_file(tensors, path, {"format": "pt"})
     with pytest.raises(ValueError, match=f"{tmp_path}/base is another base model"):
@@ -101,20 +111,23 @@ def test_another_base_model_is_an_error(pool, saved, tmp_path):
 )
 def test_wrong_launches_are_errors(pool, saved, tmp_path, flags, message):
     directory, _ = saved
-    flags = flags.replace("RUN", str(directory / "run")).replace("EMPTY", str(tmp_path))
+    flags = flags.replace("RUN", str(directory / "run"))
+    flags = flags.replace("EMPTY", str(tmp_path))
     with pytest.raises(ValueError, match=message):
         pool.run(train, 1, f"{SHAPE} {TRAINING} {flags}", "")
 
 
 def test_dora_trains_the_same_at_every_layout_and_is_exported(pool, tmp_path):
-    flags = f"{FLAGS} {BASE} --lora-dora --save {tmp_path / 'run'} --save-hf {tmp_path / 'adapter'}"
-    expected = pool.run(train, 1, f"{FLAGS} {BASE} --lora-dora", "")
-    assert_same(pool.run(train, 2, f"{flags} {LAYOUTS['tp2_sp']}", ""), expected)
+    flags = f"{FLAGS} {BASE} --lora-dora"
+    expected = pool.run(train, 1, flags, "")
+    output = f"--save {tmp_path / 'run'} --save-hf {tmp_path / 'adapter'}"
+    outcomes = pool.run(train, 2, f"{flags} {output} {LAYOUTS['tp2_sp']}", "")
+    assert_same(outcomes, expected)
     assert_same_merged(pool, tmp_path, f"{LORA} --lora-dora")
 
 
 def test_training_starts_from_files_of_peft(pool, saved, tmp_path):
-    """With the losses of the run that wrote them, at any layout; the files survive a round trip."""
+    """The loss is that of the run that wrote them, at any layout; the files survive a round trip."""
     directory, _ = saved
     once = f"{SHAPE} {TRAINING} --finetune --train-iters 1 "
     expected = pool.run(train, 1, f"{once} --load {directory / 'run'} {LORA}", "")
@@ -122,12 +135,14 @@ def test_training_starts_from_files_of_peft(pool, saved, tmp_path):
     for layout in ("", LAYOUTS["tp2_sp"], LAYOUTS["pp2"]):
         outcomes = pool.run(train, 2 if layout else 1, f"{flags} {layout}", "")
         assert get_losses(outcomes) == pytest.approx(get_losses(expected), abs=1e-6)
+
     pool.run(train, 1, f"{flags} --lr 0 --save-hf {tmp_path / 'adapter'}", "")
-    stored, again = (
-        load_file(path / "adapter/adapter_model.safetensors") for path in (directory, tmp_path)
-    )
-    assert stored.keys() == again.keys()
-    assert all(torch.equal(again[name], stored[name]) for name in stored)
+    original = load_file(directory / "adapter/adapter_model.safetensors")
+    exported = load_file(tmp_path / "adapter/adapter_model.safetensors")
+
+    assert exported.keys() == original.keys()
+    for name, tensor in original.items():
+        assert torch.equal(exported[name], tensor), name
 
 
 @pytest.mark.parametrize(
@@ -160,14 +175,17 @@ def test_export_is_an_adapter_of_peft_for_the_base_model(pool, saved, tmp_path):
     directory, _ = saved
     fields = json.loads((directory / "adapter/adapter_config.json").read_text())
     assert fields["base_model_name_or_path"] == str(MODEL)
+
     projections = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
     assert fields["target_modules"] == projections
     assert_same_merged(pool, directory, LORA)
+
     convert(directory / "run", tmp_path / "converted", "hf")
     for name in ("adapter_config.json", "adapter_model.safetensors"):
-        assert (tmp_path / "converted" / name).read_bytes() == (
-            directory / "adapter" / name
-        ).read_bytes()
+        converted = (tmp_path / "converted" / name).read_bytes()
+        exported = (directory / "adapter" / name).read_bytes()
+        assert converted == exported
+
     with pytest.raises(ValueError, match="contains adapters, not a model: --saver hf"):
         convert(directory / "run", tmp_path / "legacy", "legacy")
 
@@ -175,14 +193,18 @@ def test_export_is_an_adapter_of_peft_for_the_base_model(pool, saved, tmp_path):
 def test_base_model_may_be_quantized(pool, tmp_path):
     """A base in fp8 trains the same adapters as its decoded copy, and its files refer to it."""
     quantized = tmp_path / "fp8"
-    convert(MODEL, quantized, "hf", options=WriteOptions(dtype="bf16", quantization="fp8-channel"))
+    to_fp8 = WriteOptions(dtype="bf16", quantization="fp8-channel")
+    convert(MODEL, quantized, "hf", options=to_fp8)
     convert(quantized, tmp_path / "decoded", "hf", options=WriteOptions(dtype="bf16"))
     outcomes = {}
     for name in ("fp8", "decoded"):
         flags = f"{FLAGS} --bf16 --pretrained-checkpoint {tmp_path / name}"
         outcomes[name] = pool.run(train, 1, f"{flags} --save-hf {tmp_path / name}-adapter", "")
-    assert get_losses(outcomes["fp8"]) == get_losses(outcomes["decoded"])
+    losses = get_losses(outcomes["fp8"])
+    assert losses == get_losses(outcomes["decoded"])
+
+    original = pool.run(train, 1, f"{FLAGS} --bf16 {BASE}", "")
+    assert losses != get_losses(original)
+
     fields = json.loads((tmp_path / "fp8-adapter/adapter_config.json").read_text())
     assert fields["base_model_name_or_path"] == str(quantized)
-    original = pool.run(train, 1, f"{FLAGS} --bf16 {BASE}", "")
-    assert get_losses(outcomes["fp8"]) != get_losses(original)

@@ -18,22 +18,18 @@ from tests.support.evaluation_runs import LM_EVAL, TASKS, make_task_run
 from tests.support.training_harness import COMMON, LAYOUTS, LLAMA, train
 
 EOD = 60
-SEQUENCES = [
-    ScoredSequence([(7 * i + 3 * length) % 60 for i in range(length)], scored)
-    for length, scored in [(2, 1), (17, 16), (5, 2), (9, 8), (16, 1), (12, 3), (17, 1)]
-]
 TRAINING = f"{LLAMA} --train-iters 4 --global-batch-size 4 --eval-iters 2 --eval-interval 2 "
 
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
-    """A directory with text of three kinds."""
+    """Return a directory with text of three domains."""
     directory = tmp_path_factory.mktemp("evaluation")
     for step, name in enumerate(("web", "code", "math"), start=1):
         with open(directory / f"{name}.jsonl", "w") as file:
-            for number in range(200):
-                words = [(number + i * step) % 60 for i in range(10)]
-                file.write(json.dumps({"text": " ".join(map(str, words))}) + "\n")
+            for document in range(200):
+                words = [str((document + i * step) % 60) for i in range(10)]
+                file.write(json.dumps({"text": " ".join(words)}) + "\n")
     return directory
 
 
@@ -42,23 +38,34 @@ def make_flags(work):
 
 
 def get_points(outcomes, prefix):
+    """Return the values of the only rank that reports, by (name, iteration)."""
     (points,) = (outcome.measured.points for outcome in outcomes if outcome.measured.points)
-    return {key: value for key, value in points.items() if key[0].startswith(prefix)}
+    selected = {}
+    for (name, iteration), value in points.items():
+        if name.startswith(prefix):
+            selected[name, iteration] = value
+    return selected
 
 
 @pytest.fixture(scope="module")
 def domains(pool, work):
-    """The losses of a run with two domains, by name and iteration."""
-    save = work / "run"
-    flags = f"{make_flags(work)} --save {save} --load {save} --valid-domain "
-    flags += " ".join(f"{name}={work / name}.jsonl" for name in ("code", "math"))
-    return get_points(pool.run(train, 1, flags), "lm loss validation ")
+    """Return the losses of a run with two domains, by name and iteration."""
+    run = work / "run"
+    flags = f"{make_flags(work)} --save {run} --load {run}"
+    flags += f" --valid-domain code={work / 'code.jsonl'} math={work / 'math.jsonl'}"
+    outcomes = pool.run(train, 1, flags)
+    return get_points(outcomes, "lm loss validation ")
 
 
 def test_the_loss_of_a_domain_is_that_of_a_validation_set(pool, work, domains):
     """Every evaluation of a domain begins at its first sample, as the first one of a set does."""
-    names = {f"lm loss validation {name}" for name in ("code", "math")}
-    assert set(domains) == {(name, iteration) for name in names for iteration in (2, 4)}
+    assert set(domains) == {
+        ("lm loss validation code", 2),
+        ("lm loss validation code", 4),
+        ("lm loss validation math", 2),
+        ("lm loss validation math", 4),
+    }
+
     for name in ("code", "math"):
         for interval in (2, 4):
             flags = make_flags(work) + f"--valid-data-path {work / name}.jsonl "
@@ -103,30 +110,51 @@ def train_and_score(rank, world_size, flags, sequences=None):
     run = pretrain(config, model_provider, datasets_provider, forward_step)
     if sequences is not None:
         first, *continuation = sequences[-1].tokens
-        assert continue_greedily(run, [[5, 6], [first]], 4, EOD)[1] == continuation
+        _, generated = continue_greedily(run, [[5, 6], [first]], 4, EOD)
+        assert generated == continuation
         return score_sequences(run, sequences, EOD)
+
+    # Continue a prompt with the most probable tokens.
     greedy = [1]
-    with torch.no_grad():
-        for count in range(1, 5):
-            inputs = torch.tensor([greedy])
-            logits = run.chunks[0](inputs, torch.arange(count)[None])
-            greedy.append(int(logits[0, -1].argmax()))
-    sequences = [*SEQUENCES, ScoredSequence(greedy, 4)]
-    scores = score_sequences(run, sequences, EOD)
-    assert continue_greedily(run, [greedy[:1]], 4, EOD) == [greedy[1:]]
+    for _ in range(4):
+        logits = compute_logits(run, greedy)
+        greedy.append(int(logits[-1].argmax()))
+    prompt = greedy[:1]
+    assert continue_greedily(run, [prompt], 4, EOD) == [greedy[1:]]
+
     # The end of the document ends a continuation, and is not part of it.
-    count = greedy.index(greedy[-1], 1)
-    assert continue_greedily(run, [greedy[:1]], 9, greedy[-1]) == [greedy[1:count]]
+    end_of_document = greedy[-1]
+    end = greedy.index(end_of_document, 1)
+    assert continue_greedily(run, [prompt], 9, end_of_document) == [greedy[1:end]]
+
+    sequences = [*make_sequences(), ScoredSequence(greedy, 4)]
+    scores = score_sequences(run, sequences, EOD)
     assert run.chunks[0].training
+
     expected = []
-    with torch.no_grad():
-        for tokens, num_scored in sequences:
-            inputs = torch.tensor([tokens[:-1]])
-            logits = run.chunks[0](inputs, torch.arange(inputs.shape[1])[None])[0, -num_scored:]
-            labels = torch.tensor(tokens[-num_scored:])
-            losses = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
-            expected.append((-losses.item(), bool((logits.argmax(-1) == labels).all())))
+    for tokens, num_scored in sequences:
+        logits = compute_logits(run, tokens[:-1])[-num_scored:]
+        labels = torch.tensor(tokens[-num_scored:])
+        losses = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+        is_greedy = torch.equal(logits.argmax(-1), labels)
+        expected.append((-losses.item(), is_greedy))
     return scores, sequences, expected
+
+
+def compute_logits(run, tokens):
+    """Return the logits [s, vocab] of a sequence."""
+    inputs = torch.tensor([tokens])
+    positions = torch.arange(len(tokens))[None]
+    with torch.no_grad():
+        return run.chunks[0](inputs, positions)[0]
+
+
+def make_sequences():
+    sequences = []
+    for length, num_scored in [(2, 1), (17, 16), (5, 2), (9, 8), (16, 1), (12, 3), (17, 1)]:
+        tokens = [(7 * i + 3 * length) % 60 for i in range(length)]
+        sequences.append(ScoredSequence(tokens, num_scored))
+    return sequences
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +162,9 @@ def expected_scores(pool):
     flags = f"{LLAMA} --train-iters 8 --mock-data"
     ((scores, sequences, expected),) = pool.run(train_and_score, 1, flags)
     assert_close(scores, expected)
-    assert [is_greedy for _, is_greedy in expected] == [False] * len(SEQUENCES) + [True]
+    *random, greedy = [is_greedy for _, is_greedy in expected]
+    assert greedy
+    assert not any(random)
     return sequences, expected
 
 
@@ -164,6 +194,7 @@ def train_and_sample(rank, world_size, flags):
         train(rank, world_size, flags)
     finally:
         console.removeHandler(handler)
+
     fields = [getattr(record, "fields", {}) for record in records]
     samples = [field for field in fields if field.get("event") == "sample"]
     return [(sample["iteration"], sample["prompt"], sample["text"]) for sample in samples]
@@ -173,18 +204,26 @@ def test_samples_of_prompts_are_logged_at_every_evaluation(pool, tmp_path):
     (tmp_path / "prompts.txt").write_text("3 4 5\n\n7\n")
     flags = f"{TRAINING} --mock-data --sample-prompts {tmp_path / 'prompts.txt'} --sample-tokens 5"
     (samples,) = pool.run(train_and_sample, 1, flags)
-    assert [sample[:2] for sample in samples] == [(2, "3 4 5"), (2, "7"), (4, "3 4 5"), (4, "7")]
-    assert all(len(text.split()) <= 5 for _, _, text in samples)
-    assert pool.run(train_and_sample, 2, f"{flags} {LAYOUTS['tp2_sp'][1]}")[0] == samples
+    prompts = [(iteration, prompt) for iteration, prompt, _ in samples]
+
+    assert prompts == [(2, "3 4 5"), (2, "7"), (4, "3 4 5"), (4, "7")]
+    for _, _, text in samples:
+        assert len(text.split()) <= 5
+
+    world_size, layout = LAYOUTS["tp2_sp"]
+    parallel_samples = pool.run(train_and_sample, world_size, f"{flags} {layout}")[0]
+    assert parallel_samples == samples
 
 
 def test_unusable_prompts_are_errors(pool, tmp_path):
     path = tmp_path / "prompts.txt"
     with pytest.raises(ValueError, match=r"prompts\.txt: cannot be read"):
         read_prompts(str(path))
+
     path.write_text("\n")
     with pytest.raises(ValueError, match="the file has no prompt"):
         read_prompts(str(path))
+
     path.write_text("1 2 3 4 5 6 7 8 9 10 11 12")
     flags = f"{TRAINING} --mock-data --sample-prompts {path} --sample-tokens 5"
     with pytest.raises(ValueError, match="has 12 tokens; .*a prompt has 1 to 11"):
@@ -196,7 +235,7 @@ def test_unusable_prompts_are_errors(pool, tmp_path):
 
 @pytest.fixture(scope="module")
 def task_scores(pool, tmp_path_factory):
-    """The scores of a run, and of lm-eval's own model class on its export."""
+    """Return the scores of a run, and those of lm-eval's own model class on its export."""
     lm_eval = pytest.importorskip("lm_eval", reason="the extra eval is not installed")
     from lm_eval.tasks import TaskManager
 
@@ -213,9 +252,10 @@ def task_scores(pool, tmp_path_factory):
         device="cpu",
         bootstrap_iters=0,
     )
-    return points, {
-        f"eval {name}": value for name, value in list_scores(results["results"]).items()
-    }
+    expected = {}
+    for name, value in list_scores(results["results"]).items():
+        expected[f"eval {name}"] = value
+    return points, expected
 
 
 def test_tasks_have_the_scores_of_lm_eval_on_the_export(task_scores):
@@ -243,9 +283,11 @@ def test_unusable_tasks_are_errors(tmp_path):
         parse_tasks([f"hellaswag,{tmp_path / 'absent.yaml'}"])
     with pytest.raises(ValueError, match="--eval-tasks unknown: lm-eval has no such task"):
         load_tasks(["local_text", "unknown"], [str(LM_EVAL)] * 2)
+
     text = (LM_EVAL / "local_text.yaml").read_text()
     text = text.replace("local_text", "local_generation")
     path = tmp_path / "generation.yaml"
     path.write_text(text.replace("loglikelihood_rolling", "generate_until"))
+
     with pytest.raises(ValueError, match="--eval-tasks local_generation: it generates text"):
         load_tasks(*parse_tasks([str(path)]))

@@ -1,5 +1,7 @@
 """--ema-decay in training: every layout, resuming, evaluation, and exports of the average."""
 
+import itertools
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -35,6 +37,19 @@ def get_validation_losses(outcomes):
     return {step: loss for (name, step), loss in points.items() if name == "lm loss validation"}
 
 
+def select_averages(tensors):
+    """Return the averages by key of the parameter."""
+    averages = {}
+    for key, tensor in tensors.items():
+        if key.startswith("ema."):
+            averages[key.removeprefix("ema.")] = tensor
+    return averages
+
+
+def main_key(parameter):
+    return f"optimizer.state.param.{parameter}"
+
+
 @pytest.mark.parametrize(
     ("model", "layout"),
     [
@@ -52,19 +67,18 @@ def test_saved_average_is_that_of_the_saved_main_parameters(pool, tmp_path, mode
     checkpoints = []
     for iteration in range(1, 5):
         checkpoints.append(read_all(open_checkpoint(tmp_path, step=iteration)))
-    compared = 0
-    for earlier, later in zip(checkpoints, checkpoints[1:], strict=False):
-        for key, average in earlier.items():
-            if key.startswith("ema."):
-                main = later["optimizer.state.param." + key.removeprefix("ema.")]
-                expected = average.lerp(main, 1.0 - DECAY)
-                assert torch.equal(later[key], expected), key
-                assert not torch.equal(expected, main), key
-                compared += 1
-    assert compared >= 3 * 10
-    held = {key: value for key, value in whole(outcomes).items() if key.startswith("ema.")}
-    stored = {key: value for key, value in checkpoints[-1].items() if key.startswith("ema.")}
-    assert_same(held, stored)
+
+    for earlier, later in itertools.pairwise(checkpoints):
+        averages = select_averages(earlier)
+        later_averages = select_averages(later)
+        assert len(averages) >= 10
+        for key, average in averages.items():
+            main = later[main_key(key)]
+            expected = average.lerp(main, 1.0 - DECAY)
+            assert torch.equal(later_averages[key], expected), key
+            assert not torch.equal(expected, main), key
+
+    assert_same(select_averages(whole(outcomes)), select_averages(checkpoints[-1]))
 
 
 @pytest.mark.parametrize(
@@ -78,16 +92,20 @@ def test_saved_average_is_that_of_the_saved_main_parameters(pool, tmp_path, mode
 )
 def test_average_resumes_at_any_layout(pool, tmp_path, model, first, second):
     saved = whole(launch(pool, first, f"{model} --save {tmp_path} --exit-interval 2"))
-    assert_same(whole(launch(pool, second, f"{model} --load {tmp_path} --skip-train")), saved)
+    loaded = whole(launch(pool, second, f"{model} --load {tmp_path} --skip-train"))
+    assert_same(loaded, saved)
+
     # The same layout continues bitwise, another one up to the rounding of the losses.
     straight = whole(launch(pool, first, model))
     resumed = whole(launch(pool, first, f"{model} --load {tmp_path}"))
     assert_same(resumed, straight)
+
     moved = whole(launch(pool, second, f"{model} --load {tmp_path}"))
     assert moved.keys() == straight.keys()
-    for key, value in straight.items():
-        if key.startswith("ema."):
-            torch.testing.assert_close(moved[key], value, rtol=1e-3, atol=1e-4)
+
+    moved_averages = select_averages(moved)
+    for key, average in select_averages(straight).items():
+        torch.testing.assert_close(moved_averages[key], average, rtol=1e-3, atol=1e-4)
 
 
 def test_average_is_evaluated_and_exported(pool, tmp_path):
@@ -99,28 +117,33 @@ def test_average_is_evaluated_and_exported(pool, tmp_path):
     averaged = launch(pool, layout, f"{flags} --eval-ema")
     plain = launch(pool, layout, f"{model} {EVALUATION}")
     losses = get_validation_losses(averaged)
+    plain_losses = get_validation_losses(plain)
+
     assert set(losses) == {2, 4}
-    assert all(loss != get_validation_losses(plain)[step] for step, loss in losses.items())
+    for step, loss in losses.items():
+        assert loss != plain_losses[step]
     # Training is not affected.
     assert get_losses(averaged) == get_losses(plain)
     assert_same(whole(averaged), whole(plain))
 
-    # Exports: into both formats, the rounded average and nothing else.
+    # Exports into both formats contain only the rounded average.
     for saver in ("torch_dist", "hf"):
         done = run_convert(
             "--load-dir", run, "--save-dir", tmp_path / saver, "--saver", saver, "--weights", "ema",
             "--verify-target",
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
-        exported = open_checkpoint(tmp_path / saver)
-        for key, value in read_all(exported).items():
-            expected = read_whole(open_checkpoint(run), f"ema.{key}").bfloat16()
+        exported = read_all(open_checkpoint(tmp_path / saver))
+        source = open_checkpoint(run)
+        for key, value in exported.items():
+            expected = read_whole(source, f"ema.{key}").bfloat16()
             assert torch.equal(value, expected), key
 
     # The exported weights have the loss that --eval-ema measures.
     flags = f"{model} {EVALUATION} --skip-train --no-load-optim"
     measured = launch(pool, SINGLE, f"{flags} --load {run} --eval-ema")
     expected = launch(pool, SINGLE, f"{flags} --load {tmp_path / 'torch_dist'}")
+
     assert get_validation_losses(measured) == get_validation_losses(expected)
     assert set(get_validation_losses(measured)) == {4}
 
@@ -132,6 +155,7 @@ def test_export_in_fp32_is_exact(pool, tmp_path):
         "--weights", "ema", "--dtype", "fp32",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+
     norm = load_file(tmp_path / "hf/model.safetensors")["model.norm.weight"]
     source = open_checkpoint(tmp_path / "run")
     assert torch.equal(norm, read_whole(source, "ema.decoder.final_layernorm.weight"))
@@ -139,12 +163,13 @@ def test_export_in_fp32_is_exact(pool, tmp_path):
 
 def test_formats_without_a_place_for_the_average_report_it(pool, tmp_path):
     launch(pool, SINGLE, f"{LLAMA} --save {tmp_path / 'run'}")
+
     for saver in ("hf", "legacy", "universal"):
-        done = run_convert(
-            "--load-dir", tmp_path / "run", "--save-dir", tmp_path / saver, "--saver", saver
-        )
+        paths = ("--load-dir", tmp_path / "run", "--save-dir", tmp_path / saver)
+        done = run_convert(*paths, "--saver", saver)
         assert done.returncode == 0, done.stderr
         assert "not carried: average of the weights (ema.*): give --weights ema" in done.stdout
+
     done = run_convert(
         "--load-dir", tmp_path / "hf", "--save-dir", tmp_path / "x", "--saver", "hf",
         "--weights", "ema",
@@ -155,7 +180,7 @@ def test_formats_without_a_place_for_the_average_report_it(pool, tmp_path):
 
 
 def test_torch_dist_keeps_the_average(pool, tmp_path):
-    """Also when layers are stacked or selected, and back."""
+    """The average survives stacking layers and back, and the selection of layers."""
     launch(pool, SINGLE, f"{LLAMA} --num-layers 4 --save {tmp_path / 'run'}")
     convert = ("--saver", "torch_dist", "--verify-target")
     steps = {"stacked": ("run", "--stacked-layers"), "plain": ("stacked",)}
@@ -163,6 +188,7 @@ def test_torch_dist_keeps_the_average(pool, tmp_path):
         paths = ("--load-dir", tmp_path / source, "--save-dir", tmp_path / name)
         done = run_convert(*paths, *convert, *flags)
         assert done.returncode == 0, done.stderr
+
     original = read_all(open_checkpoint(tmp_path / "run"))
     assert any(key.startswith("ema.") for key in original)
     assert_same(read_all(open_checkpoint(tmp_path / "plain")), original)
@@ -170,6 +196,7 @@ def test_torch_dist_keeps_the_average(pool, tmp_path):
     paths = ("--load-dir", tmp_path / "run", "--save-dir", tmp_path / "edited")
     done = run_convert(*paths, "--saver", "torch_dist", "--layers", "1,3")
     assert done.returncode == 0, done.stderr
+
     edited = read_all(open_checkpoint(tmp_path / "edited"))
     for key in (
         "ema.decoder.layers.{}.mlp.linear_fc1.weight",
@@ -180,32 +207,36 @@ def test_torch_dist_keeps_the_average(pool, tmp_path):
 
 
 def test_average_starts_from_loaded_weights(pool, tmp_path):
-    """From a checkpoint without an average, and for a new run; an unused one is reported."""
+    """It does so from a checkpoint without an average, and for a new run."""
+    without_average = tmp_path / "without"
     run = f"--mock-data --train-iters 4 --global-batch-size 4 --num-layers 2 {LLAMA}"
-    pool.run(train, 1, f"{run} --save {tmp_path / 'without'} --exit-interval 2")
-    loaded = whole(launch(pool, SINGLE, f"{LLAMA} --load {tmp_path / 'without'} --skip-train"))
-    for key, value in loaded.items():
-        if key.startswith("ema."):
-            parameter = key.removeprefix("ema.")
-            assert torch.equal(value, loaded[f"optimizer.state.param.{parameter}"])
+    pool.run(train, 1, f"{run} --save {without_average} --exit-interval 2")
+    loaded = whole(launch(pool, SINGLE, f"{LLAMA} --load {without_average} --skip-train"))
+    averages = select_averages(loaded)
 
-    saved = whole(launch(pool, SINGLE, f"{LLAMA} --save {tmp_path / 'with'} --exit-interval 2"))
-    tuned = whole(
-        launch(pool, SINGLE, f"{LLAMA} --load {tmp_path / 'with'} --finetune --skip-train")
-    )
-    for key, value in tuned.items():
-        if key.startswith("ema."):
-            parameter = key.removeprefix("ema.")
-            assert torch.equal(value, tuned[f"optimizer.state.param.{parameter}"])
-            assert not torch.equal(value, saved[key])
+    assert averages
+    for key, average in averages.items():
+        assert torch.equal(average, loaded[main_key(key)])
+
+    # Fine-tuning starts another average.
+    with_average = tmp_path / "with"
+    saved = whole(launch(pool, SINGLE, f"{LLAMA} --save {with_average} --exit-interval 2"))
+    saved_averages = select_averages(saved)
+    load = f"{LLAMA} --load {with_average} --skip-train"
+    tuned = whole(launch(pool, SINGLE, f"{load} --finetune"))
+    averages = select_averages(tuned)
+
+    assert averages
+    for key, average in averages.items():
+        assert torch.equal(average, tuned[main_key(key)])
+        assert not torch.equal(average, saved_averages[key])
+
     # Without optimizer state the average continues; without the flag it is not used.
-    kept = whole(
-        launch(pool, SINGLE, f"{LLAMA} --load {tmp_path / 'with'} --no-load-optim --skip-train")
-    )
-    averages = {key: value for key, value in saved.items() if key.startswith("ema.")}
-    assert_same({key: kept[key] for key in averages}, averages)
-    unused = whole(pool.run(train, 1, f"{run} --load {tmp_path / 'with'} --skip-train"))
-    assert not any(key.startswith("ema.") for key in unused)
+    continued = whole(launch(pool, SINGLE, f"{load} --no-load-optim"))
+    assert_same(select_averages(continued), saved_averages)
+
+    unused = whole(pool.run(train, 1, f"{run} --load {with_average} --skip-train"))
+    assert select_averages(unused) == {}
 
 
 @pytest.mark.parametrize(
