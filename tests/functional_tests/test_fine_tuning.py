@@ -38,7 +38,12 @@ def assert_losses_of_trl(losses, case):
 
 
 def get_validation(measured):
-    return {key: loss for key, loss in measured.points.items() if "validation" in key[0]}
+    """Return the validation losses by (name, iteration)."""
+    losses = {}
+    for (name, iteration), value in measured.points.items():
+        if "validation" in name:
+            losses[name, iteration] = value
+    return losses
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -56,7 +61,7 @@ def test_losses_are_those_of_trl_at_every_layout(pool, work, layout, case):
 
 
 def test_preferences_are_means_over_pairs(pool, work):
-    """Without --calculate-per-token-loss, and with other micro-batches."""
+    """They are means without --calculate-per-token-loss, and with other micro-batches."""
     flags = make_run(work, "preferences").replace("--calculate-per-token-loss", "")
     flags = flags.replace("--micro-batch-size 1", "--micro-batch-size 2")
     outcomes = pool.run(train, 2, f"{flags} {LAYOUTS['cp2']}", "")
@@ -64,33 +69,36 @@ def test_preferences_are_means_over_pairs(pool, work):
 
 
 def test_preferences_continue_with_the_reference_of_the_run(pool, work, tmp_path):
-    """Bitwise at the same layout. The log has the rewards."""
+    """The run continues bitwise at the same layout. The log has the rewards."""
     flags = f"{make_run(work, 'preferences')} --split 6,2,0 --eval-iters 1 --eval-interval 2 "
     expected = pool.run(train, 1, flags, "")[0].measured
     flags += f"--save {tmp_path / 'run'} --save-interval 3 "
     first = pool.run(train, 1, f"{flags} --exit-interval 3", "")[0].measured
     shutil.copytree(tmp_path / "run", tmp_path / "other")
     second = pool.run(train, 1, flags, "")[0].measured
+
     assert first.losses + second.losses == expected.losses
     assert first.metrics + second.metrics == expected.metrics
     assert get_validation(first) | get_validation(second) == get_validation(expected)
-    accuracies, margins = zip(*expected.metrics, strict=True)
+
+    accuracies = [accuracy for accuracy, _ in expected.metrics]
+    margins = [margin for _, margin in expected.metrics]
     assert accuracies[0] == margins[0] == 0.0
     assert margins[-1] > 0
     assert set(accuracies) <= {0, 0.5, 1}
+
     other = pool.run(train, 2, flags.replace("/run", "/other"), "")
     assert get_losses(other) == pytest.approx(expected.losses[3:], abs=1e-5)
 
     # Other data has no reference in this checkpoint, unless its weights become one.
-    changed = flags.replace("--split 6,2,0", "--split 5,3,0").replace(
-        "--train-iters 6", "--train-iters 8"
-    )
+    changed = flags.replace("--split 6,2,0", "--split 5,3,0")
+    changed = changed.replace("--train-iters 6", "--train-iters 8")
     with pytest.raises(ValueError, match="no log-probabilities of the reference for the train"):
         pool.run(train, 1, changed, "")
 
 
 def test_the_command_of_a_run_continues_it_with_the_same_samples(pool, work, tmp_path):
-    """Bitwise at the same layout; another one continues with the same samples. The run has several
+    """The same layout continues bitwise, another one with the same samples. The run has several
     epochs and evaluates.
     """
     data = make_flags(work / "tokenizer", work, "conversations.jsonl", PACKED)
@@ -102,10 +110,12 @@ def test_the_command_of_a_run_continues_it_with_the_same_samples(pool, work, tmp
     first = pool.run(train, 1, f"{flags} --exit-interval 3", "")[0].measured
     shutil.copytree(tmp_path / "run", tmp_path / "other")
     second = pool.run(train, 1, flags, "")[0]
+
     assert first.losses + second.measured.losses == expected.losses
     assert second.consumed_train_samples == 16
     assert len(get_validation(expected)) >= 4
     assert get_validation(first) | get_validation(second.measured) == get_validation(expected)
+
     other = pool.run(train, 2, flags.replace("/run", "/other"), "")
     assert get_losses(other) == pytest.approx(expected.losses[3:], abs=1e-5)
 
@@ -119,6 +129,7 @@ def test_epochs_are_the_length_of_a_run(pool, work, tmp_path):
     expected = pool.run(train, 1, f"{data} --train-samples 24", "")[0].measured  # of 8 sequences
     second = pool.run(train, 2, by_epochs.replace("--exit-interval 2", ""), "")
     assert second[0].consumed_train_samples == 24
+
     losses = first.measured.losses + get_losses(second)
     assert losses == pytest.approx(expected.losses, abs=1e-5)
 
@@ -130,18 +141,23 @@ def run_example(pool, work, script, data="conversations"):
     write_tokenizer(model)
     defaults = {"eos_token_id": [257, 258], "temperature": 0.6}
     (model / "generation_config.json").write_text(json.dumps(defaults))
+    variables = {
+        "LAUNCH": "printf %s\\n",
+        "MODEL": str(model),
+        "RUN_DIR": str(work),
+        "DATA": str(GOLDEN / f"{data}.jsonl"),
+    }
     result = subprocess.run(
         ["bash", f"examples/finetune/{script}.sh"],
         cwd=ROOT,
-        env=os.environ
-        | {"LAUNCH": "printf %s\\n", "MODEL": str(model), "RUN_DIR": str(work)}
-        | {"DATA": str(GOLDEN / f"{data}.jsonl")},
+        env=os.environ | variables,
         capture_output=True,
         text=True,
         check=True,
     )
     flags = result.stdout.split()[1:]
     assert "--sft" in flags
+
     small = (
         " --split 1,0,0 --seq-length 64 --train-iters 2 --global-batch-size 2 --log-interval 1 "
         "--eval-iters 0 --num-workers 0 --num-threads 1 --make-vocab-size-divisible-by 1"
@@ -164,4 +180,5 @@ def test_the_example_of_adapters_writes_files_of_peft(pool, tmp_path):
     run_example(pool, tmp_path, "lora")
     fields = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
     assert fields["base_model_name_or_path"] == str(tmp_path / "base")
-    assert (fields["r"], fields["lora_alpha"]) == (16, 32)
+    assert fields["r"] == 16
+    assert fields["lora_alpha"] == 32

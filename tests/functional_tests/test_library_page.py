@@ -62,14 +62,17 @@ def run_example(rank, world_size, name, *args):
 @pytest.mark.parametrize(("savers", "loaders"), [(2, 1), (1, 4), (4, 2)])
 def test_example_resumes_at_another_number_of_ranks(savers, loaders, pool, tmp_path):
     saved = torch.cat(pool.run(run_example, savers, "train", 3, str(tmp_path)))
-    parts = pool.run(run_example, loaders, "resume", str(tmp_path / "step_3"))
-    assert torch.equal(torch.cat([weight for weight, _, _ in parts]), saved)
-    assert [step for _, _, step in parts] == [3] * loaders
+    resumed = pool.run(run_example, loaders, "resume", str(tmp_path / "step_3"))
+    shards = [weight for weight, _, _ in resumed]
+    assert torch.equal(torch.cat(shards), saved)
+    assert [step for _, _, step in resumed] == [3] * loaders
 
 
 def test_example_serves_the_weights_of_the_last_step(pool):
-    *trained, (bytes_moved, served) = pool.run(run_example, 3, "train_and_serve", 2)
-    assert torch.equal(served, torch.cat([rows for _, rows in trained]))
+    *trainers, server = pool.run(run_example, 3, "train_and_serve", 2)
+    bytes_moved, served = server
+    trained = torch.cat([rows for _, rows in trainers])
+    assert torch.equal(served, trained)
     assert served[:, 0].tolist() == [2.0] * 4 + [4.0] * 4
     assert bytes_moved == served.nbytes
 
@@ -80,15 +83,16 @@ def train_fsdp2(launcher, processes, run, steps):
     rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     example = "examples/library/train_fsdp2.py"
     job = launcher.run(processes, flags, variables=rendezvous, program=example)
-    found = re.findall(r"step (\d+) of \d+  loss (\S+)", job.output())
-    return {int(step): float(loss) for step, loss in found}
+    lines = re.findall(r"step (\d+) of \d+  loss (\S+)", job.output())
+    return {int(step): float(loss) for step, loss in lines}
 
 
 def test_fsdp2_example_resumes_on_half_of_the_ranks(launcher, tmp_path):
     first = train_fsdp2(launcher, 2, tmp_path / "run", 4)
     second = train_fsdp2(launcher, 1, tmp_path / "run", 6)
     at_once = train_fsdp2(launcher, 1, tmp_path / "other", 6)
-    assert (list(first), list(second)) == ([1, 2, 3, 4], [5, 6])
+    assert list(first) == [1, 2, 3, 4]
+    assert list(second) == [5, 6]
     assert first | second == pytest.approx(at_once, rel=1e-4)
 
 
@@ -100,6 +104,7 @@ def run_directory(tmp_path_factory):
         source = random_source(LLAMA_ARGS, seed=iteration)
         source.training.iteration = iteration
         write_torch_dist(source, root / f"run/iter_{iteration:07d}")
+
     write_tracker(root / "run", 8)
     return root
 
@@ -117,7 +122,8 @@ def test_documented_open_checkpoint(run_directory, monkeypatch, capsys):
     names = run_block("open_checkpoint", run_directory, monkeypatch)
     assert capsys.readouterr().out == f"8 {LLAMA_ARGS['num_layers']}\n"
     tensor = random_source(LLAMA_ARGS, seed=8).tensors[names["key"]]
-    assert torch.equal(names["rows"], tensor.read((0, 0), names["rows"].shape))
+    rows = names["rows"]
+    assert torch.equal(rows, tensor.read((0, 0), rows.shape))
 
 
 def test_documented_convert(run_directory, monkeypatch):
@@ -130,11 +136,14 @@ def test_documented_convert(run_directory, monkeypatch):
 def test_documented_merge(run_directory, monkeypatch):
     run_block("merge", run_directory, monkeypatch)
     key = "decoder.final_layernorm.weight"
-    merged, first, second = (
-        open_checkpoint(run_directory / name).tensors[key].read((0,), (4,))
-        for name in ("merged", "run/iter_0000007", "run/iter_0000008")
-    )
-    assert torch.allclose(merged, 0.25 * first + 0.75 * second)
+
+    def read(name):
+        tensor = open_checkpoint(run_directory / name).tensors[key]
+        return tensor.read((0,), (4,))
+
+    first = read("run/iter_0000007")
+    second = read("run/iter_0000008")
+    assert torch.allclose(read("merged"), 0.25 * first + 0.75 * second)
 
 
 def test_documented_plan(run_directory, monkeypatch, capsys):

@@ -23,38 +23,47 @@ def test_resume_takes_the_parametrization_from_the_checkpoint(pool, tmp_path):
     without = RUN.replace(MUP, "")
     flags = f"{without} --clip-grad 0 --load {tmp_path} --use-checkpoint-args"
     resumed = whole(pool.run(train, 1, flags))
+
     for key, tensor in at_once.items():
         torch.testing.assert_close(resumed[key], tensor, rtol=1e-4, atol=1e-6)
+
+    # The flags matter.
     plain = whole(pool.run(train, 1, f"{without} --clip-grad 0"))
     key = "decoder.layers.0.mlp.linear_fc1.weight"
-    assert (plain[key] - at_once[key]).abs().max() > 1e-3
+    difference = plain[key] - at_once[key]
+    assert difference.abs().max() > 1e-3
 
 
 def test_checkpoint_is_the_same_granite_model_in_transformers(pool, tmp_path):
-    outcomes = pool.run(train, 1, f"{RUN} --save {tmp_path / 'run'}")
-    convert(tmp_path / "run", tmp_path / "hf", "hf")
+    run = tmp_path / "run"
+    outcomes = pool.run(train, 1, f"{RUN} --save {run}")
+    convert(run, tmp_path / "hf", "hf")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
-    assert model.config.model_type == "granite"
-    assert model.config.embedding_multiplier == 3.0
-    assert model.config.logits_scaling == 4.0
-    assert model.config.attention_multiplier == pytest.approx(2 / 8**0.75)
+    config = model.config
+
+    assert config.model_type == "granite"
+    assert config.embedding_multiplier == 3.0
+    assert config.logits_scaling == 4.0
+    assert config.attention_multiplier == pytest.approx(2 / 8**0.75)
 
     # Back again, with the factors as flags: the same weights.
     convert(tmp_path / "hf", tmp_path / "back", "torch_dist")
     factors = (
-        "--embedding-multiplier 3 --logits-scaling 4 --softmax-scale "
-        f"{model.config.attention_multiplier}"
+        f"--embedding-multiplier 3 --logits-scaling 4 --softmax-scale {config.attention_multiplier}"
     )
     flags = f"{RUN.replace(MUP, factors)} --load {tmp_path / 'back'} --finetune --skip-train"
     weights = whole(pool.run(train, 1, flags))
+
     for key, tensor in whole(outcomes).items():
         if not key.startswith("optimizer."):
             assert torch.equal(weights[key], tensor), key
+
     # Our model and theirs compute the same logits.
-    load = f"{RUN} --load {tmp_path / 'run'} --skip-train"
-    for text, logits in pool.run(generate, 1, load)[0]:
+    (generated,) = pool.run(generate, 1, f"{RUN} --load {run} --skip-train")
+    for text, logits in generated:
+        prompt = torch.tensor([text[:-1]])
         with torch.no_grad():
-            expected = model(torch.tensor([text[:-1]])).logits[0, -1]
+            expected = model(prompt).logits[0, -1]
         torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
 
 
