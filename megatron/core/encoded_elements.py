@@ -14,6 +14,7 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 # Values of the bits of an element in fp8
@@ -24,6 +25,8 @@ E8M0 = torch.uint8
 _E8M0_EXPONENTS = torch.arange(-127, 129)
 _E8M0_VALUES = torch.ldexp(torch.ones(256, dtype=torch.float64), _E8M0_EXPONENTS).float()
 _E8M0_VALUES[-1] = torch.nan
+# Maximum number of values whose pairs fit into the L1 cache.
+_MAX_PAIR_VALUES = 16
 _E8M0_BIAS = 126  # of the exponents of `frexp`, whose mantissas are below 1
 
 
@@ -58,13 +61,10 @@ class Elements(NamedTuple):
 def decode_elements(elements: Elements, element_format: ElementFormat) -> Tensor:
     """Return the values of elements, rounded as the format specifies."""
     dtype = element_format.dtype
-    if elements.codes.dtype == torch.uint8:
-        # On a CPU, 5 times as fast as an index of two dimensions.
-        codes = elements.codes.int().flatten()
-        table = make_values(element_format.values).to(dtype)
-        values = table.index_select(0, codes).view(elements.codes.shape)
-    else:
+    if elements.codes.dtype == torch.int8:
         values = elements.codes.to(dtype)
+    else:
+        values = _look_up_values(elements.codes.view(torch.uint8), element_format.values, dtype)
     if elements.zero_points is not None:
         values -= elements.zero_points.to(dtype)
     scales = join_scales(elements.scales, elements.matrix_scales, element_format)
@@ -74,6 +74,24 @@ def decode_elements(elements: Elements, element_format: ElementFormat) -> Tensor
     for rounded_dtype in element_format.roundings:
         values = values.to(rounded_dtype)
     return values
+
+
+def look_up(table: Tensor, codes: Tensor) -> Tensor:
+    """Return the entry of a vector for each code.
+
+    On a CPU, this is 5 times as fast as an index of two dimensions.
+    """
+    return table.index_select(0, codes.reshape(-1).int()).view(codes.shape)
+
+
+def _look_up_values(codes: Tensor, values: tuple[float, ...], dtype: torch.dtype) -> Tensor:
+    """Return the values of codes, of which two are looked up at once if there are few values."""
+    codes = codes.contiguous()
+    has_pairs = codes.numel() % 2 == 0 and codes.storage_offset() % 2 == 0
+    if len(values) > _MAX_PAIR_VALUES or not has_pairs:
+        return look_up(make_values(values).to(dtype), codes)
+    pairs = codes.flatten().view(torch.int16)
+    return look_up(_make_pairs(values, dtype), pairs).view(dtype).view(codes.shape)
 
 
 def join_scales(
@@ -91,6 +109,19 @@ def join_scales(
 def make_values(values: tuple[float, ...]) -> Tensor:
     """Return the values of the codes, fp32."""
     return torch.tensor(values)
+
+
+@cache
+def _make_pairs(values: tuple[float, ...], dtype: torch.dtype) -> Tensor:
+    """Return the values of two codes, one per byte of the index, as a word.
+
+    The first code is in the low byte: [number of values << 8].
+    """
+    table = F.pad(make_values(values), (0, 256 - len(values))).to(dtype)
+    first = table.repeat(len(values))
+    second = table[: len(values)].repeat_interleave(256)
+    word_dtype = torch.int64 if dtype.itemsize == 4 else torch.int32
+    return torch.stack([first, second], dim=1).view(word_dtype).flatten()
 
 
 def unpack_scales(scales: Tensor) -> Tensor:

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron.core.encoded_elements import look_up
+
 Decoder = Callable[[Tensor], Tensor]
 
 
@@ -236,8 +238,8 @@ def _decode_iq4_nl(blocks: Tensor) -> Tensor:
     Fields: scale; 32 codes of 4 bits.
     """
     scale, packed = blocks.split((2, 16), dim=1)
-    codes = _unpack(packed, 4, 16).int()
-    return _NONLINEAR_VALUES[codes] * _read_halves(scale)
+    codes = _unpack(packed, 4, 16)
+    return look_up(_NONLINEAR_VALUES, codes) * _read_halves(scale)
 
 
 def _decode_iq4_xs(blocks: Tensor) -> Tensor:
@@ -249,8 +251,8 @@ def _decode_iq4_xs(blocks: Tensor) -> Tensor:
     upper_bits = _unpack(high_scales, 2, 1) << 4
     group_scales = _unpack(low_scales, 4, 1) | upper_bits
     scales = _read_halves(scale) * (group_scales.float() - 32)
-    codes = _unpack(packed, 4, 16).int()
-    return _scale(_NONLINEAR_VALUES[codes], scales)
+    codes = _unpack(packed, 4, 16)
+    return _scale(look_up(_NONLINEAR_VALUES, codes), scales)
 
 
 def _decode_mxfp4(blocks: Tensor) -> Tensor:
@@ -260,8 +262,8 @@ def _decode_mxfp4(blocks: Tensor) -> Tensor:
     """
     exponent, packed = blocks.split((1, 16), dim=1)
     scales = _E8M0_HALVES[exponent.int()]
-    codes = _unpack(packed, 4, 16).int()
-    return _E2M1_VALUES[codes] * scales
+    codes = _unpack(packed, 4, 16)
+    return look_up(_E2M1_VALUES, codes) * scales
 
 
 # Number of the type in files -> encoding.

@@ -18,6 +18,7 @@ from megatron.conversion.quantization.encoded_matrix import (
     EncodedMatrix,
     MatrixElements,
     divide_up,
+    unpack_nibbles,
 )
 from megatron.core.dist_checkpointing.mapping import Shape
 from megatron.core.encoded_elements import ElementFormat, Elements
@@ -135,13 +136,14 @@ def _read_rows(
 def _read_codes(matrix: EncodedMatrix, lead: Shape, start: int, stop: int) -> torch.Tensor:
     """Return the indices of elements `start` to `stop` into the codebook.
 
-    The first and the last byte that are read may contain the index of a neighboring element.
+    The first and the last byte that are read may also contain the index of a neighboring element,
+    which is cut off.
     """
     first_byte = start // 2
     end_byte = divide_up(stop, 2)
     # [bytes, 1] -> [bytes, 2] -> [2 * bytes]
     packed = matrix.read_rows("values", lead, first_byte, end_byte - first_byte)
-    codes = torch.cat([packed >> 4, packed & 15], dim=1).flatten()
+    codes = unpack_nibbles(packed, high_first=True).flatten()
     first_code = start - 2 * first_byte
     return codes[first_code : first_code + stop - start]
 
@@ -151,8 +153,9 @@ def _read_scales(matrix: EncodedMatrix, state: _QuantState, start: int, stop: in
     first_block = start // state.block_size
     end_block = divide_up(stop, state.block_size)
     scales = _read_block_scales(matrix, state, first_block, end_block - first_block)
-    blocks = torch.arange(start, stop) // state.block_size
-    return scales[blocks - first_block]
+    scales_of_elements = scales.repeat_interleave(state.block_size)
+    first = start - first_block * state.block_size
+    return scales_of_elements[first : first + stop - start]
 
 
 def _read_block_scales(

@@ -23,13 +23,13 @@ from megatron.core.encoded_elements import (
 # (index of the matrix in a stack, first row, number of rows) -> [rows, columns] in any float dtype.
 # The index is () for a matrix that is not in a stack.
 DecodeRows = Callable[[Shape, int, int], torch.Tensor]
-# The same arguments -> elements that are broadcast to [rows, columns].
+# The same arguments -> elements of [rows, columns], or of [rows, groups, columns of a group].
 ReadRows = Callable[[Shape, int, int], Elements]
 
 # dtypes of scales in e8m0: eight bits of exponent, without sign and mantissa.
 E8M0_DTYPES = (torch.uint8, getattr(torch, "float8_e8m0fnu", torch.uint8))
 # Maximum number of elements that are decoded or encoded at once.
-_MAX_ELEMENTS = 4 << 20
+_MAX_ELEMENTS = 1 << 20
 
 
 def divide_up(total: int, size: int) -> int:
@@ -164,7 +164,7 @@ class MatrixElements:
 
     def view_component(self, name: str) -> LazyTensor:
         """Return a field of `Elements` for each element, fp32."""
-        read_component = partial(_read_component, self.read_rows, name, self.shape[-1])
+        read_component = partial(_read_component, self.read_rows, name)
         return self._view(read_component, torch.float32)
 
     def view_groups(self) -> LazyTensor:
@@ -185,18 +185,18 @@ def _decode_rows(
 ) -> torch.Tensor:
     """Decode rows: [count, columns]."""
     elements = read_rows(lead, first, count)
-    return decode_elements(elements, element_format)
+    return decode_elements(elements, element_format).flatten(1)
 
 
 def _read_component(
-    read_rows: ReadRows, name: str, columns: int, lead: Shape, first: int, count: int
+    read_rows: ReadRows, name: str, lead: Shape, first: int, count: int
 ) -> torch.Tensor:
     """Return a component of rows: [count, columns]."""
     elements = read_rows(lead, first, count)
     component: torch.Tensor = getattr(elements, name)
     if name == "codes":
         component = component.view(torch.uint8)
-    return component.expand(count, columns)
+    return component.expand(elements.codes.shape).flatten(1)
 
 
 def _read_groups(
@@ -271,6 +271,21 @@ def split_rows(first: int, end: int, columns: int, row_step: int = 1) -> Iterato
     run_length = num_steps * row_step
     for start in range(first - first % row_step, end, run_length):
         yield start, min(start + run_length, end)
+
+
+def unpack_nibbles(packed: torch.Tensor, high_first: bool = False) -> torch.Tensor:
+    """Return the codes of 4 bits in the bytes of each row: [rows, 2 * bytes].
+
+    The code in the low bits of a byte is the first one, unless `high_first` is set.
+    """
+    # A byte becomes a word of 16 bits, whose low byte is the first code.
+    words = packed.to(torch.int16)
+    if high_first:
+        words = (words >> 4) | (words << 8)
+    else:
+        words |= words << 4
+    words &= 0x0F0F
+    return words.view(torch.uint8)
 
 
 def repeat_columns(grid: torch.Tensor, width: int, columns: int) -> torch.Tensor:

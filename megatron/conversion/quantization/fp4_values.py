@@ -17,6 +17,7 @@ from megatron.conversion.quantization.encoded_matrix import (
     E8M0_DTYPES,
     EncodedMatrix,
     MatrixElements,
+    unpack_nibbles,
 )
 from megatron.core.dist_checkpointing.mapping import LazyTensor, Shape
 from megatron.core.encoded_elements import (
@@ -132,15 +133,14 @@ def _read_rows(
     count: int,
 ) -> Elements:
     """Read rows: [count, columns]."""
-    # [rows, bytes] -> [rows, bytes, 2] -> [rows, columns]; the code in the low bits is the first.
+    # [rows, bytes] -> [rows, groups, columns of a group]
     packed = matrix.read_rows("values", lead, first, count).reshape(count, -1)
-    codes = torch.stack([packed & 15, packed >> 4], dim=2).flatten(1)
-    # [rows, groups] -> [rows, columns]
+    codes = unpack_nibbles(packed).view(count, -1, group_size)
+    # [rows, groups]
     scales = matrix.read_scales("scales", lead, first, count)
     matrix_scales = None
     if "global_scale" in matrix.tensors:
         matrix_scales = matrix.read_scales("global_scale", (), 0, 1)
         if not torch.isfinite(join_scales(scales, matrix_scales, element_format)).all():
             matrix.refuse(f"has {matrix.names['global_scale']} = {matrix_scales.item()}")
-    factors = scales.repeat_interleave(group_size, dim=1)
-    return Elements(codes, factors, matrix_scales=matrix_scales)
+    return Elements(codes, scales[:, :, None], matrix_scales=matrix_scales)

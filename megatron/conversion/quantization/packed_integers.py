@@ -6,6 +6,7 @@ compressed-tensors (`pack-quantized`), AutoAWQ (`gemm`), AutoGPTQ and GPTQModel 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache, partial
 
 import torch
@@ -16,6 +17,7 @@ from megatron.conversion.quantization.encoded_matrix import (
     MatrixElements,
     divide_up,
     repeat_columns,
+    unpack_nibbles,
 )
 from megatron.conversion.quantization.fp4_values import read_mxfp4, read_nvfp4
 from megatron.conversion.quantization.scaled_values import find_block
@@ -26,26 +28,59 @@ _WORD_BITS = 32
 # Rows that are decoded together: 32 integers of any width fill whole words.
 _ROW_STEP = 32
 _AWQ_BITS = 4
-# Positions of 8 neighboring columns in a word of AWQ.
-_AWQ_ORDER = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
 _SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def unpack_integers(words: torch.Tensor, bits: int) -> torch.Tensor:
     """Return the integers in the words of each row, lowest bits first."""
-    mask = 2**bits - 1
+    if bits == 4:
+        return unpack_nibbles(words.contiguous().view(torch.uint8))
     if 8 % bits == 0:
+        mask = 2**bits - 1
         shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
         packed = words.contiguous().view(torch.uint8)
         return ((packed[:, :, None] >> shifts) & mask).flatten(1)
 
-    # An integer may be in two words: shift the 64 bits of its word and the next one.
-    num_bits = words.shape[1] * _WORD_BITS
-    starts = torch.arange(0, num_bits - bits + 1, bits)
-    index = starts // _WORD_BITS
-    unsigned = torch.nn.functional.pad(words.long() & 0xFFFFFFFF, (0, 1))
-    pairs = unsigned[:, index] | (unsigned[:, index + 1] << _WORD_BITS)
-    return ((pairs >> (starts % _WORD_BITS)) & mask).to(torch.uint8)
+    # Words along the last axis, in periods that are filled: [rows, periods, words]
+    num_integers = words.shape[1] * _WORD_BITS // bits
+    padding = -words.shape[1] % bits
+    periods = torch.nn.functional.pad(words, (0, padding)).view(len(words), -1, bits)
+    integers = _unpack_period(periods.unbind(2), bits)
+    return torch.stack(integers, dim=2).flatten(1)[:, :num_integers]
+
+
+def unpack_rows(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return the integers in the words of each column, lowest bits first.
+
+    [words, columns] -> [integers, columns]
+    """
+    # Words along the first axis, in periods that are filled: [periods, words, columns]
+    num_words, num_columns = words.shape
+    num_integers = num_words * _WORD_BITS // bits
+    period = 1 if _WORD_BITS % bits == 0 else bits
+    padding = -num_words % period
+    periods = torch.nn.functional.pad(words, (0, 0, 0, padding)).view(-1, period, num_columns)
+    integers = _unpack_period(periods.unbind(1), bits)
+    return torch.stack(integers, dim=1).flatten(0, 1)[:num_integers]
+
+
+def _unpack_period(words: Sequence[torch.Tensor], bits: int) -> list[torch.Tensor]:
+    """Return the integers that consecutive words contain.
+
+    An integer may be in two words. The last one ends at the end of the last word.
+    """
+    mask = 2**bits - 1
+    integers = []
+    for position in range(0, _WORD_BITS * len(words), bits):
+        index, shift = divmod(position, _WORD_BITS)
+        # Shifts of int32 copy the sign; masks remove the copies.
+        values = words[index] >> shift
+        num_low_bits = _WORD_BITS - shift
+        if num_low_bits < bits:
+            low_bits = values & (2**num_low_bits - 1)
+            values = low_bits | (words[index + 1] << num_low_bits)
+        integers.append((values & mask).to(torch.uint8))
+    return integers
 
 
 def _count_words(num_integers: int, bits: int) -> int:
@@ -222,7 +257,7 @@ def _read_word_rows(
         """Return the entry of the group of each column."""
         if column_groups is None:
             return repeat_columns(grid, width, columns)
-        return grid[:, column_groups]
+        return grid.index_select(1, column_groups)
 
     # Scales: [rows, groups] -> [rows, columns]; one scale of the matrix is broadcast.
     if height > 1:
@@ -240,7 +275,7 @@ def _read_word_rows(
     first_word = first * bits // _WORD_BITS
     num_words = _count_words(count, bits)
     packed = matrix.read_rows("zero_points", lead, first_word, num_words)
-    zero_points = unpack_integers(packed.t(), bits)[:, :count].t()
+    zero_points = unpack_rows(packed, bits)[:count]
     return Elements(integers, factors, expand_groups(zero_points))
 
 
@@ -289,14 +324,20 @@ def _read_awq_rows(
 
     # [inputs, outputs]
     words = matrix.read_rows("values", lead, first, count)
-    return Elements(_unpack_awq(words), scales[groups], zero_points[groups])
+    integers = _unpack_awq(words)
+    # [groups, outputs] -> [inputs, outputs]
+    scales = scales.index_select(0, groups)
+    zero_points = zero_points.index_select(0, groups)
+    return Elements(integers, scales, zero_points)
 
 
 def _unpack_awq(words: torch.Tensor) -> torch.Tensor:
     """Return the integers in the words of each row, in the order of columns."""
-    integers = unpack_integers(words, _AWQ_BITS)
-    columns_of_words = integers.view(len(integers), -1, 8)
-    return columns_of_words[:, :, _AWQ_ORDER].flatten(1)
+    # A word has columns 0, 2, 4, 6 in its low half and 1, 3, 5, 7 in its high half.
+    pairs = [(words >> shift) & 0x000F000F for shift in range(0, 16, _AWQ_BITS)]
+    # [rows, words, 4] -> [rows, words, 8] -> [rows, columns]
+    halves = torch.stack(pairs, dim=2).view(torch.int16)
+    return halves.flatten(1).to(torch.uint8)
 
 
 def read_gptq(matrix: EncodedMatrix) -> MatrixElements:
@@ -369,16 +410,21 @@ def _read_gptq_rows(
         first: first input.
         count: number of inputs.
     """
-    # All groups, as inputs may be in any of them: [groups, outputs]
-    num_groups = matrix.tensors["scales"].shape[0]
-    scales = matrix.read_scales("scales", lead, 0, num_groups)
-    packed = matrix.read_rows("zero_points", lead, 0, num_groups)
+    # From the first to the last group of these inputs: [groups, outputs]
+    groups = input_groups[first : first + count]
+    start = int(groups.min())
+    num_groups = int(groups.max()) + 1 - start
+    groups = groups - start
+    scales = matrix.read_scales("scales", lead, start, num_groups)
+    packed = matrix.read_rows("zero_points", lead, start, num_groups)
     zero_points = unpack_integers(packed, bits)
 
     # Words are along the inputs: [words, outputs] -> [inputs, outputs]
     first_word = first * bits // _WORD_BITS
     num_words = count * bits // _WORD_BITS
     words = matrix.read_rows("values", lead, first_word, num_words)
-    integers = unpack_integers(words.t(), bits).t()
-    groups = input_groups[first : first + count]
-    return Elements(integers, scales[groups], zero_points[groups])
+    integers = unpack_rows(words, bits)
+    # [groups, outputs] -> [inputs, outputs]
+    scales = scales.index_select(0, groups)
+    zero_points = zero_points.index_select(0, groups)
+    return Elements(integers, scales, zero_points)
