@@ -196,10 +196,10 @@ def train(
         losses.append(loss)
         norms.append(result.grad_norm.item())
 
+    model_state = chunk.sharded_state_dict()  # waits for gathers of parameters
     params = {}
     for name, param in chunk.module.named_parameters():
         params[name] = param.detach().clone()
-    model_state = chunk.sharded_state_dict()
     return {
         "losses": losses,
         "norms": norms,
