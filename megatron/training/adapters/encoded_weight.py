@@ -42,6 +42,7 @@ class ColumnGroups:
 
     indices: Tensor  # int64 [columns]
     first_columns: Tensor  # int64 [groups]
+    are_ranges: bool  # of neighboring columns, equally many in each
 
     @classmethod
     def from_indices(cls, indices: Tensor) -> ColumnGroups:
@@ -50,24 +51,20 @@ class ColumnGroups:
         columns = torch.arange(len(indices))
         first_columns = torch.full_like(unique, len(indices), dtype=torch.long)
         first_columns.scatter_reduce_(0, local_indices, columns, "amin")
-        return cls(local_indices, first_columns)
+        size = max(len(indices) // len(unique), 1)
+        are_ranges = torch.equal(local_indices, columns // size)
+        return cls(local_indices, first_columns, are_ranges)
 
     @classmethod
     def ranges(cls, num_columns: int, size: int) -> ColumnGroups:
-        """Return groups of `size` neighboring columns."""
-        return cls.from_indices(torch.arange(num_columns) // size)
+        """Return groups of `size` neighboring columns, which divides their number."""
+        columns = torch.arange(num_columns)
+        return cls(columns // size, columns[::size], are_ranges=True)
 
     def fit(self, indices: Tensor) -> bool:
         """Return whether the columns of each group have one index in each row of `indices`."""
         expected = indices[:, self.first_columns][:, self.indices]
         return torch.equal(indices, expected)
-
-    @property
-    def are_ranges(self) -> bool:
-        """Whether groups are neighboring columns, equally many in each."""
-        num_columns = len(self.indices)
-        size = max(num_columns // len(self.first_columns), 1)
-        return torch.equal(self.indices, torch.arange(num_columns) // size)
 
 
 @dataclass
