@@ -5,9 +5,10 @@
     python tests/interop/run.py megatron-core-0.19=/path/to/python    in an existing environment
 
 The environments are created in `.venv-interop/`, and again when the packages change. It also
-contains the sources of Megatron-LM, apex and slime; MEGATRON_LM_SOURCE, APEX_SOURCE and
-SLIME_SOURCE specify existing checkouts instead. vLLM requires a package index with CPU builds of
-torch. A peer that requires a newer Python than is available is skipped with the reason.
+contains the sources of Megatron-LM, Megatron-DeepSpeed, apex and slime; MEGATRON_LM_SOURCE,
+MEGATRON_DEEPSPEED_SOURCE, APEX_SOURCE and SLIME_SOURCE specify existing checkouts instead. vLLM
+requires a package index with CPU builds of torch. A peer that requires a newer Python than is
+available is skipped with the reason.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class Peer:
     check: Callable[..., None]
     python: tuple[int, int] = (3, 10)  # the oldest that its packages take
     program: str = ""  # that must be installed on the system
-    source: str = ""  # OWNER/REPOSITORY@TAG at GitHub, which `check(python, work, source)` needs
+    # OWNER/REPOSITORY@REVISION at GitHub, which `check(python, work, source)` needs
+    source: str = ""
 
 
 def check_deepspeed(python: Path, work: Path) -> None:
@@ -382,6 +384,11 @@ def check_training_folders(python: Path, work: Path) -> None:
     run(OURS, "-m", "tests.interop.training_folders_check", work)
 
 
+def check_megatron_deepspeed(python: Path, work: Path, source: Path) -> None:
+    """Read what its training program saves, and continue its runs."""
+    run(OURS, "-m", "tests.interop.megatron_deepspeed_check", python, source, work, quiet=True)
+
+
 def check_apex(python: Path, work: Path, source: Path) -> None:
     """Check its Python part over stand-ins of its kernels."""
     run(OURS, HERE / "apex_check.py", source)
@@ -536,6 +543,22 @@ PEERS = {
         (3, 12),
         "NVIDIA/Megatron-LM@core_v0.19.0",
     ),
+    "megatron-deepspeed": Peer(
+        (
+            "torch==2.13.0",
+            "numpy",
+            "setuptools",  # with which it adapts to versions of numpy
+            "six",
+            "regex",
+            "nltk",
+            "pybind11",
+            "sentencepiece",
+            "transformers==4.51.3",
+            "deepspeed==0.19.8",
+        ),
+        check_megatron_deepspeed,
+        source="deepspeedai/Megatron-DeepSpeed@4efb479d5317ce9b86096b9d8e3e8030b0b5263b",
+    ),
     "mergekit": Peer(("torch==2.13.0", "mergekit==0.1.5"), check_mergekit),
     "peft-trl": Peer(
         (
@@ -663,25 +686,19 @@ def environment(name: str, peer: Peer) -> Path | None:
 
 
 def checkout(source: str) -> Path:
-    """Return the sources of a repository at a tag."""
-    address, tag = source.split("@")
+    """Return the sources of a repository at a tag or commit."""
+    address, revision = source.split("@")
     repository = address.rpartition("/")[2]
-    folder = ENVIRONMENTS / f"{repository}-{tag}"
+    folder = ENVIRONMENTS / f"{repository}-{revision}"
     if existing := os.environ.get(f"{repository.upper().replace('-', '_')}_SOURCE"):
         return Path(existing)
     if not (folder / "setup.py").exists() and not (folder / "pretrain_gpt.py").exists():
         shutil.rmtree(folder, ignore_errors=True)
-        clone = (
-            "clone",
-            "-q",
-            "--depth",
-            "1",
-            "--branch",
-            tag,
-            f"https://github.com/{address}",
-            str(folder),
-        )
-        subprocess.run(["git", *clone], check=True)
+        git = ["git", "-C", str(folder)]
+        subprocess.run(["git", "init", "-q", str(folder)], check=True)
+        fetch = ("fetch", "-q", "--depth", "1", f"https://github.com/{address}", revision)
+        subprocess.run([*git, *fetch], check=True)
+        subprocess.run([*git, "checkout", "-q", "FETCH_HEAD"], check=True)
     return folder
 
 
