@@ -9,7 +9,6 @@ and NAME.npz with tokens [b, s], logits [b, s, vocab] and the weights of the mod
 """
 
 import json
-import os
 import shutil
 import sys
 import tarfile
@@ -20,9 +19,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import yaml
-from megatron_core_load import stand_in_for_cuda
+from nemo_model import CPU_SETTINGS, compute_logits, perturb, start_process
 
-from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core import dist_checkpointing
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
@@ -128,16 +127,7 @@ def build_model(config: dict) -> GPTModel:
         gated_linear_unit=is_gated,
         activation_func=function,
         bias_activation_fusion=config["bias_activation_fusion"],
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        init_method_std=0.2,
-        use_cpu_initialization=True,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        apply_rope_fusion=False,
-        attention_softmax_in_fp32=True,
-        persist_layer_norm=False,
+        **CPU_SETTINGS,
     )
     spec = get_gpt_layer_local_spec(normalization=normalization)
     return GPTModel(
@@ -167,21 +157,14 @@ def write_archive(name: str, target: Path) -> None:
     """Write one archive, and the logits of its model."""
     config = COMMON | MODELS[name]
     torch.manual_seed(1)
-    model = build_model(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.02)
-        tokens = torch.randint(VOCAB_SIZE, (2, SEQ))
-        positions = torch.arange(SEQ).expand(2, SEQ)
-        mask = torch.ones(1, 1, SEQ, SEQ).tril() < 0.5
-        logits = model(tokens, positions, mask)
-    weights = {}
+    model = build_model(config)
+    perturb(model)
+    outputs = compute_logits(model)
     for key, value in model.state_dict().items():
         if isinstance(value, torch.Tensor):
-            weights[key] = value.numpy()
-    np.savez_compressed(
-        target / f"{name}.npz", tokens=tokens.numpy(), logits=logits.numpy(), **weights
-    )
+            outputs[key] = value
+    arrays = {key: value.numpy() for key, value in outputs.items()}
+    np.savez_compressed(target / f"{name}.npz", **arrays)
 
     with tempfile.TemporaryDirectory() as work:
         directory = Path(work)
@@ -197,12 +180,7 @@ def write_archive(name: str, target: Path) -> None:
 def main() -> None:
     target = Path(sys.argv[1])
     target.mkdir(parents=True, exist_ok=True)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29577"}
-    dist.init_process_group("gloo", rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    stand_in_for_cuda()
-    torch.cuda.synchronize = lambda *_: None
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    start_process()
     for name in MODELS:
         write_archive(name, target)
     dist.destroy_process_group()

@@ -37,7 +37,7 @@ OURS = Path(sys.executable)
 class Peer:
     """A check of a program; `check(python, work)` raises CalledProcessError if it fails."""
 
-    packages: tuple[str, ...]
+    packages: tuple[str, ...]  # each with options of pip, if any
     check: Callable[..., None]
     python: tuple[int, int] = (3, 10)  # the oldest that its packages take
     program: str = ""  # that must be installed on the system
@@ -209,7 +209,7 @@ def check_nemo(python: Path, work: Path) -> None:
 
 
 def check_nemo_directories(python: Path, work: Path) -> None:
-    """Read directories as NeMo 2 writes them, with the optimizer."""
+    """Read directories that NeMo 2 writes, with the optimizer."""
     run(python, HERE / "nemo_directories_write.py", work / "directories", quiet=True)
     run(OURS, "-m", "tests.interop.nemo_check", work / "directories")
 
@@ -514,9 +514,35 @@ PEERS = {
     "nemo": Peer(
         ("torch==2.13.0", "numpy", "pyyaml", "psutil", "megatron-core==0.16.1"), check_nemo
     ),
-    # Later versions do not write the optimizer's form of NeMo 2.
+    # Later versions of megatron-core do not write the optimizer's form of NeMo 2.4.
     "nemo-directories": Peer(
-        ("torch==2.13.0", "numpy<2", "pyyaml", "psutil", "megatron-core==0.13.1"),
+        (
+            "torch==2.13.0",
+            "numpy<2",
+            "packaging",  # which megatron-core imports without requiring it
+            "psutil",
+            "megatron-core==0.13.1",
+            "tensorstore numpy<2",  # likewise; a later one upgrades numpy
+            "lightning==2.4.0",
+            "transformers==4.51.3",
+            "sentencepiece",
+            "tiktoken",
+            "cloudpickle",
+            "fiddle==0.3.1",
+            "hydra-core==1.3.2",
+            "python-dateutil",
+            "wrapt",
+            "--no-deps nemo_toolkit==2.4.0",  # without packages of other models
+            "torchx",
+            "fabric",
+            "typer",
+            "rich",
+            "catalogue",
+            "inquirerpy",
+            "toml",
+            "importlib_metadata",
+            "--no-deps nemo_run==0.11.1",  # without leptonai, which starts jobs
+        ),
         check_nemo_directories,
     ),
     "checkpointer": Peer(
@@ -680,7 +706,7 @@ def environment(name: str, peer: Peer) -> Path | None:
     shutil.rmtree(folder, ignore_errors=True)
     run(base, "-m", "venv", folder)
     for package in peer.packages:  # in order: deepspeed's setup imports torch
-        run(python, "-m", "pip", "install", "-q", package)
+        run(python, "-m", "pip", "install", "-q", *package.split())
     stamp.write_text("\n".join(peer.packages))
     return python
 
