@@ -18,7 +18,7 @@ GOLDEN = ROOT / "tests/golden/nemo_directories"
 TEXT = "def main() -> None:"
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt"])
+@pytest.mark.parametrize("name", ["llama", "gpt", "qwen3_moe"])
 def test_state_is_that_of_megatron_core(name: str, tmp_path: Path) -> None:
     check_nemo(GOLDEN / name, tmp_path)
     checkpoint = find_checkpoint(GOLDEN / name)
