@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron.core.dist_checkpointing import CheckpointDirectory, iteration_in_name
-from megatron.core.dist_checkpointing.files import METADATA_JSON
+from megatron.core.dist_checkpointing import (
+    CheckpointDirectory,
+    iteration_in_name,
+    read_tracker,
+)
+from megatron.core.dist_checkpointing.files import METADATA_JSON, TRACKER
 from megatron.core.run_checkpoint.formats import (
     NoCheckpointError,
     find_problem,
@@ -76,7 +80,7 @@ def _find_abandoned(root: Path) -> Path | None:
 
 def describe_alternative(root: Path, named: Path) -> str | None:
     """Return a note if `root` contains a checkpoint of another program next to the run, or one of
-    DeepSpeed's engine that was not converted.
+    DeepSpeed's engine that was not converted, or that another tracker does not name.
     """
     alternative = None
     tag = read_latest(root)
@@ -89,9 +93,15 @@ def describe_alternative(root: Path, named: Path) -> str | None:
             f"{alternative}: taking {named}, which training has saved. To use the other one, move "
             "it to a directory of its own"
         )
-    if tag is None:
-        return None
     saved = read_tag(root / ENGINE_LATEST)
+    if tag is None:
+        iteration = read_tracker(root)
+        if saved != named.name or iteration is None or saved == f"global_step{iteration}":
+            return None
+        return (
+            f"DeepSpeed's {ENGINE_LATEST} names {saved}, but {TRACKER} names {iteration}: taking "
+            f"{saved}, as Megatron-DeepSpeed does. To use the other one, give its directory"
+        )
     if saved is None or f"{saved}_universal" == tag:
         return None
     return (

@@ -248,6 +248,23 @@ def test_newer_checkpoint_that_is_not_converted_is_reported(
     assert f"latest names global_step900, but latest_universal names {converted}" in caplog.text
 
 
+def test_tracker_of_deepspeed_selects_the_checkpoint(
+    golden: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Megatron-DeepSpeed writes two trackers, and loads what `latest` names."""
+    for step in (3, 6):
+        shutil.copytree(golden / "zero1/global_step3", tmp_path / f"global_step{step}")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("6")
+    (tmp_path / "latest").write_text("global_step6")
+    assert find_checkpoint(tmp_path).directory == tmp_path / "global_step6"
+    assert find_checkpoint(tmp_path).note is None
+
+    (tmp_path / "latest").write_text("global_step3")
+    checkpoint = find_checkpoint(tmp_path)
+    assert checkpoint.directory == tmp_path / "global_step3"
+    assert "names global_step3, but latest_checkpointed_iteration.txt names 6" in checkpoint.note
+
+
 # ---- Damage ----
 
 
