@@ -254,7 +254,9 @@ def _read_units(
         first, last = _find_units(selected, unit, first_element, num_elements)
         if first < last:
             block = tensor.read(block_offset, block_shape).reshape(-1, unit)
-            result[first:last] = block[selected[first:last] - first_element // unit]
+            rows = selected[first:last] - first_element // unit
+            # As bytes, because torch 2.6 does not index fp8
+            result.view(torch.uint8)[first:last] = block.view(torch.uint8)[rows]
         first_element += num_elements
     return result
 

@@ -118,7 +118,8 @@ class _Nvfp4Matrix:
         # A group whose codes are all zero gets the scale 1, as a group of zeros does: encoding the
         # decoded group returns the same scale.
         is_zero = (codes & 7).amax(dim=2) == 0
-        scales = torch.where(is_zero, torch.ones_like(scales), scales)
+        # In fp32, because torch 2.6 does not select elements in fp8
+        scales = torch.where(is_zero, 1.0, scales.float()).to(scales.dtype)
         return codes, scales
 
     def read_codes(self, offset: Shape, shape: Shape) -> torch.Tensor:

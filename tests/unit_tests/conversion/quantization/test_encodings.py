@@ -14,13 +14,11 @@ from megatron.conversion.checkpoint_conversion import convert
 from megatron.conversion.huggingface.directory import HuggingFaceSource
 from megatron.conversion.huggingface.directory_writer import write_huggingface
 from megatron.conversion.quantization.encodings import METHODS
-from tests import ROOT
 from tests.support.compare import read_whole
 from tests.support.memory_source import LLAMA_ARGS, random_source
-from tests.support.quantized import check_case, decode_case
+from tests.support.quantized import GOLDEN, check_case, decode_case, list_cases
 
-GOLDEN = ROOT / "tests/golden/quantized"
-CASES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
+CASES = list_cases()
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -18,12 +18,10 @@ from megatron.training.adapters.encoded_layers import count_frozen_bytes, index_
 from megatron.training.adapters.frozen_weights import allocate_weight, store_elements
 from megatron.training.adapters.targets import add_adapters
 from megatron.training.config.lora_options import LoraConfig
-from tests import ROOT
 from tests.support.live_tensors import LiveTensors
-from tests.support.quantized import decode_case, open_case_components
+from tests.support.quantized import GOLDEN, decode_case, list_cases, open_case_components
 
-GOLDEN = ROOT / "tests/golden/quantized"
-CASES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
+CASES = list_cases()
 
 DENSE = TransformerConfig(
     num_layers=2,
@@ -136,7 +134,7 @@ def test_memory_is_that_of_the_encoding():
 
 
 def test_nf4_has_the_bytes_of_bitsandbytes():
-    folder = ROOT / "tests/golden/quantized/bitsandbytes_nf4"
+    folder = GOLDEN / "bitsandbytes_nf4"
     tensors = load_file(folder / "model.safetensors")
     expected = load_file(folder / "expected.safetensors")["matrix.weight"]
     weight = NF4.encode(expected)
