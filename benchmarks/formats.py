@@ -8,7 +8,7 @@ page cache.
 Decoders: a matrix in each encoding of quantized releases, tiled from the files of its library in
 tests/golden/quantized, and in each encoding of GGUF. One thread; relative to `cp` of the result.
 
-    python benchmarks/formats.py                          # 1.6 GB: a Llama of 116M parameters
+    python benchmarks/formats.py                          # 5.2 GB: the model of conversion.py
     python benchmarks/formats.py --layers 1 --hidden 256  # small, to try it out
 """
 
@@ -206,7 +206,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--vocab", type=int, default=32000)
     parser.add_argument("--workers", type=int, default=2)

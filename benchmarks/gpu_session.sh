@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Measure on one GPU what has not been measured yet (docs/gpu.md), the most valuable first.
 #
-#   bash benchmarks/gpu_session.sh                 # about 12 minutes on an H200, with Transformer Engine and apex
+#   bash benchmarks/gpu_session.sh                 # an estimated 12 minutes on an H200, with Transformer Engine and apex
 #   bash benchmarks/gpu_session.sh saves lora      # some of the steps
 #   SMOKE=1 bash benchmarks/gpu_session.sh         # small models on the CPU, to try it out
 #

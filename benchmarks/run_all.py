@@ -36,6 +36,7 @@ COMMANDS = {
     "planning": "benchmarks/checkpoint_planning.py",
     "commit": "benchmarks/checkpoint_commit.py",
     "conversion": "benchmarks/conversion.py",
+    "formats": "benchmarks/formats.py",
     "huggingface": "benchmarks/huggingface.py --turns 3",
     "merge": "benchmarks/merge.py",
     "tiers": "benchmarks/tiers.py",

@@ -4,7 +4,7 @@
 encoded in memory. Training a dense model does not import this module.
 
 An element is decoded as (values[code] - zero point) * scale, where the scale may have a factor for
-the whole matrix. `ElementFormat` has what differs between encodings.
+the whole matrix. `ElementFormat` contains the differences between encodings.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _E8M0_BIAS = 126  # of the exponents of `frexp`, whose mantissas are below 1
 
 
 class MatrixScale(Enum):
-    """How the scale of a matrix, which is fp32, applies to the scales of its groups."""
+    """Operation that applies the scale of a matrix, which is fp32, to the scales of its groups."""
 
     FACTOR = "factor"
     DIVISOR = "divisor"

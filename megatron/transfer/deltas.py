@@ -51,7 +51,6 @@ _VALUES_SUFFIX = ".delta_values"
 _STEM = "model"
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by itemsize
 
-
 _ENTRY = schema.record(
     {
         "unit": schema.optional(schema.integer(1)),  # elements; None: the whole tensor
@@ -91,7 +90,7 @@ def write_delta(
     iteration: int | None = None,
     max_shard_size: int = WriteOptions.max_shard_size,
 ) -> DeltaReport:
-    """Write what has changed from `base` to `new` to a new directory.
+    """Write the changes from `base` to `new` to a new directory.
 
     Both are Hugging Face models, or tensors by name. `granularity` is that of the stored values:
     whole tensors (then the files are ordinary ones, which `load_weights` takes), rows, elements, or
@@ -372,9 +371,8 @@ def apply_delta(
     """Write the model that a delta makes of `base` to a new directory.
 
     The files are those of a full export. `delta` was written by `write_delta`, `write_slime_delta`
-    or slime. The directory appears complete or not at all. Raises
-    ValueError if `base` is not the model that the delta was made from, if the delta is damaged, or
-    if the directory is not empty.
+    or slime. The directory appears complete or not at all. Raises ValueError if `base` is not the
+    model that the delta was made from, if the delta is damaged, or if the directory is not empty.
     """
     base = to_local(base)
     tensors = open_model(base)

@@ -33,7 +33,7 @@ _UNSAFE_VIEW = "aten._unsafe_view.default"
 def view_engine_shards(
     load_weights: LoadWeights, args: Mapping[str, Any], dtype: torch.dtype | None = None
 ) -> ShardedStateDict:
-    """Return the target of a transfer that fills what the loader of an engine's rank would fill.
+    """Return the memory that the loader of an engine's rank fills, as the target of a transfer.
 
     `load_weights` takes pairs of a Hugging Face name and a tensor, like that of the models of vLLM
     and SGLang. It is called once. Of its effects only copies are left out, which the transfer
@@ -87,7 +87,7 @@ class _Placeholder(torch.Tensor):
     elements: torch.Tensor
     recorder: _Recorder
 
-    # Results are what `__torch_dispatch__` returns.
+    # `__torch_dispatch__` returns the results.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __new__(
@@ -129,7 +129,7 @@ class _Placeholder(torch.Tensor):
         if len(placeholders) > 1 or not (is_view or operator in _DUPLICATES):
             raise ValueError(
                 f"{placeholder.tensor_name}: the loader computes {operator} with it, but transfers "
-                "fill what a loader slices and copies: load whole tensors (view_engine_tensors)"
+                "only slice and copy: load whole tensors (view_engine_tensors)"
             )
         device = placeholder.device
         if is_view:

@@ -68,7 +68,7 @@ def _import_zstandard() -> ModuleType:
         import zstandard
     except ImportError:
         raise ValueError(
-            "deltas of slime need the package zstandard: pip install 'zstandard>=0.21,<1'"
+            "deltas of slime need the package zstandard: pip install zstandard"
         ) from None
     return zstandard
 
@@ -85,7 +85,7 @@ def write_slime_delta(
     encoding: str = "xor",
     max_shard_size: int = WriteOptions.max_shard_size,
 ) -> DeltaReport:
-    """Write what has changed from `base`, of version `version - 1`, to `new` for slime's engines.
+    """Write the changes from `base`, of version `version - 1`, to `new` for slime's engines.
 
     They read `directory` if it is called `weight_vNNNNNN`, with the version in six digits. `base`
     and `new` are those of `write_delta`. `encoding` is "xor", or "overwrite", which may be applied
@@ -272,7 +272,7 @@ class _Change(NamedTuple):
         return content
 
     def _overwrite(self, name: str, content: np.ndarray) -> bool:
-        """Write the new values to the bytes of the base. Returns whether the delta is valid."""
+        """Write the new values to the bytes of the base, and return whether the delta is valid."""
         max_size = _POSITION_BYTES + (_POSITION_BYTES + 1) * content.size
         delta = self._decompress(name, max_size)
         if delta.size < _POSITION_BYTES:

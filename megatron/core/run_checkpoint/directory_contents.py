@@ -95,8 +95,8 @@ def describe_alternative(root: Path, named: Path) -> str | None:
         )
     saved = read_tag(root / ENGINE_LATEST)
     if tag is None:
-        iteration = read_tracker(root)
-        if saved != named.name or iteration is None or saved == f"global_step{iteration}":
+        iteration = read_tracker(root) if saved == named.name else None
+        if iteration is None or saved == f"global_step{iteration}":
             return None
         return (
             f"DeepSpeed's {ENGINE_LATEST} names {saved}, but {TRACKER} names {iteration}: taking "

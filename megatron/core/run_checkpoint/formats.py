@@ -357,8 +357,9 @@ def find_named_checkpoint(root: Path, step: int | None) -> tuple[Path | None, st
         # A run that began with DeepSpeed's checkpoint may save to the same directory, and moves the
         # tracker. The tracker of Megatron-DeepSpeed can name a checkpoint that is not universal.
         # Of its own checkpoints, it loads the one that DeepSpeed's tracker names.
-        is_newer = directory.is_dir() and not (tracker == ENGINE_LATEST and _is_engine(directory))
-        if tag is None or is_newer or _contains_iterations(root):
+        follows_deepspeed = tracker == ENGINE_LATEST and _is_engine(directory)
+        is_followed = directory.is_dir() and not follows_deepspeed
+        if tag is None or is_followed or _contains_iterations(root):
             return directory, f"the tracker names {named}"
     if tag is None:
         return None, None
@@ -482,10 +483,9 @@ def _refuse_unread(root: Path) -> None:
 
 def _find_alternative(root: Path, named: Path) -> str | None:
     """Return a note if `root` also contains a checkpoint of another program than this run, or if
-    trackers disagree.
+    DeepSpeed's trackers disagree.
     """
-    trackers = [root / name for name in (LATEST, ENGINE_LATEST)]
-    if not any(path.is_file() for path in trackers) and not list_formats(root):
+    if read_latest(root) is None and not list_formats(root) and not _is_engine(named):
         return None
     note: str | None = resolve(_DESCRIBE_ALTERNATIVE)(root, named)
     return note

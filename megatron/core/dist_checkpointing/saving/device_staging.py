@@ -120,7 +120,7 @@ def fill_copies(copies: Sequence[_DeviceCopy]) -> None:
 def _consists_of_words(content: torch.Tensor) -> bool:
     """Return whether `content` is bytes that can be viewed as int64.
 
-    torch's kernel for lists copies four elements per access, whatever their size.
+    torch's kernel for lists copies four elements of any size per access.
     """
     size = torch.int64.itemsize
     is_aligned = content.storage_offset() % size == 0 and content.numel() % size == 0
@@ -185,11 +185,11 @@ class StageFromDevice(StageAndWrite):
         torch.cuda.current_stream().wait_stream(self._stream)
 
     def warm_up(self) -> None:
-        """Do before training what the first save would do once: allocate the slots, select all
+        """Do the one-time work of the first save before training: allocate the slots, select all
         copies, and load kernels.
 
-        CUDA loads a kernel when it is first launched, for which it may wait for the device. Slots
-        are filled, with values that no save uses.
+        CUDA loads a kernel when it is first launched, for which it may wait for the device. The
+        slots are filled with values that no save uses.
         """
         self._slots = self._make_slots()
         indices = range(min(len(self._chunks), len(self._slots)))
