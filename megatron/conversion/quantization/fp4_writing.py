@@ -22,19 +22,21 @@ _E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max
 _E4M3_MIN = 2.0**-9
 _E8M0_BIAS = 127
 # Between two neighboring magnitudes; ties are rounded to the even code.
-_BOUNDS = (E2M1[:7] + E2M1[1:8]) / 2
+_BOUNDS = ((E2M1[:7] + E2M1[1:8]) / 2).tolist()
 _MAX_READ = 16 << 20  # bytes in fp32 that are read at once
 
 
 def _round_to_codes(values: torch.Tensor) -> torch.Tensor:
     """Return the code of the nearest e2m1 value; magnitudes above 6 become 6."""
     magnitudes = values.abs()
-    codes = torch.bucketize(magnitudes.contiguous(), _BOUNDS)
-    is_tie = magnitudes == _BOUNDS[codes.clamp_max(6)]
-    codes += is_tie & (codes % 2 == 1)
+    codes = torch.zeros(values.shape, dtype=torch.uint8)
+    # In the middle of two values, the one with an even code is the nearest.
+    for index, bound in enumerate(_BOUNDS):
+        is_above = magnitudes >= bound if index % 2 == 1 else magnitudes > bound
+        codes += is_above.view(torch.uint8)
     # Bit 3 is the sign.
-    codes += 8 * torch.signbit(values)
-    return codes.to(torch.uint8)
+    codes += torch.signbit(values).view(torch.uint8) << 3
+    return codes
 
 
 def _pack_pairs(codes: torch.Tensor) -> torch.Tensor:
